@@ -1,0 +1,67 @@
+"""cpt_fx: cyclic precision training as a compiler pass.
+
+    schedule = cpt_fx.schedules.named("CR", q_min=3, q_max=8, total_steps=64_000)
+    model = cpt_fx.transform(model, schedule)
+    ...                      # any training loop
+    schedule.step()          # after each optimizer step
+
+Names load on first use, so that planning a schedule does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from cpt_fx import functional as functional
+    from cpt_fx import passes as passes
+    from cpt_fx import recipes as recipes
+    from cpt_fx import schedules as schedules
+    from cpt_fx.api import graphs as graphs
+    from cpt_fx.api import revert as revert
+    from cpt_fx.api import transform as transform
+    from cpt_fx.capture import CaptureError as CaptureError
+    from cpt_fx.costs import cost as cost
+    from cpt_fx.errors import TransformError as TransformError
+    from cpt_fx.formats import Format as Format
+    from cpt_fx.inspection import inspect as inspect
+    from cpt_fx.overrides import Override as Override
+    from cpt_fx.pipeline import Pipeline as Pipeline
+    from cpt_fx.schedules import Bits as Bits
+
+_HOMES = {
+    "Bits": "cpt_fx.schedules",
+    "CaptureError": "cpt_fx.capture",
+    "cost": "cpt_fx.costs",
+    "Format": "cpt_fx.formats",
+    "Override": "cpt_fx.overrides",
+    "Pipeline": "cpt_fx.pipeline",
+    "TransformError": "cpt_fx.errors",
+    "graphs": "cpt_fx.api",
+    "inspect": "cpt_fx.inspection",
+    "revert": "cpt_fx.api",
+    "transform": "cpt_fx.api",
+}
+_MODULES = ("functional", "passes", "recipes", "schedules")
+
+__all__ = sorted((*_HOMES, *_MODULES))  # pyright: ignore
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name's home on first use."""
+    if name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
+    elif name in _MODULES:
+        value = import_module(f"cpt_fx.{name}")
+    else:
+        raise AttributeError(f"module 'cpt_fx' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return sorted({*globals(), *__all__})

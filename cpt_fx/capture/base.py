@@ -1,0 +1,117 @@
+"""What a frontend returns, and the copy of the module tree it may work on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+
+from cpt_fx.errors import TransformError
+from cpt_fx.graph_module import QuantizedGraphModule, Shell, blank, take_tensors
+from cpt_fx.meta import get_attribute
+
+
+class CaptureError(TransformError):
+    """A model's code cannot be turned into a graph that does the same."""
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One graph that does what the model does, how it was made, and what a user should know about it."""
+
+    module: QuantizedGraphModule
+    frontend: str
+    notes: tuple[str, ...] = ()
+
+
+def clone_tree(module: nn.Module, clones: dict[int, nn.Module] | None = None) -> nn.Module:
+    """Copy a tree of modules so that flags and containers are its own, and every tensor is shared.
+
+    Tracing runs the model's Python, which may set attributes; on a copy it cannot leave traces in the original.
+    """
+    clones = {} if clones is None else clones
+    if id(module) in clones:
+        return clones[id(module)]
+    if isinstance(module, torch.jit.ScriptModule):
+        raise CaptureError(
+            f"{type(module).__name__} is TorchScript: its code is compiled and cannot be rewritten. "
+            "Transform the Python module it was scripted from"
+        )
+    new = type(module).__new__(type(module))
+    clones[id(module)] = new
+    new.__dict__ = {
+        key: value.copy() if type(value) in (dict, set) or key.endswith("_hooks") else value
+        for key, value in module.__dict__.items()
+    }
+    for name, child in module._modules.items():
+        new._modules[name] = None if child is None else clone_tree(child, clones)
+    return new
+
+
+def assemble(root: nn.Module, graph: fx.Graph) -> QuantizedGraphModule:
+    """Make a module of a graph and the tree it refers to: called modules stay, the others become shells.
+
+    Parameters and buffers stand where they stood, in the order they had, so that checkpoints and optimizer states
+    fit; what only the graph needs is kept out of the state_dict.
+    """
+    called = {str(node.target) for node in graph.nodes if node.op == "call_module"}
+    constants = {str(node.target): get_attribute(root, str(node.target)) for node in graph.nodes if node.op == "get_attr"}
+    result = blank()
+    take_tensors(result, root)
+    _graft(result, root, "", called, {id(root): result})
+    for path, value in constants.items():
+        _ensure(result, path, value)
+    result.training = root.training
+    result.graph = graph
+    return result
+
+
+def _graft(target: nn.Module, source: nn.Module, prefix: str, called: set[str], made: dict[int, nn.Module]) -> None:
+    for name, child in source._modules.items():
+        path = f"{prefix}.{name}" if prefix else name
+        if child is None:
+            target.add_module(name, None)
+        elif path in called or _is_part_of(path, called):
+            made[id(child)] = child
+            target.add_module(name, child)
+        elif id(child) in made:
+            target.add_module(name, made[id(child)])
+        else:
+            shell = Shell(type(child))
+            made[id(child)] = shell
+            take_tensors(shell, child)
+            target.add_module(name, shell)
+            _graft(shell, child, path, called, made)
+
+
+def _is_part_of(path: str, called: set[str]) -> bool:
+    """Whether a module above this path is called as a whole."""
+    parts = path.split(".")
+    return any(".".join(parts[:length]) in called for length in range(1, len(parts)))
+
+
+def _ensure(root: nn.Module, path: str, value: object) -> None:
+    """Make sure that `path` leads to a value: constants of the traced code, tensors that are plain attributes."""
+    *holders, name = path.split(".")
+    holder: nn.Module = root
+    for part in holders:
+        if part not in holder._modules:
+            holder.add_module(part, Shell(nn.Module))
+        holder = holder.get_submodule(part)
+    if hasattr(holder, name):
+        return
+    if isinstance(value, torch.Tensor):
+        # A buffer, so that it follows .to(); not persistent, so that plain checkpoints still fit.
+        holder.register_buffer(name, value, persistent=False)
+    else:
+        setattr(holder, name, value)
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """Return a copy of a graph with its own meta dictionaries."""
+    new = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        mapping[node] = new.node_copy(node, lambda used: mapping[used])
+    return new

@@ -1,0 +1,239 @@
+"""The torch.fx frontend: fast, needs no example inputs, and refuses what it would get silently wrong."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.utils import parametrize
+
+from cpt_fx.capture.base import Captured, CaptureError, assemble, clone_tree
+from cpt_fx.capture.modes import merge_modes
+from cpt_fx.meta import OPENED, get_attribute
+
+FACTORIES = ("zeros", "ones", "full", "empty", "rand", "randn", "randint", "randperm", "arange", "linspace", "eye")
+"""Functions of torch that make a tensor from nothing: they run in the graph, not once while tracing."""
+
+PLAIN = (bool, int, float, str, type(None))
+"""Argument values that Python code branches on: they become constants of the graph."""
+
+
+class Tracer(fx.Tracer):
+    """Traces through the layers that normalize would open, so that their weights are graph values from the start."""
+
+    def __init__(self, fixed: Mapping[str, object], originals: Mapping[int, str]) -> None:
+        super().__init__(param_shapes_constant=False)
+        self.fixed = dict(fixed)
+        self.originals = originals
+        self._tensor_paths: dict[int, str] | None = None
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Keep torch.nn layers as calls, except those with products and those with computed parameters."""
+        if isinstance(m, OPENED) or parametrize.is_parametrized(m) or isinstance(m, parametrize.ParametrizationList):
+            return False
+        if m._forward_hooks or m._forward_pre_hooks:
+            return False
+        return super().is_leaf_module(m, module_qualified_name)
+
+    def path_of_module(self, mod: nn.Module) -> str:
+        """Find a module also when the code reaches the original through a bound method or a closure."""
+        if id(mod) in self.originals:
+            return self.originals[id(mod)]
+        return super().path_of_module(mod)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
+        """Turn parameters and buffers into graph values, by identity (fx searches the whole model for each one).
+
+        Buffers too: code that updates one in place must do so when the graph runs, not while it is traced.
+        """
+        if not isinstance(attr_val, torch.Tensor):
+            return attr_val
+        if self._tensor_paths is None:
+            named = (*self.root.named_parameters(), *self.root.named_buffers())
+            self._tensor_paths = {id(value): name for name, value in named}
+        name = self._tensor_paths.get(id(attr_val))
+        if name is None:
+            return attr_val
+        if name not in parameter_proxy_cache:
+            parameter_proxy_cache[name] = self.create_proxy("get_attr", name, (), {})
+        return parameter_proxy_cache[name]
+
+    @contextmanager
+    def recording_factories(self) -> Iterator[None]:
+        """Record `torch.zeros(...)` and its like as nodes while tracing.
+
+        Run once at trace time, their result would be a constant: shared between calls where the code fills it in
+        place, and the same at every call where it is random.
+        """
+
+        def recorded(function: Callable[..., Any]) -> Callable[..., fx.Proxy]:
+            return lambda *args, **kwargs: self.create_proxy("call_function", function, args, kwargs)
+
+        originals = {name: getattr(torch, name) for name in FACTORIES}
+        try:
+            for name, function in originals.items():
+                setattr(torch, name, recorded(function))
+            yield
+        finally:
+            for name, function in originals.items():
+                setattr(torch, name, function)
+
+    def _proxy_placeholder(
+        self, name: str, concrete_args: Any, sig: inspect.Signature, fn_for_analysis: Callable[..., Any]
+    ) -> Any:
+        """Make an argument a graph input; a fixed one keeps its place in the signature and is checked at run time."""
+        bare = name.lstrip("*")
+        if bare not in self.fixed or name.startswith("*"):
+            return super()._proxy_placeholder(name, concrete_args, sig, fn_for_analysis)
+        value = self.fixed[bare]
+        given = self.create_proxy("placeholder", name, (value,), {})
+        self.create_proxy("call_function", expect, (given, value, bare), {})
+        return value
+
+
+def expect(given: object, value: object, name: str) -> None:
+    """Refuse a value that the graph was not captured for."""
+    if given is not value and (isinstance(given, torch.Tensor) or given != value):
+        raise ValueError(
+            f"this model was captured for {name}={value!r}, which its code branches on; got "
+            f"{type(given).__name__ if isinstance(given, torch.Tensor) else repr(given)}. To use another value, pass "
+            "example_inputs / example_kwargs with it to cpt_fx.transform"
+        )
+
+
+def capture_symbolic(
+    model: nn.Module, example_inputs: tuple[Any, ...] | None = None, example_kwargs: dict[str, Any] | None = None
+) -> Captured:
+    """Capture with torch.fx, or raise `CaptureError` where the graph would not do what the model does."""
+    optional = _optional_arguments(model)
+    if example_inputs is not None or example_kwargs is not None:
+        fixed = _constants_of(model, example_inputs or (), example_kwargs or {})
+        root, graph = _both_modes(model, fixed)
+    else:
+        # Code may test an optional argument. Where leaving it open and leaving it out give the same graph, it is
+        # open; otherwise the graph is the one for its default, and says so when it is given.
+        fixed = dict(optional)
+        root, graph = _both_modes(model, fixed)
+        for name in optional:
+            without = {key: value for key, value in fixed.items() if key != name}
+            try:
+                opened_root, opened = _both_modes(model, without)
+            except CaptureError:
+                continue
+            if _same_but_for(opened, graph, name, optional[name]):
+                fixed, root, graph = without, opened_root, opened
+    _drop_dead_constants(graph)
+    notes = tuple(f"captured for {name}={value!r}: the code branches on it" for name, value in fixed.items())
+    _restore_modes(root, model)
+    return Captured(assemble(root, graph), "symbolic", notes)
+
+
+def _both_modes(model: nn.Module, fixed: Mapping[str, object]) -> tuple[nn.Module, fx.Graph]:
+    """Trace in training and in evaluation mode and merge: flags that code passes on become run-time values."""
+    state = torch.random.get_rng_state()
+    root, training = _trace(model, fixed, mode=True)
+    other, evaluation = _trace(model, fixed, mode=False)
+    torch.random.set_rng_state(state)
+    merge_modes(training, evaluation)
+    for node in training.nodes:
+        if node.op == "get_attr" and "_tensor_constant" in str(node.target):
+            first, second = (get_attribute(tree, str(node.target)) for tree in (root, other))
+            if not torch.equal(first, second):
+                raise CaptureError(f"{node.name} differs from trace to trace: it is random or depends on outer state")
+    return root, training
+
+
+def _trace(model: nn.Module, fixed: Mapping[str, object], *, mode: bool) -> tuple[nn.Module, fx.Graph]:
+    clones: dict[int, nn.Module] = {}
+    root = clone_tree(model, clones)
+    root.train(mode)
+    names = {id(module): name for name, module in model.named_modules()}
+    tracer = Tracer(fixed, names)
+    try:
+        with warnings.catch_warnings(), tracer.recording_factories():
+            warnings.simplefilter("ignore")
+            graph = tracer.trace(root)
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"torch.fx cannot trace {type(model).__name__}: {type(error).__name__}: {error}".rstrip()
+        ) from error
+    _check_constants(graph)
+    return root, graph
+
+
+def _check_constants(graph: fx.Graph) -> None:
+    """Refuse in-place updates of a tensor that exists only in the trace: they would add up from call to call."""
+    for node in graph.nodes:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        if node.op in ("call_method", "call_function") and name.endswith("_") and not name.endswith("__"):
+            first = node.args[0] if node.args else None
+            if isinstance(first, fx.Node) and first.op == "get_attr" and "_tensor_constant" in str(first.target):
+                raise CaptureError(
+                    f"{node.format_node()} updates a tensor that the code makes on every call, but that the trace "
+                    "holds as a constant. Make it with torch.zeros / x.new_zeros inside forward"
+                )
+
+
+def _restore_modes(root: nn.Module, model: nn.Module) -> None:
+    """Give every module of the copy the mode its original is in."""
+    for copied, original in zip(root.modules(), model.modules(), strict=True):
+        copied.training = original.training
+
+
+def _optional_arguments(model: nn.Module) -> dict[str, object]:
+    """Return the arguments of forward that may be left out and that Python code may branch on."""
+    return {
+        name: parameter.default
+        for name, parameter in inspect.signature(model.forward).parameters.items()
+        if parameter.default is not inspect.Parameter.empty and isinstance(parameter.default, PLAIN)
+    }
+
+
+def _constants_of(
+    model: nn.Module, example_inputs: tuple[Any, ...], example_kwargs: dict[str, Any]
+) -> dict[str, object]:
+    """Return the arguments that the examples fix: plain values given, and defaults of those left out."""
+    signature = inspect.signature(model.forward)
+    try:
+        bound = signature.bind(*example_inputs, **example_kwargs)
+    except TypeError as error:
+        raise TypeError(f"the example inputs do not fit {type(model).__name__}.forward{signature}: {error}") from None
+    bound.apply_defaults()
+    return {name: value for name, value in bound.arguments.items() if isinstance(value, PLAIN)}
+
+
+def _same_but_for(opened: fx.Graph, fixed: fx.Graph, name: str, value: object) -> bool:
+    """Whether leaving an argument open changed nothing but that the argument itself is passed on."""
+    ignore = (expect,)
+    left = [node for node in opened.nodes if node.target not in ignore]
+    right = [node for node in fixed.nodes if node.target not in ignore]
+    if len(left) != len(right):
+        return False
+    matching: dict[fx.Node, object] = {}
+
+    def translate(node: fx.Node) -> Any:
+        return matching[node]
+
+    for ours, theirs in zip(left, right, strict=True):
+        if ours.op != theirs.op or (ours.target != theirs.target):
+            return False
+        matching[ours] = value if ours.op == "placeholder" and ours.target == name else theirs
+        if ours.op == "placeholder":
+            continue
+        if fx.map_arg((ours.args, ours.kwargs), translate) != (theirs.args, theirs.kwargs):  # type: ignore[arg-type]
+            return False
+    return True
+
+
+def _drop_dead_constants(graph: fx.Graph) -> None:
+    """Remove parameters that were looked at but not used (a shape test, an `is None`)."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "get_attr" and not node.users:
+            graph.erase_node(node)

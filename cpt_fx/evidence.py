@@ -1,0 +1,45 @@
+"""Proof that a quantizer ran: a small integer tensor per quantizer, written while the model runs.
+
+`record[0]` counts runs. `record[b]`, b = 1..32, holds the number of distinct levels seen at width b, and
+`record[32 + b]` the relative rounding error seen there, in parts per billion. Levels and error are measured on a
+sample, the first time a quantizer runs at a width, and only where that needs no synchronisation with a device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cpt_fx.formats import FULL_PRECISION
+from cpt_fx.numerics import reduced_dims
+
+RECORD_LENGTH = 1 + 2 * FULL_PRECISION
+SAMPLE = 8192
+"""Elements looked at: far more than 2**8 levels, so an unquantized tensor cannot pass for an 8-bit one."""
+
+
+def new_record() -> Tensor:
+    """Return an empty record."""
+    return torch.zeros(RECORD_LENGTH, dtype=torch.int64)
+
+
+def sample_group(x: Tensor, keep: tuple[int, ...], over: tuple[int, ...] | None, block: int = 0) -> Tensor:
+    """Return up to `SAMPLE` elements that share one range: the first group's first elements."""
+    dims = reduced_dims(x.ndim, keep, over)
+    group = x.detach()[tuple(slice(None) if dim in dims else 0 for dim in range(x.ndim))]
+    return group.reshape(-1)[: block or SAMPLE]
+
+
+def witness(record: Tensor, x: Tensor, result: Tensor, bits: int, keep: tuple[int, ...], over: tuple[int, ...] | None,
+            block: int) -> None:  # fmt: skip
+    """Note how many levels `result` shows and how far it is from `x`, unless this width was seen before."""
+    if not 0 < bits < FULL_PRECISION or int(record[bits]):
+        return
+    before = sample_group(x, keep, over, block).double()
+    after = sample_group(result, keep, over, block).double()
+    if not bool(torch.isfinite(after).all()):
+        return
+    spread = before.square().mean().sqrt()
+    error = (after - before).square().mean().sqrt() / spread if bool(spread > 0) else spread
+    record[bits] = after.unique().numel()
+    record[FULL_PRECISION + bits] = (error * 1e9).round().to(torch.int64)

@@ -1,0 +1,107 @@
+"""Quantizers as plain tensor functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cpt_fx.formats import Rounding, Scheme, Specials, check_grid, choice, minimum_bits
+from cpt_fx.ops import FAKE_QUANTIZE, QUANTIZE_GRADIENT, as_bits, check_dims
+
+
+def fake_quantize(
+    x: Tensor,
+    bits: int | Tensor,
+    *,
+    keep: Sequence[int] = (),
+    rounding: str = "nearest",
+    range: tuple[Tensor | float, Tensor | float] | None = None,
+    over: Sequence[int] | None = None,
+    scheme: str = "affine",
+    exponent: int = 0,
+    specials: str = "none",
+    block: int = 0,
+) -> Tensor:
+    """Quantize and dequantize `x`; the gradient passes straight through.
+
+    Args:
+        x: a floating point tensor of any shape; the result has its shape and dtype.
+        bits: the width, an int or a 0-dim tensor. 32 (and 0) leave `x` as it is, bit for bit.
+        keep: the dims that each own a range: `()` one range for the tensor, `(0,)` one per channel or row.
+        rounding: `"nearest"` (ties to even codes) or `"stochastic"` (unbiased; follows `torch.manual_seed`).
+        range: `(zero_point, range)`, minimum and width of the grid, broadcastable to `x`; values outside are
+            clamped. None measures them on `x`.
+        over: instead of `keep`, the dims that one range spans, e.g. `(-1,)` for one range per vector.
+        scheme: `"affine"`, `"affine_integer"`, `"symmetric"` or `"float"`.
+        exponent: exponent bits of a float; the mantissa has `bits - 1 - exponent`.
+        specials: which float codes are not numbers: `"none"`, `"fn"` (e4m3) or `"ieee"` (e5m2).
+        block: elements per shared power-of-two scale within a group (MX formats); 0 for none.
+    """
+    bits, options = _checked(x, bits, keep, over, rounding, scheme, exponent, specials, block)
+    if range is None:
+        result: Tensor = FAKE_QUANTIZE(x, bits, **options)
+        return result
+    if block:
+        raise ValueError(f"range= cannot be combined with block={block}: every block has its own range")
+    try:
+        zero_point, width = range
+    except (TypeError, ValueError):
+        raise TypeError(f"range must be a pair (zero_point, range), got {range!r}") from None
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    result = FAKE_QUANTIZE(
+        x,
+        bits,
+        **options,
+        zero_point=torch.as_tensor(zero_point, dtype=dtype, device=x.device),
+        range=torch.as_tensor(width, dtype=dtype, device=x.device),
+    )
+    return result
+
+
+def quantize_gradient(
+    x: Tensor,
+    bits: int | Tensor,
+    *,
+    keep: Sequence[int] = (),
+    rounding: str = "stochastic",
+    over: Sequence[int] | None = None,
+    scheme: str = "affine",
+    exponent: int = 0,
+    specials: str = "none",
+    block: int = 0,
+) -> Tensor:
+    """Return `x` unchanged; the gradient that comes back through the result is quantized.
+
+    Arguments are those of `fake_quantize`, applied to the gradient. The result is a copy, so that only what flows
+    through it is quantized; the op in a rewritten graph sits on the layer's own output and copies nothing.
+    """
+    bits, options = _checked(x, bits, keep, over, rounding, scheme, exponent, specials, block)
+    result: Tensor = QUANTIZE_GRADIENT(x.clone(), bits, **options)
+    return result
+
+
+def _checked(
+    x: Tensor, bits: int | Tensor, keep: Sequence[int], over: Sequence[int] | None, rounding: str, scheme: str,
+    exponent: int, specials: str, block: int,
+) -> tuple[Tensor, dict[str, object]]:  # fmt: skip
+    if not x.is_floating_point():
+        raise TypeError(f"only floating point tensors are quantized, got {x.dtype}")
+    if over is not None and keep:
+        raise ValueError(f"give keep= or over=, not both: got keep={tuple(keep)}, over={tuple(over)}")
+    check_dims("keep", keep, x.ndim)
+    kind = choice(Scheme, scheme, "scheme")
+    check_grid(kind, exponent, block)
+    if isinstance(bits, int) and 0 < bits < minimum_bits(kind):
+        raise ValueError(f"scheme={scheme!r} needs at least {minimum_bits(kind)} bits, got {bits}")
+    options: dict[str, object] = {
+        "keep": list(keep),
+        "over": None if over is None else list(over),
+        "scheme": kind.value,
+        "rounding": choice(Rounding, rounding, "rounding").value,
+        "exponent": exponent,
+        "specials": choice(Specials, specials, "specials").value,
+        "block": block,
+    }
+    return as_bits(bits, x), options

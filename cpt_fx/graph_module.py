@@ -1,0 +1,154 @@
+"""The module that `transform` returns: a GraphModule whose copies and pickles keep everything."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from cpt_fx.meta import PASS, QUANTIZER, SITE
+
+_GRAPH_ATTRIBUTES = ("_graph", "_code", "_lineno_map", "_prologue_start", "_codegen")
+_KEPT_META = (SITE, QUANTIZER, PASS)
+
+
+class Shell(nn.Module):
+    """Stands where a layer was whose operator now lives in the graph; it keeps the layer's parameters and mode."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.kind = f"{kind.__module__}.{kind.__qualname__}"
+
+    def extra_repr(self) -> str:
+        """Show what stood here."""
+        return f"{self.kind}, in the graph"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: running a layer alone would bypass its quantizers."""
+        raise RuntimeError(
+            f"this {self.kind.rpartition('.')[2]} runs inside the rewritten graph; call the transformed model, "
+            "or take the plain layer from cpt_fx.revert(model)"
+        )
+
+
+def shell_of(module: nn.Module) -> Shell:
+    """Return a shell with the parameters, buffers, mode and children of a module."""
+    shell = Shell(type(module))
+    take_tensors(shell, module)
+    shell._modules.update(module._modules)
+    return shell
+
+
+def take_tensors(target: nn.Module, source: nn.Module) -> None:
+    """Let `target` share the parameters and buffers of `source`, under the same names and in the same order."""
+    target._parameters = source._parameters.copy()
+    target._buffers = source._buffers.copy()
+    target._non_persistent_buffers_set = source._non_persistent_buffers_set.copy()
+    target.training = source.training
+
+
+class QuantizedGraphModule(fx.GraphModule):
+    """A rewritten model. `torch.fx` tools take it as the GraphModule it is.
+
+    `torch.fx.GraphModule` copies only what its graph mentions and pickles by tracing its own code again, which loses
+    unused parameters, module classes and node metadata; here both carry the whole module and the graph as it is.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedGraphModule:
+        """Copy modules, tensors and graph."""
+        new = blank()
+        memo[id(self)] = new
+        new.__dict__.update(copy.deepcopy(_without_graph(self), memo))
+        new.graph = copy.deepcopy(self.graph)
+        return new
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the state, and the graph as a flat list of nodes."""
+        return _restore, (), {"state": _without_graph(self), "nodes": _flatten(self.graph)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore what `__reduce__` stored."""
+        self.__dict__.update(state["state"])
+        self.graph = _unflatten(state["nodes"])
+
+
+def blank() -> QuantizedGraphModule:
+    """Return an empty module to fill: `GraphModule.__init__` would copy only what the graph mentions."""
+    module = QuantizedGraphModule.__new__(QuantizedGraphModule)
+    nn.Module.__init__(module)
+    module.meta = {}
+    return module
+
+
+def _restore() -> QuantizedGraphModule:
+    return blank()
+
+
+def _without_graph(module: nn.Module) -> dict[str, Any]:
+    return {key: value for key, value in module.__dict__.items() if key not in _GRAPH_ATTRIBUTES}
+
+
+class _NodeRef:
+    """A node inside pickled arguments, by its position in the graph."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+
+class _OpRef:
+    """An operator overload inside a pickled node, by name: overloads themselves do not pickle."""
+
+    def __init__(self, overload: torch._ops.OpOverload) -> None:
+        self.namespace, _, self.name = overload._schema.name.partition("::")
+        self.overload = overload._overloadname
+
+    def load(self) -> Any:
+        return getattr(getattr(getattr(torch.ops, self.namespace), self.name), self.overload)
+
+
+def _flatten(graph: fx.Graph) -> list[tuple[Any, ...]]:
+    positions = {node: position for position, node in enumerate(graph.nodes)}
+    rows = []
+    for node in graph.nodes:
+        target = _OpRef(node.target) if isinstance(node.target, torch._ops.OpOverload) else node.target
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: _NodeRef(positions[used]))  # type: ignore[arg-type, return-value]
+        meta = {key: node.meta[key] for key in _KEPT_META if key in node.meta}
+        rows.append((node.op, node.name, target, _plain(args), _plain(kwargs), node.type, meta))
+    return rows
+
+
+def _plain(value: Any) -> Any:
+    """Turn fx's immutable containers into ordinary ones, which pickle."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if type(value) in (tuple, list) or isinstance(value, list):
+        return type(value)(map(_plain, value)) if type(value) is tuple else list(map(_plain, value))
+    return value
+
+
+def _unflatten(rows: list[tuple[Any, ...]]) -> fx.Graph:
+    graph = fx.Graph()
+    nodes: list[fx.Node] = []
+
+    def resolve(value: Any) -> Any:
+        if isinstance(value, _NodeRef):
+            return nodes[value.position]
+        if isinstance(value, dict):
+            return {key: resolve(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [resolve(item) for item in value]
+        if isinstance(value, slice):
+            return slice(resolve(value.start), resolve(value.stop), resolve(value.step))
+        if isinstance(value, tuple):
+            items = [resolve(item) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        return value
+
+    for op, name, target, args, kwargs, kind, meta in rows:
+        loaded = target.load() if isinstance(target, _OpRef) else target
+        node = graph.create_node(op, loaded, resolve(args), resolve(kwargs), name, kind)
+        node.meta.update(meta)
+        nodes.append(node)
+    return graph

@@ -1,0 +1,307 @@
+"""What the passes know about operators, and every key they write to `node.meta`. No other module holds such a list."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from cpt_fx.formats import Format, Group, group_dims
+from cpt_fx.ops import QUANTIZE_GRADIENT
+
+SITE = "cpt_fx_site"
+"""On an operator: the `Site` that annotate decided."""
+QUANTIZER = "cpt_fx_quantizer"
+"""On a quantize node: the `Quantizer` it is."""
+PASS = "cpt_fx_pass"
+"""On a node that a pass made: the name of that pass."""
+STATE = "_cpt_fx"
+"""Name of the submodule that holds bits, ranges and records; the prefix of their state_dict keys."""
+
+Target = Callable[..., Any]
+Index = int | tuple[int, int]
+Groups = tuple[tuple[int, ...], tuple[int, ...] | None]
+
+FIRST_DIM: Groups = ((0,), None)
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """One operator: its family, its argument names in order, and which of them are multiplied.
+
+    `operands` maps an argument's position to its kind: `input`, `weight`, `bias`, or `either` where a product takes
+    two tensors of which each may be a weight. `channels` says, by position, what `group="channel"` means for a
+    weight there, as `(keep, over)`: its output axis is kept, or all that a product sums over shares a range.
+    """
+
+    family: str
+    name: str
+    arguments: tuple[str, ...]
+    operands: tuple[tuple[int, str], ...]
+    channels: tuple[tuple[int, Groups], ...] = ()
+    variadic: int | None = None
+    """Position from which all further arguments are operands (einsum, multi_dot)."""
+
+
+def _conv(name: str, *, transposed: bool = False) -> OpSpec:
+    extra = ("output_padding", "groups", "dilation") if transposed else ("dilation", "groups")
+    arguments = ("input", "weight", "bias", "stride", "padding", *extra)
+    # Transposed weights are stored (in, out / groups, ...), the others (out, in / groups, ...).
+    output_axis = 1 if transposed else 0
+    operands = ((0, "input"), (1, "weight"), (2, "bias"))
+    return OpSpec("conv", name, arguments, operands, ((1, ((output_axis,), None)),))
+
+
+def _product(name: str, *, addend: bool = False) -> OpSpec:
+    arguments = ("input", "mat1", "mat2") if addend else ("input", "other")
+    first = 1 if addend else 0
+    operands = ((first, "either"), (first + 1, "either"))
+    # Rank-free: the left operand's output axis is its rows, the right one's its columns, batched or not.
+    channels: tuple[tuple[int, Groups], ...] = ((first, ((), (-1,))), (first + 1, ((), (-2,))))
+    return OpSpec("matmul", name, arguments, (((0, "bias"),) if addend else ()) + operands, channels)
+
+
+def _scatter(name: str, source: str, *extra: str) -> OpSpec:
+    return OpSpec("aggregation", name, ("input", "dim", "index", source, *extra), ((3, "input"),))
+
+
+SPECS: dict[Target, OpSpec] = {
+    torch.conv1d: _conv("conv1d"),
+    torch.conv2d: _conv("conv2d"),
+    torch.conv3d: _conv("conv3d"),
+    torch.conv_transpose1d: _conv("conv_transpose1d", transposed=True),
+    torch.conv_transpose2d: _conv("conv_transpose2d", transposed=True),
+    torch.conv_transpose3d: _conv("conv_transpose3d", transposed=True),
+    F.linear: OpSpec(
+        "linear", "linear", ("input", "weight", "bias"), ((0, "input"), (1, "weight"), (2, "bias")), ((1, FIRST_DIM),)
+    ),
+    F.bilinear: OpSpec(
+        "linear",
+        "bilinear",
+        ("input1", "input2", "weight", "bias"),
+        ((0, "input"), (1, "input"), (2, "weight"), (3, "bias")),
+        ((2, FIRST_DIM),),
+    ),
+    torch.matmul: _product("matmul"),
+    torch.mm: _product("mm"),
+    torch.bmm: _product("bmm"),
+    torch.mv: _product("mv"),
+    torch.dot: _product("dot"),
+    torch.inner: _product("inner"),
+    torch.outer: _product("outer"),
+    torch.addmm: _product("addmm", addend=True),
+    torch.addbmm: _product("addbmm", addend=True),
+    torch.baddbmm: _product("baddbmm", addend=True),
+    torch.addmv: _product("addmv", addend=True),
+    torch.einsum: OpSpec("matmul", "einsum", ("equation",), (), variadic=1),
+    torch.linalg.multi_dot: OpSpec("matmul", "multi_dot", ("tensors",), (), variadic=0),
+    F.embedding: OpSpec("embedding", "embedding", ("input", "weight"), ((1, "weight"),), ((1, FIRST_DIM),)),
+    F.embedding_bag: OpSpec("embedding", "embedding_bag", ("input", "weight"), ((1, "weight"),), ((1, FIRST_DIM),)),
+    torch.index_add: _scatter("index_add", "source"),
+    torch.scatter_add: _scatter("scatter_add", "src"),
+    torch.scatter_reduce: _scatter("scatter_reduce", "src", "reduce"),
+    torch.index_reduce: _scatter("index_reduce", "source", "reduce"),
+    torch.Tensor.index_add_: _scatter("index_add_", "source"),
+    torch.Tensor.scatter_add_: _scatter("scatter_add_", "src"),
+    torch.Tensor.scatter_reduce_: _scatter("scatter_reduce_", "src", "reduce"),
+    torch.Tensor.index_reduce_: _scatter("index_reduce_", "source", "reduce"),
+    torch.sparse.mm: OpSpec("aggregation", "sparse_mm", ("input", "mat2"), ((1, "input"),)),
+    torch.segment_reduce: OpSpec("aggregation", "segment_reduce", ("data", "reduce"), ((0, "input"),)),
+}
+"""The operators that quantization knows, in normal form."""
+
+ALIASES: dict[Target, Target] = {
+    operator.matmul: torch.matmul,
+    operator.imatmul: torch.matmul,
+    torch.linalg.matmul: torch.matmul,
+    torch.functional.einsum: torch.einsum,
+    torch.ger: torch.outer,
+    torch.Tensor.index_add: torch.index_add,
+    torch.Tensor.scatter_add: torch.scatter_add,
+    torch.Tensor.scatter_reduce: torch.scatter_reduce,
+    torch.Tensor.index_reduce: torch.index_reduce,
+}
+"""Other functions for the same operator. Torch methods of the same name follow below."""
+
+METHODS: dict[str, Target] = {
+    **{name: getattr(torch, name) for name in ("matmul", "mm", "bmm", "mv", "dot", "inner", "outer", "ger")},
+    **{name: getattr(torch, name) for name in ("addmm", "addbmm", "baddbmm", "addmv")},
+    **{name: getattr(torch, name) for name in ("index_add", "scatter_add", "scatter_reduce", "index_reduce")},
+    **{f"{name}_": getattr(torch.Tensor, f"{name}_") for name in ("index_add", "scatter_add", "scatter_reduce",
+                                                                  "index_reduce")},
+    "__matmul__": torch.matmul,
+}  # fmt: skip
+"""Tensor methods and the function each stands for."""
+ALIASES.update({getattr(torch.Tensor, name): target for name, target in METHODS.items() if not name.endswith("_")})
+
+ADDS: frozenset[Any] = frozenset({operator.add, operator.iadd, torch.add, "add", "add_"})
+MULTIPLIES: frozenset[Any] = frozenset({operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "mul_", "multiply"})
+DIVIDES: frozenset[Any] = frozenset({operator.truediv, torch.div, torch.divide, "div", "divide"})
+SUMS: frozenset[Any] = frozenset({torch.sum, "sum"})
+
+OPENED: tuple[type[nn.Module], ...] = (
+    nn.Linear, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d,
+    nn.ConvTranspose3d, nn.Embedding, nn.EmbeddingBag,
+)  # fmt: skip
+"""Layers that normalize replaces by the function they call, with the weight as an explicit value."""
+
+HIDING: tuple[type[nn.Module], ...] = (*OPENED, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
+"""Modules that multiply: one of these inside an opaque module is reported as uncovered."""
+
+FUSED: dict[Target, str] = {
+    F.scaled_dot_product_attention: "fused attention: its two products are not separate operators in this graph",
+    F.multi_head_attention_forward: "fused attention: its products are not separate operators in this graph",
+    torch.lstm: "fused recurrent kernel: its products are not separate operators in this graph",
+    torch.gru: "fused recurrent kernel: its products are not separate operators in this graph",
+    torch.rnn_tanh: "fused recurrent kernel: its products are not separate operators in this graph",
+    torch.rnn_relu: "fused recurrent kernel: its products are not separate operators in this graph",
+    torch.lstm_cell: "fused recurrent cell: its products are not separate operators in this graph",
+    torch.gru_cell: "fused recurrent cell: its products are not separate operators in this graph",
+    torch.rnn_tanh_cell: "fused recurrent cell: its products are not separate operators in this graph",
+    torch.rnn_relu_cell: "fused recurrent cell: its products are not separate operators in this graph",
+    torch.cdist: "distances are not quantized",
+    torch.tensordot: "tensordot is not in the operator table",
+}
+"""Functions that multiply and that no rule covers, with the reason that inspect shows."""
+
+VIEWS: frozenset[Any] = frozenset({
+    "view", "reshape", "transpose", "permute", "t", "flatten", "unflatten", "squeeze", "unsqueeze", "expand",
+    "expand_as", "view_as", "contiguous", "chunk", "split", "unbind", "narrow", "select", "swapaxes", "movedim",
+    "detach", "to", "float", "half", "type_as", "mT", "T", torch.reshape, torch.transpose, torch.permute, torch.t,
+    torch.flatten, torch.unflatten, torch.squeeze, torch.unsqueeze, torch.chunk, torch.split, torch.unbind,
+    torch.narrow, torch.select, torch.swapaxes, torch.movedim, operator.getitem, getattr, F.dropout,
+    QUANTIZE_GRADIENT,
+})  # fmt: skip
+"""Results that may share memory with their first argument (calls of modules are treated likewise)."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One tensor that an operator multiplies: where it stands, what it is, and how it is quantized."""
+
+    index: Index
+    name: str
+    role: str
+    format: Format
+    keep: tuple[int, ...]
+    over: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class Dial:
+    """Which width a quantizer follows: a role of the schedule, shifted or fixed for its layer.
+
+    `with_forward` switches the gradient off where the forward width is 0, as published convolutions do.
+    """
+
+    role: str
+    offset: int = 0
+    fixed: int | None = None
+    with_forward: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name of the tensor that holds this width."""
+        if self.fixed is not None:
+            return f"{self.role}_fixed_{self.fixed}"
+        name = f"{self.role}_with_forward" if self.with_forward else self.role
+        if self.offset:
+            name += f"_{'plus' if self.offset > 0 else 'minus'}_{abs(self.offset)}"
+        return name
+
+
+@dataclass(frozen=True)
+class Site:
+    """The decision for one operator: its layer, its operands, the format of its gradient, and its dials."""
+
+    layer: str
+    op: str
+    family: str
+    operands: tuple[Operand, ...]
+    gradient: Format | None
+    dials: tuple[tuple[str, Dial], ...]
+    gradient_name: str = ""
+    """Name of the node that carries the gradient quantizer, where it is not the operator itself."""
+    return_quantized: bool = False
+
+    def dial(self, role: str) -> Dial:
+        """Return the dial of a role: biases follow the weights."""
+        role = "weight" if role == "bias" else role
+        return dict(self.dials)[role]
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """What a quantize node is: written by insert, completed by share and bind, read by everyone else."""
+
+    layers: tuple[str, ...]
+    op: str
+    operand: str
+    role: str
+    format: Format
+    dial: Dial
+    record: str
+    ranges: str = ""
+    """Path of the running range below the state module, for formats with an observer."""
+
+
+@dataclass(frozen=True)
+class Uncovered:
+    """A matmul-like operator, or one operand of it, that stays in full precision, and why."""
+
+    layer: str
+    op: str
+    reason: str
+    operand: str = ""
+    by_choice: bool = False
+    """The user excluded it: nothing that `strict=True` would complain about."""
+
+    def __str__(self) -> str:
+        """Say it in one line."""
+        return f"{self.layer or '(root)'}: {self.op}{f' operand {self.operand}' if self.operand else ''}: {self.reason}"
+
+
+def group_of(spec: OpSpec, index: Index, format: Format) -> Groups:
+    """Return `(keep, over)` of an operand: channel groups follow the operator's output axis."""
+    if format.group is Group.CHANNEL:
+        # Without an output axis of its own (an activation, an einsum operand) a tensor has one range.
+        return dict(spec.channels).get(index if isinstance(index, int) else index[0], ((), None))
+    return group_dims(format.group, 0)
+
+
+def gradient_groups(format: Format) -> Groups:
+    """Return `(keep, over)` of an output gradient, which has no output axis of its own: channels are the tensor."""
+    return ((), None) if format.group is Group.CHANNEL else group_dims(format.group, 0)
+
+
+def spec_of(node: fx.Node) -> OpSpec | None:
+    """Return the operator a normalized node is, if quantization knows it."""
+    return SPECS.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
+
+
+def module_path(node: fx.Node) -> tuple[str, str]:
+    """Return `(path, call)`: the innermost module a node came from, and which call of it (path, path@1, ...)."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return "", ""
+    call, (path, _) = next(reversed(stack.items()))
+    return path, call
+
+
+def module_stack(node: fx.Node) -> list[tuple[str, type[nn.Module] | None]]:
+    """Return the modules a node came from, outermost first, as (path, class)."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return [(path, kind if isinstance(kind, type) else None) for path, kind in stack.values()]
+
+
+def get_attribute(root: nn.Module, path: str) -> Any:
+    """Follow a dotted path from a module to whatever stands at its end."""
+    value: Any = root
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value

@@ -1,0 +1,214 @@
+"""The arithmetic of quantize-dequantize, on tensors, without autograd and without state.
+
+Every function here can be traced: the width is a 0-dim tensor, no value is read back to Python. The order of the
+operations is the published one, because at high widths and for tiny spreads the order decides the last bit.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cpt_fx.formats import FULL_PRECISION, Rounding, Scheme, Specials
+
+SCALE_FLOOR = 1e-8
+"""Smallest affine step, as published: a constant group divides by this instead of by zero."""
+
+
+class Grid(NamedTuple):
+    """The static half of a quantizer: which elements share a range, and on which kind of grid they land."""
+
+    keep: tuple[int, ...] = ()
+    over: tuple[int, ...] | None = None
+    scheme: Scheme = Scheme.AFFINE
+    rounding: Rounding = Rounding.NEAREST
+    exponent: int = 0
+    specials: Specials = Specials.NONE
+    block: int = 0
+
+
+class Extent(NamedTuple):
+    """The range of every group: its minimum (the zero point) and its width, broadcastable to the tensor."""
+
+    zero_point: Tensor
+    range: Tensor
+
+
+def working_dtype(x: Tensor) -> torch.dtype:
+    """Half precision types are quantized in float32: their own step is coarser than an 8-bit grid's arithmetic."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def reduced_dims(ndim: int, keep: tuple[int, ...], over: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Return the dims that one range spans: all but `keep`, or, where given, exactly `over`."""
+    if over is not None:
+        return tuple(sorted({dim % ndim for dim in over if -ndim <= dim < ndim}))
+    kept = {dim % ndim for dim in keep} if ndim else set()
+    return tuple(dim for dim in range(ndim) if dim not in kept)
+
+
+def extent_of(x: Tensor, keep: tuple[int, ...], over: tuple[int, ...] | None) -> Extent:
+    """Measure the range of every group. NaN in a group makes its range NaN."""
+    x = x.detach()
+    dims = reduced_dims(x.ndim, keep, over)
+    if not dims and x.ndim:
+        low = high = x
+    elif len(dims) == x.ndim:
+        low, high = torch.aminmax(x)
+    elif dims == tuple(range(x.ndim - len(dims), x.ndim)):
+        flat = x.flatten(x.ndim - len(dims))
+        low, high = torch.aminmax(flat, dim=-1)
+        shape = (*x.shape[: x.ndim - len(dims)], *(1,) * len(dims))
+        low, high = low.reshape(shape), high.reshape(shape)
+    else:
+        low, high = x.amin(dims, keepdim=True), x.amax(dims, keepdim=True)
+    dtype = working_dtype(x)
+    low = low.to(dtype)
+    return Extent(low, high.to(dtype) - low)
+
+
+def quantize(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None = None) -> Tensor:
+    """Round `x` to the grid of its width, in the working dtype. Returns a new tensor of the dtype of `x`."""
+    if grid.block:
+        return _in_blocks(x, bits, grid)
+    extent = extent or extent_of(x, grid.keep, grid.over)
+    values = x.to(working_dtype(x))
+    if grid.scheme is Scheme.FLOAT:
+        scale = amplitude(extent) / float_maximum(bits, grid, values.dtype)
+        result = _floating(values, bits, grid, scale)
+    else:
+        result = _UNIFORM[grid.scheme](values, bits, grid.rounding, extent)
+    return result.to(x.dtype)
+
+
+def quantize_or_pass(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None = None) -> Tensor:
+    """Like `quantize`, with the two widths that mean "leave it alone" decided at run time, without a branch."""
+    passes = (bits >= FULL_PRECISION) | (bits <= 0)
+    return torch.where(passes, x, quantize(x, bits, grid, extent))
+
+
+def amplitude(extent: Extent) -> Tensor:
+    """Return the largest magnitude inside the range, for the schemes that are symmetric around zero."""
+    return torch.maximum(-extent.zero_point, extent.zero_point + extent.range).clamp_min(0)
+
+
+def power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
+    """Exactly 2**exponent for integer tensors of any sign; exp2 is allowed to be off by an ulp, this is not."""
+    magnitude = torch.bitwise_left_shift(torch.ones_like(exponent), exponent.abs().clamp_max(62)).to(dtype)
+    return torch.where(exponent < 0, 1 / magnitude, magnitude)
+
+
+def _levels(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Number of steps of a uniform grid: 2**bits - 1."""
+    codes = torch.bitwise_left_shift(torch.ones_like(bits), bits.clamp(1, FULL_PRECISION)) - 1
+    return codes.to(dtype)
+
+
+def _round_(codes: Tensor, rounding: Rounding, low: Tensor, high: Tensor) -> Tensor:
+    """Add the noise, clamp, then round half to even, in place: the published order.
+
+    Clamping after the noise and before rounding keeps stochastic rounding unbiased, since the ends are grid points.
+    """
+    if rounding is Rounding.STOCHASTIC:
+        codes.add_(torch.rand_like(codes).sub_(0.5))
+    return codes.clamp_(low, high).round_()
+
+
+def _affine(x: Tensor, bits: Tensor, rounding: Rounding, extent: Extent) -> Tensor:
+    levels = _levels(bits, x.dtype)
+    scale = (extent.range / levels).clamp_min(SCALE_FLOOR)
+    codes = (x - extent.zero_point).div_(scale)
+    return _round_(codes, rounding, torch.zeros_like(levels), levels).mul_(scale).add_(extent.zero_point)
+
+
+def _affine_integer(x: Tensor, bits: Tensor, rounding: Rounding, extent: Extent) -> Tensor:
+    levels = _levels(bits, x.dtype)
+    low = extent.zero_point.clamp_max(0)
+    high = (extent.zero_point + extent.range).clamp_min(0)
+    scale = ((high - low) / levels).clamp_min(SCALE_FLOOR)
+    # NaN survives minimum/maximum, so a poisoned group stays visibly poisoned.
+    offset = torch.minimum((-low / scale).round().clamp_min(0), levels)
+    codes = x / scale
+    # Clamping the shifted codes instead of adding the offset to each of them keeps zero exactly at zero.
+    return _round_(codes, rounding, -offset, levels - offset).mul_(scale)
+
+
+def _symmetric(x: Tensor, bits: Tensor, rounding: Rounding, extent: Extent) -> Tensor:
+    # At one bit the only symmetric grid of two levels is -a, +a: the codes sit half a step off zero.
+    half = (bits == 1).to(x.dtype) * 0.5
+    reach = torch.bitwise_left_shift(torch.ones_like(bits), (bits - 1).clamp(0, FULL_PRECISION)).to(x.dtype) - 1
+    scale = (amplitude(extent) / (reach + half)).clamp_min(torch.finfo(x.dtype).tiny)
+    codes = (x / scale).sub_(half)
+    return _round_(codes, rounding, -reach - 2 * half, reach).add_(half).mul_(scale)
+
+
+_UNIFORM = {Scheme.AFFINE: _affine, Scheme.AFFINE_INTEGER: _affine_integer, Scheme.SYMMETRIC: _symmetric}
+
+
+def float_fields(bits: Tensor, exponent: int) -> tuple[Tensor, Tensor]:
+    """Split a width into exponent and mantissa bits: the exponent gives way where the width is too small for it."""
+    fields = bits.clamp(2, FULL_PRECISION) - 1
+    exponent_bits = fields.clamp_max(exponent)
+    return exponent_bits, fields - exponent_bits
+
+
+def float_maximum(bits: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
+    """Return the largest finite value of the format at this width."""
+    exponent_bits, mantissa_bits = float_fields(bits, grid.exponent)
+    one = torch.ones_like(exponent_bits)
+    bias = torch.bitwise_left_shift(one, exponent_bits - 1) - 1
+    top = torch.bitwise_left_shift(one, exponent_bits) - 1 - bias
+    ulp = power_of_two(-mantissa_bits, dtype)
+    if grid.specials is Specials.IEEE:
+        # A single exponent bit leaves nothing to reserve.
+        top = torch.where(exponent_bits > 1, top - 1, top)
+    largest = power_of_two(top, dtype) * (2 - ulp)
+    if grid.specials is Specials.FN:
+        # Without a mantissa the all-ones code is the whole top exponent.
+        below = torch.where(mantissa_bits > 0, power_of_two(top, dtype) * (2 - 2 * ulp), power_of_two(top - 1, dtype))
+        largest = torch.where(exponent_bits + mantissa_bits > 1, below, largest)
+    return largest
+
+
+def _floor_to_power_of_two(x: Tensor) -> Tensor:
+    """2**floor(log2(abs(x))), exactly, by clearing sign and mantissa. Zero and subnormals give zero."""
+    if x.dtype == torch.float64:
+        return (x.view(torch.int64) & 0x7FF0000000000000).view(torch.float64)
+    return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
+
+
+def _floating(x: Tensor, bits: Tensor, grid: Grid, scale: Tensor) -> Tensor:
+    exponent_bits, mantissa_bits = float_fields(bits, grid.exponent)
+    bias = torch.bitwise_left_shift(torch.ones_like(exponent_bits), exponent_bits - 1) - 1
+    smallest_normal = power_of_two(1 - bias, x.dtype)
+    largest = float_maximum(bits, grid, x.dtype)
+    scale = scale.clamp_min(torch.finfo(x.dtype).tiny)
+    scaled = (x / scale).clamp_(-largest, largest)
+    step = torch.maximum(_floor_to_power_of_two(scaled), smallest_normal).mul_(power_of_two(-mantissa_bits, x.dtype))
+    # Noise may lift a value over a power of two, where the step doubles; both ends of that last step are grid points.
+    codes = scaled.div_(step)
+    return _round_(codes, grid.rounding, -largest / step, largest / step).mul_(step).mul_(scale)
+
+
+def _in_blocks(x: Tensor, bits: Tensor, grid: Grid) -> Tensor:
+    """Quantize runs of `grid.block` elements inside every group, each with a power-of-two scale (MX)."""
+    dims = reduced_dims(x.ndim, grid.keep, grid.over)
+    kept = tuple(dim for dim in range(x.ndim) if dim not in dims)
+    order = (*kept, *dims)
+    moved = x.permute(order)
+    rows = moved.reshape(*moved.shape[: len(kept)], -1)
+    length = rows.shape[-1]
+    padded = torch.nn.functional.pad(rows, (0, -length % grid.block)).unflatten(-1, (-1, grid.block))
+    values = padded.to(working_dtype(x))
+    extent = extent_of(values, (), (-1,))
+    if grid.scheme is Scheme.FLOAT:
+        # The shared exponent aligns the block's largest power of two with the format's: largest values may saturate.
+        top = _floor_to_power_of_two(float_maximum(bits, grid, values.dtype))
+        result = _floating(values, bits, grid, _floor_to_power_of_two(amplitude(extent)) / top)
+    else:
+        result = _UNIFORM[grid.scheme](values, bits, grid.rounding, extent)
+    flat = result.flatten(-2)[..., :length].reshape(moved.shape)
+    inverse = sorted(range(x.ndim), key=order.__getitem__)
+    return flat.permute(inverse).to(x.dtype).contiguous()

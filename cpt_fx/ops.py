@@ -1,0 +1,220 @@
+"""The operators that rewritten graphs are made of: `torch.ops.cpt_fx.*`.
+
+Each is one readable node. The Autograd kernel is composite: compilers trace through it, so it fuses with its
+neighbours, and eager execution runs the same code. Widths arrive as 0-dim tensors and are never read back while
+tracing; in eager, where reading a CPU tensor costs nothing, full precision skips the arithmetic altogether.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cpt_fx.evidence import witness
+from cpt_fx.formats import FULL_PRECISION, Rounding, Scheme, Specials
+from cpt_fx.numerics import Extent, Grid, extent_of, quantize, quantize_or_pass
+
+_GRID = (
+    "int[] keep=[], int[]? over=None, str scheme='affine', str rounding='{rounding}', int exponent=0, "
+    "str specials='none', int block=0"
+)
+SCHEMAS = {
+    "fake_quantize": (
+        f"(Tensor x, Tensor bits, *, {_GRID.format(rounding='nearest')}, Tensor? zero_point=None, "
+        "Tensor? range=None, Tensor(a!)? record=None) -> Tensor"
+    ),
+    "quantize_gradient": (
+        f"(Tensor(a) x, Tensor bits, *, {_GRID.format(rounding='stochastic')}, Tensor? record=None) -> Tensor(a)"
+    ),
+    "fake_quantize_observed": (
+        "(Tensor x, Tensor bits, Tensor(a!) zero_point, Tensor(b!) range, Tensor(c!) weight, bool training, *, "
+        f"{_GRID.format(rounding='nearest')}, float momentum=0.9, bool corrected=True, bool when_off=False, "
+        "Tensor(d!)? record=None) -> Tensor"
+    ),
+}
+
+
+@lru_cache(maxsize=None)
+def _grid(
+    keep: tuple[int, ...], over: tuple[int, ...] | None, scheme: str, rounding: str, exponent: int, specials: str,
+    block: int,
+) -> Grid:  # fmt: skip
+    return Grid(keep, over, Scheme(scheme), Rounding(rounding), exponent, Specials(specials), block)
+
+
+def _grid_of(options: dict[str, Any], rounding: str) -> Grid:
+    """Collect the static options of an op call; the schema fills in nothing for a Python kernel's keywords."""
+    over = options.get("over")
+    return _grid(
+        tuple(options.get("keep", ())),
+        None if over is None else tuple(over),
+        options.get("scheme", "affine"),
+        options.get("rounding", rounding),
+        options.get("exponent", 0),
+        options.get("specials", "none"),
+        options.get("block", 0),
+    )
+
+
+def host_value(tensor: Tensor) -> int | None:
+    """Return the value of a 0-dim tensor where reading it is free; None while tracing or on another device."""
+    plain = tensor.device.type == "cpu" and not isinstance(tensor, torch._subclasses.FakeTensor)
+    if not plain or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return None
+    return int(tensor.item())
+
+
+def _quantize(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None, record: Tensor | None) -> Tensor:
+    """Return a new tensor: `x` on the grid of its width, or a copy of `x` at full precision."""
+    if record is not None:
+        record[0].add_(1)
+    if x.numel() == 0:
+        return x.clone()
+    width = host_value(bits)
+    if width is None:
+        return quantize_or_pass(x, bits.to(torch.int64), grid, extent)
+    if not 0 < width < FULL_PRECISION:
+        return x.clone()
+    result = quantize(x, bits.to(torch.int64), grid, extent)
+    if record is not None:
+        witness(record, x, result, width, grid.keep, grid.over, grid.block)
+    return result
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Quantize forward, identity backward; nothing is saved."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x: Tensor, bits: Tensor, grid: Grid, zero_point: Tensor | None, range: Tensor | None, record: Tensor | None
+    ) -> Tensor:
+        extent = None if zero_point is None or range is None else Extent(zero_point, range)
+        return _quantize(x, bits, grid, extent, record)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return gradient, None, None, None, None, None
+
+
+def _fake_quantize(
+    x: Tensor, bits: Tensor, *, zero_point: Tensor | None = None, range: Tensor | None = None,
+    record: Tensor | None = None, **options: Any,
+) -> Tensor:  # fmt: skip
+    grid = _grid_of(options, "nearest")
+    result: Tensor = _StraightThrough.apply(x, bits, grid, zero_point, range, record)
+    return result
+
+
+def _quantize_gradient(x: Tensor, bits: Tensor, *, record: Tensor | None = None, **options: Any) -> Tensor:
+    if not x.requires_grad:
+        return x
+    if x.is_leaf:
+        # A hook on a leaf would outlive this call and pile up with every step.
+        x = x.view_as(x)
+    grid = _grid_of(options, "stochastic")
+
+    def hook(gradient: Tensor) -> Tensor:
+        quantized: Tensor = _StraightThrough.apply(gradient, bits, grid, None, None, record)
+        return quantized
+
+    # On the layer's own output: one quantized gradient serves input, weight and bias, no node is added to the
+    # autograd graph, and the hook stays where it was put when an in-place op follows.
+    x.register_hook(hook)
+    return x
+
+
+def _fake_quantize_observed(
+    x: Tensor, bits: Tensor, zero_point: Tensor, range: Tensor, weight: Tensor, training: bool, *,
+    momentum: float = 0.9, corrected: bool = True, when_off: bool = False, record: Tensor | None = None,
+    **options: Any,
+) -> Tensor:  # fmt: skip
+    used = _observe(x, bits, Running(zero_point, range, weight), training, momentum, corrected, when_off)
+    grid = _grid_of(options, "nearest")
+    result: Tensor = _StraightThrough.apply(x, bits, grid, used.zero_point, used.range, record)
+    return result
+
+
+class Running(NamedTuple):
+    """A running range: averages of minimum and width, and the weight they have gathered so far (1 in the limit)."""
+
+    zero_point: Tensor
+    range: Tensor
+    weight: Tensor
+
+
+@torch.no_grad()
+def _observe(
+    x: Tensor, bits: Tensor, running: Running, training: bool, momentum: float, corrected: bool, when_off: bool
+) -> Extent:
+    """Return the range to quantize with: the batch's own in training (and learn from it), the running one after."""
+    zero_point, range, weight = running
+    if x.numel() == 0:
+        return Extent(zero_point, range)
+    if training:
+        batch = extent_of(x, (), None)
+        on = torch.ones_like(bits, dtype=torch.bool) if when_off else bits > 0
+        values = (batch.zero_point, batch.range, torch.ones_like(weight))
+        for state, value in zip(running, values, strict=True):
+            # The published expression, in its order: float addition does not commute with rearrangement.
+            updated = state * momentum + value.to(state.dtype) * (1 - momentum)
+            state.copy_(torch.where(on, updated, state))
+        return batch
+    if not corrected:
+        return Extent(zero_point, range)
+    if host_value(weight > 0):
+        return Extent(zero_point / weight, range / weight)
+    # Before any training there is nothing to average: the range of the tensor at hand serves.
+    batch = extent_of(x, (), None)
+    return Extent(
+        torch.where(weight > 0, zero_point / weight, batch.zero_point.to(zero_point.dtype)),
+        torch.where(weight > 0, range / weight, batch.range.to(range.dtype)),
+    )
+
+
+_KERNELS: dict[str, Callable[..., Any]] = {
+    "fake_quantize": _fake_quantize,
+    "quantize_gradient": _quantize_gradient,
+    "fake_quantize_observed": _fake_quantize_observed,
+}
+_LIBRARY = torch.library.Library("cpt_fx", "DEF")
+for _name, _schema in SCHEMAS.items():
+    _LIBRARY.define(_name + _schema)
+    # One implementation for both keys: under inference_mode the Autograd key is skipped.
+    _LIBRARY.impl(_name, _KERNELS[_name], "Autograd")
+    _LIBRARY.impl(_name, _KERNELS[_name], "CompositeExplicitAutograd")
+
+FAKE_QUANTIZE = torch.ops.cpt_fx.fake_quantize.default
+QUANTIZE_GRADIENT = torch.ops.cpt_fx.quantize_gradient.default
+FAKE_QUANTIZE_OBSERVED = torch.ops.cpt_fx.fake_quantize_observed.default
+QUANTIZERS = (FAKE_QUANTIZE, FAKE_QUANTIZE_OBSERVED, QUANTIZE_GRADIENT)
+"""Every op that quantizes."""
+
+
+def as_bits(bits: int | Tensor, like: Tensor) -> Tensor:
+    """Turn a Python width into the 0-dim tensor that the ops take; check what can be checked."""
+    if isinstance(bits, Tensor):
+        if bits.ndim:
+            raise ValueError(f"bits must be an int or a 0-dim tensor, got a tensor of shape {tuple(bits.shape)}")
+        return bits
+    if isinstance(bits, bool) or not hasattr(bits, "__index__"):
+        raise TypeError(f"bits must be an int or a 0-dim tensor, got {bits!r}")
+    if not 0 <= bits <= FULL_PRECISION:
+        raise ValueError(f"bits must be between 0 and {FULL_PRECISION}, got {bits}")
+    return torch.tensor(int(bits), dtype=torch.int64)
+
+
+def check_dims(name: str, dims: Sequence[int] | None, ndim: int) -> None:
+    """Refuse dims the tensor does not have, naming the argument."""
+    for dim in dims or ():
+        if isinstance(dim, bool) or not isinstance(dim, int) or not -max(ndim, 1) <= dim < max(ndim, 1):
+            raise ValueError(f"{name} names dim {dim!r}, but the tensor has {ndim} dims")

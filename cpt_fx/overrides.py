@@ -1,0 +1,130 @@
+"""What a user changes for single layers: patterns that select them, and what is different there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from cpt_fx.errors import check_int, nearest
+from cpt_fx.formats import FULL_PRECISION, Format
+from cpt_fx.meta import Dial
+from cpt_fx.recipes import OPERANDS, Rule
+from cpt_fx.schedules import Bits
+
+Pattern = str | type[nn.Module]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Override:
+    """Fixed widths, an offset to the schedule's widths, or other formats, for the layers a pattern selects.
+
+    `bits` and `offset` are an int for all roles or a `Bits`. `formats` maps `input`, `weight`, `bias`, `gradient` to
+    a Format, or to None for full precision.
+    """
+
+    bits: int | Bits | None = None
+    offset: int | Bits | None = None
+    formats: tuple[tuple[str, Format | None], ...] = ()
+
+    @classmethod
+    def of(cls, value: object) -> Override:
+        """Read the forms a user may write: 8, Bits(8, 8, 8), "+2", or a mapping of fields."""
+        if isinstance(value, Override):
+            return value
+        if isinstance(value, Bits):
+            return cls(bits=Bits(*(check_int("override", width, 0, FULL_PRECISION) for width in value)))
+        if isinstance(value, str):
+            if value[:1] not in "+-" or not value[1:].isdigit():
+                raise ValueError(f'an override given as text is an offset such as "+2" or "-1", got {value!r}')
+            return cls(offset=int(value))
+        if isinstance(value, Mapping):
+            return cls._of_fields(value)
+        return cls(bits=check_int("override", value, 0, FULL_PRECISION))
+
+    @classmethod
+    def _of_fields(cls, fields: Mapping[str, Any]) -> Override:
+        known = ("bits", "offset", *OPERANDS)
+        for name in fields:
+            if name not in known:
+                raise ValueError(f"an override has fields {known}, got {name!r}.{nearest(name, known)}")
+        for name in OPERANDS:
+            if not isinstance(fields.get(name), (Format, type(None))):
+                raise TypeError(f"override field {name!r} must be a Format or None, got {fields[name]!r}")
+        bits, offset = fields.get("bits"), fields.get("offset")
+        if bits is not None and offset is not None:
+            raise ValueError(f"an override has bits or an offset, not both: got bits={bits!r}, offset={offset!r}")
+        return cls(
+            bits=None if bits is None else cls.of(bits).bits,
+            offset=offset if isinstance(offset, Bits) or offset is None else check_int("override offset", offset),
+            formats=tuple((name, fields[name]) for name in OPERANDS if name in fields),
+        )
+
+    def dial(self, dial: Dial) -> Dial:
+        """Return the dial of a role as this override changes it."""
+        if self.bits is not None:
+            return Dial(dial.role, fixed=self._for(self.bits, dial.role), with_forward=dial.with_forward)
+        if self.offset is not None:
+            return Dial(dial.role, offset=self._for(self.offset, dial.role), with_forward=dial.with_forward)
+        return dial
+
+    def rule(self, rule: Rule) -> Rule:
+        """Return the rule of a layer as this override changes it."""
+        return Rule(**{**rule.__dict__, **dict(self.formats)})
+
+    @staticmethod
+    def _for(value: int | Bits, role: str) -> int:
+        return int(getattr(value, role)) if isinstance(value, Bits) else int(value)
+
+
+class Patterns:
+    """Names, globs and types that select layers, with a record of which of them selected something."""
+
+    def __init__(self, patterns: Iterable[Pattern], argument: str) -> None:
+        self.patterns = tuple(patterns)
+        self.argument = argument
+        self.used: set[Pattern] = set()
+        for pattern in self.patterns:
+            if not isinstance(pattern, (str, type)):
+                raise TypeError(f"{argument} takes module names, globs and module types, got {pattern!r}")
+
+    def matches(self, layer: str, stack: list[tuple[str, type[nn.Module] | None]]) -> list[Pattern]:
+        """Return the patterns that select a layer: by its name, by a module around it, or by such a module's type."""
+        names = {layer, *(path for path, _ in stack)}
+        found: list[Pattern] = []
+        for pattern in self.patterns:
+            if isinstance(pattern, str):
+                hit = any(name == pattern or fnmatchcase(name, pattern) for name in names)
+            else:
+                hit = any(kind is not None and issubclass(kind, pattern) for _, kind in stack)
+            if hit:
+                found.append(pattern)
+        self.used.update(found)
+        return found
+
+    def check(self, layers: Iterable[str], modules: Iterable[tuple[str, type[nn.Module] | None]]) -> tuple[str, ...]:
+        """Raise for patterns that select nothing at all; return notes on those that select no operator."""
+        modules = tuple(modules)
+        names = sorted({*layers, *(path for path, _ in modules if path)})
+        notes = []
+        for pattern in self.patterns:
+            if pattern in self.used:
+                continue
+            if isinstance(pattern, str):
+                if not any(name == pattern or fnmatchcase(name, pattern) for name in names):
+                    listed = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
+                    raise ValueError(
+                        f"{self.argument}: {pattern!r} matches no module.{nearest(pattern, names)} Modules: {listed}"
+                    )
+            elif not any(kind is not None and issubclass(kind, pattern) for _, kind in modules):
+                kinds = sorted({kind.__name__ for _, kind in modules if kind is not None})
+                raise ValueError(
+                    f"{self.argument}: no module is a {pattern.__name__}.{nearest(pattern.__name__, kinds)} "
+                    f"Types: {', '.join(kinds)}"
+                )
+            shown = pattern if isinstance(pattern, str) else pattern.__name__
+            notes.append(f"{self.argument} {shown!r} selects modules in which nothing is quantized: no effect")
+        return tuple(notes)

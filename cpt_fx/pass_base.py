@@ -1,0 +1,79 @@
+"""What a pass is, and what it reports."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from cpt_fx.meta import PASS, Uncovered
+
+LOG = "cpt_fx"
+"""Key in `GraphModule.meta` under which the stage reached and the passes' findings are kept."""
+
+STAGES = ("captured", "normalized", "annotated", "inserted", "bound")
+"""What holds of a graph, in order; `spec.py` says what each one promises."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one pass did: how many places it changed, and what is worth knowing about those it did not."""
+
+    name: str
+    changed: int
+    notes: tuple[str, ...] = ()
+    uncovered: tuple[Uncovered, ...] = ()
+
+    def __str__(self) -> str:
+        """One line, then the notes."""
+        return "\n    ".join((f"{self.name}: {self.changed} changed", *self.notes))
+
+
+@dataclass(frozen=True)
+class Pass(ABC):
+    """A change to a graph. Options are dataclass fields, bound when the pass is made; `repr` is their full record.
+
+    `requires` is the earliest stage a graph must have reached, `reaches` the stage it has after the pass (None: the
+    stage does not change). After every pass the graph is checked against the promises of its stage.
+    """
+
+    name: ClassVar[str]
+    requires: ClassVar[str] = "captured"
+    reaches: ClassVar[str | None] = None
+
+    @abstractmethod
+    def run(self, module: fx.GraphModule) -> Report:
+        """Change the graph in place and report honestly: adding nothing is a report too."""
+
+    def __call__(self, module: fx.GraphModule) -> Report:
+        """Run on any GraphModule: check the order, run, note the stage, compile the code anew."""
+        stage = stage_of(module)
+        if STAGES.index(stage) < STAGES.index(self.requires):
+            raise ValueError(f"pass {self.name!r} needs a graph that is {self.requires}, this one is {stage}")
+        before = set(module.graph.nodes)
+        report = self.run(module)
+        for node in module.graph.nodes:
+            if node not in before:
+                node.meta.setdefault(PASS, self.name)
+        if self.reaches is not None and STAGES.index(self.reaches) > STAGES.index(stage):
+            set_stage(module, self.reaches)
+        return report
+
+
+def stage_of(module: fx.GraphModule) -> str:
+    """Return the stage a graph has reached; a graph nobody marked is merely captured."""
+    stage: str = module.meta.get(LOG, "captured")
+    return stage
+
+
+def set_stage(module: fx.GraphModule, stage: str) -> None:
+    """Mark a graph as having reached a stage."""
+    module.meta[LOG] = stage
+
+
+def unique(items: Iterable[str]) -> tuple[str, ...]:
+    """Return the items once each, in order."""
+    return tuple(dict.fromkeys(items))

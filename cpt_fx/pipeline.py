@@ -1,0 +1,87 @@
+"""The passes, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from cpt_fx.errors import nearest
+from cpt_fx.overrides import Pattern
+from cpt_fx.pass_base import Pass, Report
+from cpt_fx.passes.annotate import Annotate
+from cpt_fx.passes.bind import Bind
+from cpt_fx.passes.insert import Insert
+from cpt_fx.passes.normalize import Normalize
+from cpt_fx.passes.share import Share
+from cpt_fx.passes.verify import Verify
+from cpt_fx.recipes import Recipe, resolve
+from cpt_fx.schedules.base import Schedule
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A list of passes. It does not change: `after`, `before`, `swap` and `drop` return another one."""
+
+    passes: tuple[Pass, ...]
+
+    @classmethod
+    def standard(
+        cls,
+        *,
+        recipe: Recipe | str | None = None,
+        exclude: tuple[Pattern, ...] = (),
+        overrides: Mapping[Pattern, Any] | None = None,
+        schedule: Schedule | None = None,
+    ) -> Pipeline:
+        """Return what `transform` runs."""
+        return cls(
+            (
+                Normalize(),
+                Annotate(resolve(recipe), exclude, dict(overrides or {})),
+                Insert(),
+                Share(),
+                Bind(schedule),
+            )
+        )
+
+    def run(self, module: fx.GraphModule) -> tuple[Report, ...]:
+        """Run every pass on a graph, in place, and check the graph after each of them."""
+        reports = []
+        for step in self.passes:
+            reports.append(step(module))
+            Verify(after=step.name)(module)
+        module.recompile()
+        return tuple(reports)
+
+    def after(self, name: str, step: Pass) -> Pipeline:
+        """Insert a pass after the one of that name."""
+        place = self._index(name) + 1
+        return replace(self, passes=(*self.passes[:place], step, *self.passes[place:]))
+
+    def before(self, name: str, step: Pass) -> Pipeline:
+        """Insert a pass before the one of that name."""
+        place = self._index(name)
+        return replace(self, passes=(*self.passes[:place], step, *self.passes[place:]))
+
+    def swap(self, name: str, step: Pass) -> Pipeline:
+        """Replace the pass of that name."""
+        place = self._index(name)
+        return replace(self, passes=(*self.passes[:place], step, *self.passes[place + 1 :]))
+
+    def drop(self, name: str) -> Pipeline:
+        """Leave out the pass of that name."""
+        place = self._index(name)
+        return replace(self, passes=(*self.passes[:place], *self.passes[place + 1 :]))
+
+    def __iter__(self) -> Iterator[Pass]:
+        """Iterate over the passes."""
+        return iter(self.passes)
+
+    def _index(self, name: str) -> int:
+        names = [step.name for step in self.passes]
+        if name not in names:
+            raise ValueError(f"no pass {name!r} in this pipeline; there are {names}.{nearest(name, names)}")
+        return names.index(name)

@@ -1,0 +1,202 @@
+"""Recipes: what is quantized how. Frozen data; the presets are functions that return one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from cpt_fx.errors import check_choice, nearest
+from cpt_fx.formats import Format, Group, Range, Rounding, Scheme, Specials
+
+OPERANDS = ("input", "weight", "bias", "gradient")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """The formats of one op family; None leaves that operand in full precision.
+
+    `gradient_with_forward`: at 0 forward bits the gradient is left alone too (published convolutions).
+    `return_quantized`: where an operand is also an output of the model, the quantized one is returned (published
+    attention probabilities). `messages_only`: of a product's operands only the right one is quantized; the left one
+    is an adjacency matrix.
+    """
+
+    input: Format | None = None
+    weight: Format | None = None
+    bias: Format | None = None
+    gradient: Format | None = None
+    gradient_with_forward: bool = False
+    return_quantized: bool = False
+    messages_only: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse anything that is not a format."""
+        for name in OPERANDS:
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Format):
+                raise TypeError(f"Rule.{name} must be a Format or None, got {value!r}")
+        if self.gradient is not None and self.gradient.range is not Range.DYNAMIC:
+            raise ValueError(f"Rule.gradient needs range='dynamic', got {self.gradient.range.value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One rule per op family; None leaves the family in full precision.
+
+    `bias_add` is a separate addition of a parameter, `scale` a product of two activations element by element: the
+    published graph layers quantize both.
+    """
+
+    name: str
+    conv: Rule | None = None
+    linear: Rule | None = None
+    matmul: Rule | None = None
+    attention: Rule | None = None
+    recurrent: Rule | None = None
+    aggregation: Rule | None = None
+    embedding: Rule | None = None
+    bias_add: Rule | None = None
+    scale: Rule | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse rules that are not rules."""
+        for family in FAMILIES:
+            value = getattr(self, family)
+            if value is not None and not isinstance(value, Rule):
+                raise TypeError(f"Recipe.{family} must be a Rule or None, got {value!r}")
+
+    def rule(self, family: str) -> Rule | None:
+        """Return the rule of a family."""
+        value: Rule | None = getattr(self, family)
+        return value
+
+    def with_rule(self, family: str, **changes: object) -> Recipe:
+        """Return a copy in which fields of one family's rule are changed."""
+        check_choice("family", family, FAMILIES)
+        return replace(self, **{family: replace(self.rule(family) or Rule(), **changes)})  # type: ignore[arg-type]
+
+
+FAMILIES = tuple(field.name for field in fields(Recipe) if field.name != "name")
+
+
+def paper(
+    *,
+    family: str = "dense",
+    gradient_rounding: str = "stochastic",
+    aggregation: str = "fp",
+    quantize_norm: bool = False,
+) -> Recipe:
+    """Return the published scheme, with the quirks that change numbers.
+
+    Args:
+        family: `"dense"` for convolutions, linear layers, LSTMs and attention; `"graph"` for graph layers.
+        gradient_rounding: `"stochastic"` as published; `"nearest"` makes a run reproducible to the bit.
+        aggregation: `"fp"` sums over neighbours in full precision, `"q"` quantizes messages (graph only).
+        quantize_norm: quantize products with degree norms too (graph only).
+    """
+    check_choice("family", family, ("dense", "graph"))
+    check_choice("aggregation", aggregation, ("fp", "q"))
+    rounding = Rounding(check_choice("gradient_rounding", gradient_rounding, ("stochastic", "nearest")))
+    whole = Format(scheme=Scheme.AFFINE)
+    rows = replace(whole, group=Group.ROW)
+    vectors = replace(whole, group=Group.VECTOR)
+    inner = Format(scheme=Scheme.AFFINE, group=Group.INNER, rounding=rounding)
+    if family == "graph":
+        messages = Rule(input=rows, gradient=inner, messages_only=True) if aggregation == "q" else None
+        return Recipe(
+            name="paper/graph",
+            linear=Rule(input=vectors, weight=rows, bias=whole, gradient=inner),
+            matmul=messages,
+            aggregation=messages,
+            bias_add=Rule(input=vectors, bias=whole, gradient=inner),
+            scale=Rule(input=vectors, gradient=inner) if quantize_norm else None,
+        )
+    if aggregation == "q" or quantize_norm:
+        raise ValueError("aggregation='q' and quantize_norm=True belong to family='graph', got family='dense'")
+    channels = replace(whole, group=Group.CHANNEL)
+    observed = Format(scheme=Scheme.AFFINE, range=Range.OBSERVER, corrected=False)
+    linear = Rule(input=replace(observed, observe_when_off=True), weight=channels, bias=whole, gradient=inner)
+    products = Rule(input=vectors, weight=vectors, gradient=inner, return_quantized=True)
+    return Recipe(
+        name="paper/dense",
+        conv=Rule(
+            input=observed,
+            weight=channels,
+            bias=whole,
+            gradient=Format(scheme=Scheme.AFFINE, rounding=rounding),
+            gradient_with_forward=True,
+        ),
+        linear=linear,
+        matmul=products,
+        attention=products,
+        recurrent=linear,
+    )
+
+
+def default() -> Recipe:
+    """Return the published places with the faults mended; used when no recipe is given.
+
+    Weights symmetric per output channel; activations affine with an integer zero point, so that zero (and with it
+    padding) is on the grid and QDQ export is exact; biases symmetric over the vector; running ranges corrected for
+    their start; gradients affine over the whole tensor with stochastic rounding.
+    """
+    activation = Format(scheme=Scheme.AFFINE_INTEGER, range=Range.OBSERVER)
+    gradient = Format(scheme=Scheme.AFFINE, rounding=Rounding.STOCHASTIC)
+    weight = Format(scheme=Scheme.SYMMETRIC, group=Group.CHANNEL)
+    bias = Format(scheme=Scheme.SYMMETRIC)
+    return _everywhere("default", Rule(input=activation, weight=weight, bias=bias, gradient=gradient))
+
+
+def integer() -> Recipe:
+    """Return symmetric formats throughout, one scale per row or channel: what integer kernels multiply.
+
+    Biases stay in full precision: they are added to the accumulator, they multiply nothing.
+    """
+    rows = Format(scheme=Scheme.SYMMETRIC, group=Group.VECTOR)
+    whole = Format(scheme=Scheme.SYMMETRIC)
+    channels = Format(scheme=Scheme.SYMMETRIC, group=Group.CHANNEL)
+    products = Rule(input=rows, weight=channels, gradient=replace(rows, rounding=Rounding.STOCHASTIC))
+    spatial = Rule(input=whole, weight=channels, gradient=replace(whole, rounding=Rounding.STOCHASTIC))
+    return replace(_everywhere("integer", products), conv=spatial)
+
+
+def fp8() -> Recipe:
+    """Return e4m3 for weights and activations, e5m2 for gradients, at 8 bits; other widths move the mantissa."""
+    forward = Format(scheme=Scheme.FLOAT, exponent=4, specials=Specials.FN)
+    backward = Format(scheme=Scheme.FLOAT, exponent=5, specials=Specials.IEEE, rounding=Rounding.STOCHASTIC)
+    weight = replace(forward, group=Group.CHANNEL)
+    return _everywhere("fp8", Rule(input=forward, weight=weight, gradient=backward))
+
+
+def mx() -> Recipe:
+    """Return the MX layout: blocks of 32 elements share a power-of-two scale; e4m3 elements at 8 bits.
+
+    Weights and activations of products have their blocks along the last dim, the one that is summed over; those of
+    convolutions run through each channel and each sample.
+    """
+    blocks = Format(scheme=Scheme.FLOAT, exponent=4, specials=Specials.FN, group=Group.VECTOR, block=32)
+    rows = replace(blocks, group=Group.ROW)
+    backward = replace(blocks, rounding=Rounding.STOCHASTIC)
+    products = Rule(input=blocks, weight=blocks, gradient=backward)
+    spatial = Rule(input=rows, weight=rows, gradient=replace(rows, rounding=Rounding.STOCHASTIC))
+    return replace(_everywhere("mx", products), conv=spatial)
+
+
+def _everywhere(name: str, rule: Rule) -> Recipe:
+    """Use one rule for every family of products; embeddings look up, they do not multiply."""
+    return Recipe(name=name, conv=rule, linear=rule, matmul=rule, attention=rule, recurrent=rule)
+
+
+PRESETS = {"paper": paper, "default": default, "integer": integer, "fp8": fp8, "mx": mx}
+
+
+def resolve(recipe: Recipe | str | None) -> Recipe:
+    """Return the recipe itself, a preset by name, or the default."""
+    if recipe is None:
+        return default()
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, str):
+        if recipe not in PRESETS:
+            raise ValueError(f"unknown recipe {recipe!r}; presets are {sorted(PRESETS)}.{nearest(recipe, PRESETS)}")
+        return PRESETS[recipe]()
+    raise TypeError(f"recipe must be a Recipe, the name of a preset or None, got {recipe!r}")

@@ -1,0 +1,182 @@
+"""The state of a transformed model: the widths, the running ranges and the records, in one submodule."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cpt_fx.errors import TransformError
+from cpt_fx.evidence import RECORD_LENGTH
+from cpt_fx.formats import FULL_PRECISION
+from cpt_fx.meta import STATE, Dial
+from cpt_fx.schedules import Bits
+from cpt_fx.schedules.base import Schedule
+
+ZERO_POINT, RANGE, WEIGHT = "running_zero_point", "running_range", "running_weight"
+
+
+class _State(nn.Module):
+    """A holder of buffers. Ranges stay in float32 when the model is cast: their average would lose its tail."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _State:
+        def keep_dtype(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return tensor.to(moved.device) if moved.dtype != tensor.dtype else moved
+
+        super()._apply(keep_dtype, recurse)
+        return self
+
+
+class Precision(_State):
+    """Widths as 0-dim tensors, written by a schedule; `train()` and `eval()` switch between its two settings."""
+
+    is_precision_controller = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bits = _State()
+        self.ranges = _State()
+        self.records = _State()
+        self.dials: dict[str, Dial] = {}
+        self.schedule: Schedule | None = None
+        self._written: dict[str, int] = {}
+        self.register_load_state_dict_pre_hook(_accept_plain_checkpoint)
+
+    def add_dial(self, dial: Dial) -> str:
+        """Make sure a width tensor exists for a dial; return its path from the model."""
+        if dial.name not in self.dials:
+            self.dials[dial.name] = dial
+            self.bits.register_buffer(dial.name, torch.tensor(FULL_PRECISION, dtype=torch.int64))
+        return f"{STATE}.bits.{dial.name}"
+
+    def add_range(self, layer: str, operand: str) -> str:
+        """Make sure a running range exists for an operand of a layer; return its path below this module."""
+        path = f"{layer}.{operand}"
+        holder: nn.Module = self.ranges
+        for name in path.split("."):
+            if name not in holder._modules:
+                holder.add_module(name, _State())
+            holder = holder.get_submodule(name)
+        if ZERO_POINT not in holder._buffers:
+            for name in (ZERO_POINT, RANGE, WEIGHT):
+                holder.register_buffer(name, torch.zeros((), dtype=torch.float32))
+        return f"ranges.{path}"
+
+    def drop_range(self, path: str) -> None:
+        """Forget a running range that sharing made redundant, and the holders it leaves empty."""
+        names = path.split(".")
+        for length in range(len(names), 1, -1):
+            parent, name = self.get_submodule(".".join(names[: length - 1])), names[length - 1]
+            holder = parent.get_submodule(name)
+            if length == len(names):
+                for buffer in (ZERO_POINT, RANGE, WEIGHT):
+                    delattr(holder, buffer)
+            if holder._modules or holder._buffers:
+                return
+            delattr(parent, name)
+
+    def add_record(self, name: str) -> str:
+        """Make sure a record exists for a quantize node; return its path from the model."""
+        self.records.register_buffer(name, torch.zeros(RECORD_LENGTH, dtype=torch.int64), persistent=False)
+        return f"{STATE}.records.{name}"
+
+    def attach(self, schedule: Schedule) -> None:
+        """Follow a schedule from now on (called by `schedule.bind`)."""
+        self.schedule = schedule
+
+    def update(self) -> None:
+        """Write the widths of the schedule's current step, those for evaluation in `eval()` mode."""
+        if self.schedule is None:
+            return
+        position = self.schedule.position
+        bits = self.schedule.bits(position) if self.training else self.schedule.evaluation_bits(position)
+        for name, dial in self.dials.items():
+            width = dial_width(dial, bits)
+            # Unchanged widths are not written: a backward pass may hold on to them.
+            if self._written.get(name) != width:
+                self.bits.get_buffer(name).fill_(width)
+                self._written[name] = width
+
+    def train(self, mode: bool = True) -> Precision:
+        """Switch between the widths for training and those for evaluation."""
+        super().train(mode)
+        self.update()
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Precision:
+        super()._apply(fn, recurse)
+        self._written.clear()
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Precision:
+        """Copy the tensors; the copy follows the same schedule, unless that is being copied too."""
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        if self.schedule is not None:
+            memo.setdefault(id(self.schedule), self.schedule)
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        new._rebind()
+        return new
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore from a pickle, and let the schedule that came along drive this copy."""
+        super().__setstate__(state)
+        self._rebind()
+
+    def _rebind(self) -> None:
+        self._written.clear()
+        if self.schedule is not None:
+            self.schedule.bind(self)
+
+
+def dial_width(dial: Dial, bits: Bits) -> int:
+    """Return the width a dial shows for the bits of a schedule. Off and full precision are not shifted."""
+    if dial.with_forward and bits.activation == 0:
+        return 0
+    if dial.fixed is not None:
+        return dial.fixed
+    width = int(getattr(bits, dial.role))
+    if dial.offset and 0 < width < FULL_PRECISION:
+        width = min(max(width + dial.offset, 1), FULL_PRECISION)
+    return width
+
+
+def _accept_plain_checkpoint(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool,
+    missing: list[str], unexpected: list[str], errors: list[str],
+) -> None:  # fmt: skip
+    """Let the original model's checkpoint load: where it holds nothing of ours, keep what is there."""
+    own = module.state_dict(prefix=prefix)
+    if not any(key.startswith(prefix) for key in state_dict):
+        state_dict.update(own)
+        return
+    assert isinstance(module, Precision)
+    module._written.clear()
+    unknown = sorted(key for key in state_dict if key.startswith(prefix) and key not in own)
+    lacking = sorted(key for key in own if key not in state_dict)
+    if strict and (unknown or lacking):
+        errors.append(
+            f"the checkpoint holds the quantizers of another model, recipe or override: "
+            f"{len(lacking)} missing ({', '.join(lacking[:3])}), {len(unknown)} unknown ({', '.join(unknown[:3])})"
+        )
+
+
+def precision_of(model: nn.Module) -> Precision:
+    """Return the state module of a transformed model (wrapped or not)."""
+    for module in model.modules():
+        if isinstance(module, Precision):
+            return module
+    raise TransformError(f"{type(model).__name__} is not transformed: call cpt_fx.transform(model, schedule) first")
+
+
+def ensure_precision(root: nn.Module) -> Precision:
+    """Return the state module of a graph, adding an empty one where there is none."""
+    if STATE not in root._modules:
+        root.add_module(STATE, Precision())
+    state = root.get_submodule(STATE)
+    assert isinstance(state, Precision)
+    return state

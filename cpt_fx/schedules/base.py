@@ -1,0 +1,244 @@
+"""What every schedule can do, given its widths as a function of the step."""
+
+import warnings
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpt_fx.errors import check_int, nearest
+from cpt_fx.schedules.bits import Bits, check_width
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from matplotlib.axes import Axes
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
+EvalBits = int | str | None
+
+
+class Controller(Protocol):
+    """The module of a transformed model that writes a schedule's bits into the graph."""
+
+    is_precision_controller: bool
+
+    def attach(self, schedule: "Schedule") -> None:
+        """Take ``schedule`` as the one to follow."""
+
+    def update(self) -> None:
+        """Read the bits at the schedule's position."""
+
+
+class Model(Protocol):
+    """Anything that lists its modules; every ``nn.Module`` does."""
+
+    def modules(self) -> Iterable[object]:
+        """Return the model and everything in it."""
+
+
+class Schedule(ABC):
+    """Bit-widths over a training run, and the position reached in it.
+
+    Two schedules are equal when they are configured alike; the position does not count.
+    """
+
+    total_steps: int | None
+    eval_bits: EvalBits
+
+    def __init__(self, total_steps: int | None, eval_bits: EvalBits) -> None:
+        """Check and keep what all schedules share."""
+        self.total_steps = None if total_steps is None else check_int("total_steps", total_steps, 1)
+        self.eval_bits = _check_eval_bits(eval_bits)
+        self._position = 0
+        self._warned = False
+        self._controllers: weakref.WeakSet[Controller] = weakref.WeakSet()
+
+    # What a kind of schedule supplies.
+
+    @abstractmethod
+    def _values(self, steps: IntArray) -> FloatArray:
+        """Return the widths before rounding, one (weight, activation, gradient) row per step within the run."""
+
+    @abstractmethod
+    def _config(self) -> dict[str, object]:
+        """Return the constructor's arguments, from which an equal schedule is built."""
+
+    @abstractmethod
+    def _widest(self) -> Bits | None:
+        """Return the most precise widths of the run, or None where they cannot be known."""
+
+    # Widths.
+
+    def bits(self, step: int) -> Bits:
+        """Return the widths of a step (from 0), set before its forward pass. After the end the last ones hold."""
+        return Bits(*self._rounded(self._one(step))[0].tolist())
+
+    def value(self, step: int) -> float:
+        """Return the forward (weight) width before rounding to the nearest integer, ties to even."""
+        return float(self._values(self._one(step))[0, 0])
+
+    def trajectory(self, length: int | None = None, *, start: int = 0) -> IntArray:
+        """Return the widths of ``length`` steps from ``start`` (default: to the end of the run), shape (length, 3)."""
+        first = check_int("start", start, 0)
+        if length is None:
+            if self.total_steps is None:
+                raise ValueError(f"{self!r} has no total_steps: pass a length, as in trajectory(1000)")
+            length = max(self.total_steps - first, 0)
+        count = check_int("length", length, 0)
+        return self._rounded(self._within_run(np.arange(first, first + count, dtype=np.int64)))
+
+    def evaluation_bits(self, step: int) -> Bits:
+        """Return the widths that evaluation uses at a step; the gradient's stays the scheduled one."""
+        current = self.bits(step)
+        if isinstance(self.eval_bits, int):
+            return Bits(self.eval_bits, self.eval_bits, current.gradient)
+        best = self._widest() if self.eval_bits is None else None
+        return current if best is None else best._replace(gradient=current.gradient)
+
+    def _rounded(self, steps: IntArray) -> IntArray:
+        return np.rint(self._values(steps)).astype(np.int64)
+
+    def _one(self, step: int) -> IntArray:
+        return self._within_run(np.array([check_int("step", step, 0)], dtype=np.int64))
+
+    def _within_run(self, steps: IntArray) -> IntArray:
+        return steps if self.total_steps is None else np.minimum(steps, self.total_steps - 1)
+
+    # Position.
+
+    @property
+    def position(self) -> int:
+        """The step whose bits are in force, counted from 0."""
+        return self._position
+
+    def step(self, n: int = 1) -> None:
+        """Advance by ``n`` optimizer steps and update the models bound."""
+        self._position += check_int("n", n, 0)
+        if self.total_steps is not None and self._position > self.total_steps and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"step {self._position} is past the end of a schedule of total_steps={self.total_steps}; "
+                f"its last bits, {self.bits(self._position)}, hold",
+                UserWarning,
+                stacklevel=2,
+            )
+        self._update()
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the position, and the configuration in plain text so that a mix-up is noticed on loading."""
+        return {"position": self._position, "schedule": type(self).__name__, "config": self._described()}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Resume at a saved position; ValueError when the state belongs to a differently configured schedule."""
+        missing = [key for key in ("position", "schedule", "config") if key not in state]
+        if missing:
+            raise ValueError(f"not the state of a schedule: no {', '.join(missing)} among {sorted(map(str, state))}")
+        position = check_int('state["position"]', state["position"], 0)
+        difference = self._difference(state["schedule"], state["config"])
+        if difference:
+            raise ValueError(
+                f"this state is of another schedule: {difference}. To go on from position {position} "
+                f"all the same, call step({position}) on a fresh schedule"
+            )
+        self._position = position
+        self._update()
+
+    def _described(self) -> dict[str, str]:
+        return {field: show(value) for field, value in self._config().items()}
+
+    def _difference(self, kind: object, config: object) -> str:
+        if kind != type(self).__name__:
+            return f"it is a {kind}, this is a {type(self).__name__}"
+        if not isinstance(config, Mapping):
+            return f"its config is {config!r}, not a mapping"
+        mine = self._described()
+        fields = [*mine, *(field for field in config if field not in mine)]
+        parts = [(field, config.get(field, "missing"), mine.get(field, "missing")) for field in fields]
+        return "; ".join(
+            f"{field} is {theirs} there and {ours} here" for field, theirs, ours in parts if theirs != ours
+        )
+
+    # Models.
+
+    def bind(self, model: Model) -> None:
+        """Drive the precision of a transformed model from now on; one schedule may drive several."""
+        controllers = _controllers_of(model)
+        for controller in controllers:
+            controller.attach(self)
+            self._controllers.add(controller)
+            controller.update()
+
+    def unbind(self, model: Model) -> None:
+        """Stop driving a model; it keeps the bits it has."""
+        for controller in _controllers_of(model):
+            self._controllers.discard(controller)
+
+    def _update(self) -> None:
+        for controller in self._controllers:
+            controller.update()
+
+    def __getstate__(self) -> dict[str, object]:
+        """Leave the models behind: a copy drives nothing until it is bound."""
+        return {key: value for key, value in self.__dict__.items() if key != "_controllers"}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        """Restore everything but the models."""
+        self.__dict__.update(state)
+        self._controllers = weakref.WeakSet()
+
+    # Showing and comparing.
+
+    def plot(
+        self, path: "str | PathLike[str] | None" = None, *, ax: "Axes | None" = None, length: int | None = None
+    ) -> "Axes":
+        """Draw the bits over the run, on ``ax`` or a new figure, and save it when a path is given."""
+        from cpt_fx.schedules.plot import plot_schedule  # keeps matplotlib optional
+
+        return plot_schedule(self, path, ax=ax, length=length)
+
+    def __repr__(self) -> str:
+        """Return an expression that builds an equal schedule; callables show as their name."""
+        arguments = (f"{field}={show(value)}" for field, value in self._config().items() if value is not None)
+        return f"{type(self).__name__}({', '.join(arguments)})"
+
+    def __eq__(self, other: object) -> bool:
+        """Compare by kind and configuration."""
+        if not isinstance(other, Schedule):
+            return NotImplemented
+        return type(self) is type(other) and self._config() == other._config()
+
+    def __hash__(self) -> int:
+        """Agree with equality: the length is part of every configuration."""
+        return hash((type(self), self.total_steps))
+
+
+def show(value: object) -> str:
+    """Write a configuration value as source code; a function as its name."""
+    if callable(value) and hasattr(value, "__name__"):
+        return str(value.__name__)
+    return repr(value)
+
+
+def _check_eval_bits(value: object) -> EvalBits:
+    if value is None or (isinstance(value, str) and value == "current"):
+        return value
+    if isinstance(value, str):
+        raise ValueError(f'eval_bits must be an int, "current" or None, got {value!r}.{nearest(value, ["current"])}')
+    return check_width("eval_bits", value)
+
+
+def _controllers_of(model: Model) -> list[Controller]:
+    if not callable(getattr(model, "modules", None)):
+        raise TypeError(f"model must be a module with a modules() method, got {type(model).__name__}")
+    found = [module for module in model.modules() if getattr(module, "is_precision_controller", False) is True]
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no precision to schedule because it is not transformed: "
+            "call cpt_fx.transform(model, schedule) first"
+        )
+    return found  # type: ignore[return-value]

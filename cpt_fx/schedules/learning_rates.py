@@ -1,0 +1,51 @@
+"""Learning-rate rules of the critical-period experiments, as plain functions of the step.
+
+With a deficit, the "no deficit decay" rules hold the rate constant until it is over and decay over what is left, so
+that runs with deficits of different lengths see the same decay at full precision.
+"""
+
+import math
+
+from cpt_fx.errors import check_int
+
+# The published cosine spells pi this way; it shifts the rate by about 1e-11 of the base rate.
+_PI = 3.141592653
+
+
+def piecewise(step: int, *, lr: float, total_steps: int) -> float:
+    """Return ``lr``, a tenth of it from 50 % of the run on and a hundredth from 75 % on."""
+    total = check_int("total_steps", total_steps, 1)
+    position = check_int("step", step, 0)
+    rate = lr
+    # Truncated to whole steps as published, and decayed in two multiplications for the same rounding.
+    for change in (int(0.5 * total), int(0.75 * total)):
+        if position >= change:
+            rate *= 0.1
+    return rate
+
+
+def piecewise_no_def_decay(step: int, *, lr: float, total_steps: int, deficit: int) -> float:
+    """Return ``lr`` during the deficit, then :func:`piecewise` over the remaining steps."""
+    position, remaining = _after(step, total_steps, deficit)
+    return piecewise(position, lr=lr, total_steps=remaining)
+
+
+def cosine(step: int, *, lr: float, total_steps: int) -> float:
+    """Return the rate on a half cosine from ``lr`` down to a tenth of it."""
+    total = check_int("total_steps", total_steps, 1)
+    position = min(check_int("step", step, 0), total)
+    lowest = lr * 0.1
+    return lowest + (lr - lowest) * 0.5 * (1 + math.cos(position / total * _PI))
+
+
+def cosine_no_def_decay(step: int, *, lr: float, total_steps: int, deficit: int) -> float:
+    """Return ``lr`` during the deficit, then :func:`cosine` over the remaining steps."""
+    position, remaining = _after(step, total_steps, deficit)
+    return cosine(position, lr=lr, total_steps=remaining)
+
+
+def _after(step: int, total_steps: int, deficit: int) -> tuple[int, int]:
+    """Return the step counted from the end of the deficit (0 within it) and the number of steps after it."""
+    total = check_int("total_steps", total_steps, 1)
+    length = check_int("deficit", deficit, 0, total - 1)
+    return max(check_int("step", step, 0) - length, 0), total - length

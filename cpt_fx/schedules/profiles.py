@@ -1,0 +1,114 @@
+"""The curves a cycle can follow, and how they turn round.
+
+The published bits contain true ties (3.5, 4.5, ...), so the last bit of every intermediate result counts. Two
+habits keep it: the order of operations below is the published one, and the transcendental functions come from
+``math`` instead of numpy, whose vectorised versions may differ in the last place from machine to machine.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpt_fx.errors import check_choice
+
+FloatArray = NDArray[np.float64]
+Growth = Callable[[float], float]
+
+PROFILES = ("cosine", "linear", "exponential", "rex")
+REX_CONSTANT = 0.9
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A curve as the distance travelled from one end: from q_min, or from q_max when ``from_top``.
+
+    ``distance(t, u)`` gets the position t in the cycle and u = 1 - t, each computed with one rounding.
+    """
+
+    distance: Callable[[FloatArray, FloatArray], FloatArray]
+    from_top: bool = False
+    symmetric: bool = False
+
+    def fractions(self, t: FloatArray, u: FloatArray, decaying: NDArray[np.bool_], horizontal: bool) -> "Fractions":
+        """Evaluate the curve at the positions given; where ``decaying``, reflected."""
+        if horizontal and bool(decaying.any()):
+            # Run the curve backwards: u is the position, and what is left is 1 - u. This rounds differently from
+            # t, and one published tie depends on it.
+            t, u = np.where(decaying, u, t), np.where(decaying, 1.0 - u, u)
+            return Fractions(self.distance(t, u), np.full(decaying.shape, self.from_top))
+        # Turned upside down, the same distance is travelled from the other end.
+        return Fractions(self.distance(t, u), decaying != self.from_top)
+
+
+@dataclass(frozen=True)
+class Fractions:
+    """Distances from an end of the range, in units of its span, and which end each is measured from."""
+
+    distance: FloatArray
+    from_top: NDArray[np.bool_]
+
+    def between(self, low: int, high: int) -> FloatArray:
+        """Return the widths these fractions stand for between two bounds."""
+        travelled = (high - low) * self.distance
+        return np.where(self.from_top, high - travelled, low + travelled)
+
+
+def make_profile(profile: str | Growth, rex_constant: float = REX_CONSTANT) -> Profile:
+    """Return the named profile, or wrap a callable that grows from 0 to 1 on [0, 1]."""
+    if rex_constant != REX_CONSTANT and profile != "rex":
+        raise ValueError(f'rex_constant applies to profile="rex" only, got {rex_constant!r} with profile {profile!r}')
+    if not isinstance(profile, str) and callable(profile):
+        sample = np.array([0.0, 0.5, 1.0])
+        _callable(profile, sample, 1.0 - sample)  # a curve that leaves the range should fail here, not during a run
+        return Profile(partial(_callable, profile))
+    if check_choice("profile", profile, PROFILES) != "rex":
+        return _PLAIN[str(profile)]
+    # Written so that NaN is refused too; at 1 the curve would divide 0 by 0.
+    if isinstance(rex_constant, bool) or not isinstance(rex_constant, float | int) or not 0 <= rex_constant < 1:
+        raise ValueError(f"rex_constant must be a number c with 0 <= c < 1, got {rex_constant!r}")
+    return Profile(partial(_rex, rex_constant), from_top=True)
+
+
+# Functions of the module, and partials of them, so that schedules can be pickled.
+
+
+def _cosine(t: FloatArray, u: FloatArray) -> FloatArray:
+    return (1 - _each(math.cos, math.pi * t)) / 2
+
+
+def _linear(t: FloatArray, u: FloatArray) -> FloatArray:
+    return t
+
+
+def _exponential(t: FloatArray, u: FloatArray) -> FloatArray:
+    return _each(math.exp, -4 * t)
+
+
+def _rex(constant: float, t: FloatArray, u: FloatArray) -> FloatArray:
+    return u / ((1 - constant) + constant * u)
+
+
+def _callable(growth: Growth, t: FloatArray, u: FloatArray) -> FloatArray:
+    values = _each(growth, t)
+    outside = ~((values >= 0) & (values <= 1))  # catches NaN as well
+    if bool(outside.any()):
+        worst = int(np.argmax(outside))
+        name = getattr(growth, "__name__", repr(growth))
+        raise ValueError(f"profile must map [0, 1] into [0, 1], but {name} returned {values[worst]} at {t[worst]}")
+    return values
+
+
+def _each(function: Callable[[float], float], values: FloatArray) -> FloatArray:
+    results: Iterable[float] = map(function, values.tolist())
+    return np.fromiter(results, dtype=np.float64, count=values.size)
+
+
+_PLAIN = {
+    "cosine": Profile(_cosine, symmetric=True),
+    "linear": Profile(_linear, symmetric=True),
+    "exponential": Profile(_exponential, from_top=True),
+}

@@ -1,0 +1,143 @@
+"""What a schedule costs, by the published formula, and which one to choose by it.
+
+One training step at forward width q and gradient width g costs q*q/32^2 of a full precision forward pass and
+2*q*g/32^2 of a backward pass. The step average is a third of their sum. Nothing here knows about quality.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cpt_fx.errors import check_choice
+from cpt_fx.schedules.base import Schedule
+from cpt_fx.schedules.bits import FULL_PRECISION, Bits, as_bits, check_range
+from cpt_fx.schedules.cyclic import NAMES, named
+
+_GROUPS = {
+    "large": ("RR", "RTH"),
+    "medium": ("LR", "LT", "CR", "CT", "ETV", "RTV"),
+    "small": ("ER", "ETH"),
+}
+_GROUP_OF = {name: group for group, names in _GROUPS.items() for name in names}
+_PRIORITIES = {"quality": "small", "balanced": "medium", "savings": "large"}
+_PUBLISHED = {
+    "cnn": "convolutional networks used q_min 3 (CIFAR ResNets) or 4 (MobileNetV2, ImageNet), q_max 6 or 8, 8 cycles",
+    "detector": "detectors used q_min 5, q_max 6 or 8, 8 cycles, from a pretrained backbone",
+    "gnn": "graph networks used q_min 3 or 4, q_max 6 or 8, 8 cycles",
+    "rnn": "the language-model LSTM used q_min 5, q_max 6 or 8, 8 cycles",
+    "transformer": "fine-tuning BERT used q_min 5, q_max 8, 2 cycles",
+}
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Cost of a mean step relative to full precision, and the mean forward width."""
+
+    forward: float
+    backward: float
+    average: float
+    mean_bits: float
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """Schedules to try, in order, what each costs relative to static q_max, and why."""
+
+    names: tuple[str, ...]
+    group: str
+    relative_costs: tuple[float, ...]
+    reason: str
+
+    @property
+    def relative_cost(self) -> float:
+        """The relative cost of the first schedule."""
+        return self.relative_costs[0]
+
+
+def mean_costs(schedule: Schedule, total_steps: int | None = None) -> StepCost:
+    """Return the mean cost of a step; ``total_steps`` is needed for a schedule without an end."""
+    bits = schedule.trajectory(total_steps).astype(np.float64)
+    if not len(bits):
+        raise ValueError("the cost of no steps at all is not defined, got total_steps=0")
+    bits[bits == 0] = FULL_PRECISION  # switched off: the operation runs in full precision
+    weight, activation, gradient = np.ascontiguousarray(bits.T)
+    # The input gradient multiplies weights, the weight gradient activations; with both at q this is 2*q*g. The mean of
+    # the thirds, rather than a third of the means, is the published order of operations.
+    forward = weight * activation / FULL_PRECISION**2
+    backward = (weight + activation) * gradient / FULL_PRECISION**2
+    means = (values.mean() for values in (forward, backward, (forward + backward) / 3, weight))
+    return StepCost(*(float(mean) for mean in means))
+
+
+def relative_cost(schedule: Schedule, static_bits: int | Bits | None = None) -> float:
+    """Return the mean step cost relative to training at ``static_bits`` (default: the largest forward width).
+
+    For an int, gradients of the static run have that width too, as in the published ratios.
+    """
+    if static_bits is None:
+        best = schedule._widest()
+        if best is None:
+            raise ValueError(f"static_bits must be given, since the largest width of {schedule!r} is not known")
+        static_bits = best._replace(gradient=max(best.weight or FULL_PRECISION, best.activation or FULL_PRECISION))
+    weight, activation, gradient = (width or FULL_PRECISION for width in as_bits("static_bits", static_bits))
+    static = (weight * activation + (weight + activation) * gradient) / FULL_PRECISION**2 / 3
+    return mean_costs(schedule).average / static
+
+
+def savings_group(name: str) -> str:
+    """Return "large", "medium" or "small": how many BitOps a published schedule saves against static q_max."""
+    return _GROUP_OF[check_choice("name", name, NAMES)]
+
+
+def recommend(
+    *,
+    priority: str = "balanced",
+    family: str | None = None,
+    budget: float | None = None,
+    q_min: int = 3,
+    q_max: int = 8,
+) -> Recommendation:
+    """Return the published schedules that fit a priority and a budget, by the cost formula alone.
+
+    ``priority`` is "quality" (keep most precision), "balanced" or "savings"; ``budget`` the largest cost allowed,
+    relative to static q_max. ``family`` ("cnn", "detector", "gnn", "rnn", "transformer") adds the settings published
+    for that kind of model to the reason; it does not change the choice.
+    """
+    wanted = _PRIORITIES[check_choice("priority", priority, _PRIORITIES)]
+    if family is not None:
+        check_choice("family", family, _PUBLISHED)
+    low, high = check_range(q_min, q_max)
+    costs = {name: relative_cost(named(name, q_min=low, q_max=high, total_steps=64_000)) for name in NAMES}
+    limit = _check_budget(budget, min(costs.values()))
+    order = ["small", "medium", "large"]
+    # The group asked for, or else the first one that saves more and fits.
+    for group in order[order.index(wanted) :]:
+        names = tuple(sorted((name for name in _GROUPS[group] if costs[name] <= limit), key=costs.__getitem__))
+        if names:
+            break
+    chosen = tuple(costs[name] for name in names)
+    reason = _reason(priority, wanted, group, chosen, budget)
+    if family is not None:
+        reason += f" Published runs: {_PUBLISHED[family]}."
+    return Recommendation(names, group, chosen, reason)
+
+
+def _check_budget(budget: object, cheapest: float) -> float:
+    if budget is None:
+        return float("inf")
+    if isinstance(budget, bool) or not isinstance(budget, int | float | np.number):
+        raise TypeError(f"budget must be a number, the largest cost relative to static q_max, got {budget!r}")
+    if not budget >= cheapest:
+        raise ValueError(f"budget must be at least {cheapest:.3f}, the cost of the cheapest schedule, got {budget!r}")
+    return float(budget)
+
+
+def _reason(priority: str, wanted: str, group: str, costs: tuple[float, ...], budget: float | None) -> str:
+    spread = " to ".join(f"{cost:.3f}" for cost in sorted({costs[0], costs[-1]}))
+    text = f'Priority "{priority}" asks for the group with {wanted} savings. '
+    if group != wanted:
+        text += f"None of it fits the budget of {budget}, so these are from the group with {group} savings. "
+    return text + (
+        f"They cost {spread} of static q_max by the BitOps formula (cheapest first; 8 cycles). This is the published "
+        "grouping by cost; which one trains best on a given model is not predicted."
+    )

@@ -1,0 +1,149 @@
+"""What holds of a graph at each stage. Cumulative: a later stage keeps the promises of the earlier ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import fx, nn
+
+from cpt_fx.errors import TransformError
+from cpt_fx.formats import Range
+from cpt_fx.meta import ALIASES, METHODS, OPENED, QUANTIZER, SITE, STATE, Operand, Quantizer, Site, get_attribute
+from cpt_fx.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_OBSERVED, QUANTIZE_GRADIENT, QUANTIZERS
+from cpt_fx.pass_base import STAGES
+from cpt_fx.runtime import Precision
+
+Violations = Iterator[str]
+
+
+class SpecError(TransformError):
+    """A graph breaks a promise of its stage: the pass that ran last has a bug."""
+
+
+def check(module: fx.GraphModule, stage: str, after: str = "") -> int:
+    """Raise `SpecError` with every violation; return the number of nodes looked at."""
+    try:
+        module.graph.lint()
+    except RuntimeError as error:
+        found = [f"not a well-formed graph: {error}"]
+    else:
+        reached = STAGES[: STAGES.index(stage) + 1]
+        found = [violation for name in reached for violation in _SPECS[name](module)]
+    if found:
+        shown = "\n  ".join(found[:10]) + (f"\n  ... and {len(found) - 10} more" if len(found) > 10 else "")
+        blame = f"after pass {after!r} " if after else ""
+        raise SpecError(f"{blame}the graph breaks the promises of a graph that is {stage}:\n  {shown}")
+    return len(module.graph.nodes)
+
+
+def _captured(module: fx.GraphModule) -> Violations:
+    """Every value a node reads exists."""
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            try:
+                get_attribute(module, str(node.target))
+            except AttributeError:
+                yield f"{node.name} reads {node.target}, which does not exist"
+
+
+def _normalized(module: fx.GraphModule) -> Violations:
+    """No layer that multiplies is called as a module, no alias is left, every parameter has one node."""
+    read: dict[int, str] = {}
+    for node in module.graph.nodes:
+        if node.op == "call_module":
+            layer = module.get_submodule(str(node.target))
+            if isinstance(layer, OPENED):
+                yield f"{node.name} still calls the layer {node.target} ({type(layer).__name__})"
+        elif node.op == "call_method" and node.target in METHODS:
+            yield f"{node.name} still calls the method {node.target}"
+        elif node.op == "call_function" and node.target in ALIASES:
+            yield f"{node.name} still calls {node.target}, another name of {ALIASES[node.target]}"
+        elif node.op == "get_attr":
+            value = get_attribute(module, str(node.target))
+            if isinstance(value, nn.Parameter) and read.setdefault(id(value), node.name) != node.name:
+                yield f"{node.name} and {read[id(value)]} read the same parameter"
+
+
+def _annotated(module: fx.GraphModule) -> Violations:
+    """Decisions stand on operators, and point at arguments that are there."""
+    for node in module.graph.nodes:
+        site: Site | None = node.meta.get(SITE)
+        for operand in site.operands if site else ():
+            if _value(node, operand) is None:
+                yield f"{node.name} ({site.layer if site else ''}) has no operand {operand.name}"
+
+
+def _inserted(module: fx.GraphModule) -> Violations:
+    """Every decided operand comes from its quantizer, every decided output goes through its gradient quantizer."""
+    nodes = {node.name: node for node in module.graph.nodes}
+    for node in module.graph.nodes:
+        site: Site | None = node.meta.get(SITE)
+        if site is not None:
+            yield from _site(node, site, nodes)
+        quantizer: Quantizer | None = node.meta.get(QUANTIZER)
+        if node.target in QUANTIZERS and node.op == "call_function" and quantizer is None:
+            yield f"{node.name} is a quantize op that no pass accounts for"
+        if quantizer is not None and not node.users and quantizer.role != "gradient":
+            yield f"{node.name} quantizes the {quantizer.role} of {quantizer.layers[0]}, but nothing reads it"
+
+
+def _site(node: fx.Node, site: Site, nodes: dict[str, fx.Node]) -> Violations:
+    for operand in site.operands:
+        value = _value(node, operand)
+        quantizer = value.meta.get(QUANTIZER) if value is not None else None
+        wanted = FAKE_QUANTIZE_OBSERVED if operand.format.range is Range.OBSERVER else FAKE_QUANTIZE
+        if value is None or quantizer is None or value.target is not wanted:
+            yield f"{site.layer}: the {operand.role} {operand.name} of {node.name} is not quantized"
+        elif quantizer.format != operand.format or quantizer.dial != site.dial(operand.role):
+            yield f"{site.layer}: the {operand.role} {operand.name} has {quantizer.format}, not {operand.format}"
+    if site.gradient is None:
+        return
+    output = nodes.get(site.gradient_name)
+    users = [user for user in output.users if user.target is QUANTIZE_GRADIENT] if output is not None else []
+    if not users or output is None:
+        yield f"{site.layer}: the gradient of {site.gradient_name} is not quantized"
+    elif len(output.users) > 1:
+        others = [user.name for user in output.users if user not in users]
+        yield f"{site.layer}: {', '.join(others) or 'a second quantizer'} bypasses the gradient quantizer of {output.name}"
+
+
+def _bound(module: fx.GraphModule) -> Violations:
+    """Every quantizer reads the width tensor of its dial, and writes a record of its own."""
+    state = module._modules.get(STATE)
+    quantizers = [node for node in module.graph.nodes if QUANTIZER in node.meta]
+    if not isinstance(state, Precision):
+        if quantizers:
+            yield f"there are {len(quantizers)} quantizers, but no state module {STATE}"
+        return
+    records: dict[str, str] = {}
+    for node in quantizers:
+        quantizer: Quantizer = node.meta[QUANTIZER]
+        path = f"{STATE}.bits.{quantizer.dial.name}"
+        width = node.args[1]
+        if not isinstance(width, fx.Node) or width.op != "get_attr" or width.target != path:
+            yield f"{node.name} reads its width from {width}, not from {path}"
+        elif not isinstance(get_attribute(module, path), torch.Tensor):
+            yield f"{path} is not a tensor"
+        record = str(getattr(node.kwargs.get("record"), "target", None))
+        if record in records:
+            yield f"{node.name} and {records[record]} write the same record {record}"
+        records[record] = node.name
+
+
+def _value(node: fx.Node, operand: Operand) -> fx.Node | None:
+    index = operand.index
+    try:
+        value = node.args[index] if isinstance(index, int) else node.args[index[0]][index[1]]  # type: ignore[index]
+    except IndexError:
+        return None
+    return value if isinstance(value, fx.Node) else None
+
+
+_SPECS: dict[str, Callable[[fx.GraphModule], Violations]] = {
+    "captured": _captured,
+    "normalized": _normalized,
+    "annotated": _annotated,
+    "inserted": _inserted,
+    "bound": _bound,
+}

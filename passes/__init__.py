@@ -1,0 +1,13 @@
+"""Graph passes: each reads one stage of a captured graph and produces the next.
+
+The folder lies at the top of the repository so that it is easy to find, and ships as `cpt_fx.passes`.
+Import it under that name only: under a second name every class in it would exist twice, and
+`isinstance` would fail between the two.
+"""
+
+if __name__ != "cpt_fx.passes":
+    raise ImportError(
+        f"the folder passes/ is the package 'cpt_fx.passes' and was imported as {__name__!r}; "
+        "write 'import cpt_fx.passes' (or 'from cpt_fx.passes import ...')",
+        name=__name__,
+    )

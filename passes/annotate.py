@@ -1,0 +1,292 @@
+"""The recipe's decisions, written to the nodes. Nothing in the graph is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any, ClassVar
+
+import torch
+from torch import fx, nn
+
+from cpt_fx.formats import Format, Group
+from cpt_fx.graph_module import Shell
+from cpt_fx.meta import (
+    ADDS, DIVIDES, FUSED, HIDING, MULTIPLIES, SITE, SUMS, Dial, Index, Operand, OpSpec, Site, Uncovered,
+    get_attribute, group_of, module_path, module_stack, spec_of,
+)  # fmt: skip
+from cpt_fx.overrides import Override, Pattern, Patterns
+from cpt_fx.pass_base import Pass, Report
+from cpt_fx.recipes import Recipe, Rule, default
+from cpt_fx.runtime import Precision
+
+_MULTIPLY = ("conv", "linear", "matmul", "attention", "recurrent")
+"""Families whose operators are reported when no rule covers them; the others multiply nothing by themselves."""
+
+_BIAS_ADD = OpSpec("bias_add", "add", ("input", "other"), ((0, "input"), (1, "input")))
+_SCALE = OpSpec("scale", "mul", ("input", "other"), ((0, "input"), (1, "input")))
+_WEIGHTED = OpSpec("aggregation", "mul", ("input", "other"), ((0, "input"), (1, "input")))
+_NEIGHBOURHOOD_SUM = OpSpec("aggregation", "sum", ("input", "dim"), ((0, "input"),))
+
+
+@dataclass(frozen=True)
+class Annotate(Pass):
+    """Decide for every operator that multiplies what is quantized how, or why it is not.
+
+    Decisions are `Site`s in `node.meta`; what stays in full precision is in the report, with the reason.
+    """
+
+    recipe: Recipe = field(default_factory=default)
+    exclude: tuple[Pattern, ...] = ()
+    overrides: Mapping[Pattern, Any] = field(default_factory=dict)
+
+    name: ClassVar[str] = "annotate"
+    requires: ClassVar[str] = "normalized"
+    reaches: ClassVar[str | None] = "annotated"
+
+    def run(self, module: fx.GraphModule) -> Report:
+        """Walk the graph once, in order."""
+        walk = _Walk(module, self.recipe, Patterns(self.exclude, "exclude"),
+                     Patterns(self.overrides, "overrides"), self.overrides)  # fmt: skip
+        for node in module.graph.nodes:
+            walk.visit(node)
+        notes = (*walk.exclude.check(walk.layers, walk.modules()), *walk.changes.check(walk.layers, walk.modules()))
+        return Report(self.name, walk.decided, notes, tuple(walk.uncovered))
+
+
+class _Walk:
+    """One walk over a graph: names layers, follows which values are weights, decides."""
+
+    def __init__(
+        self, module: fx.GraphModule, recipe: Recipe, exclude: Patterns, changes: Patterns,
+        overrides: Mapping[Pattern, Any],
+    ) -> None:  # fmt: skip
+        self.module = module
+        self.recipe = recipe
+        self.exclude = exclude
+        self.changes = changes
+        self.overrides = {pattern: Override.of(value) for pattern, value in overrides.items()}
+        self.weights: set[fx.Node] = set()
+        self.layers: list[str] = []
+        self.uncovered: list[Uncovered] = []
+        self.decided = 0
+        self._counts: dict[tuple[str, str], int] = {}
+        self._kinds: dict[str, type[nn.Module] | None] = {
+            path: _kind_of(child) for path, child in module.named_modules(remove_duplicate=False)
+        }
+
+    def modules(self) -> list[tuple[str, type[nn.Module] | None]]:
+        """Return every module the graph knows of, called or opened."""
+        return list(self._kinds.items())
+
+    def visit(self, node: fx.Node) -> None:
+        """Decide one node."""
+        self._note_modules(node)
+        if self._is_weight(node):
+            self.weights.add(node)
+        spec = spec_of(node) or self._elementwise(node)
+        if spec is None:
+            self._report_hidden(node)
+            return
+        family = self._family(node, spec)
+        layer = self._layer(node, spec)
+        self.layers.append(layer)
+        stack = module_stack(node)
+        excluded = self.exclude.matches(layer, stack)
+        if excluded:
+            shown = [pattern if isinstance(pattern, str) else pattern.__name__ for pattern in excluded]
+            reason = f"excluded by {', '.join(map(repr, shown))}"
+            self.uncovered.append(Uncovered(layer, spec.name, reason, by_choice=True))
+            return
+        changes = [self.overrides[pattern] for pattern in self.changes.matches(layer, stack)]
+        rule = self.recipe.rule(family)
+        for change in changes:
+            if change.formats:
+                rule = change.rule(rule or Rule())
+        if rule is None:
+            if family in _MULTIPLY:
+                reason = f"recipe {self.recipe.name!r} leaves {family} in full precision"
+                self.uncovered.append(Uncovered(layer, spec.name, reason))
+            return
+        self._decide(node, spec, family, layer, rule, changes)
+
+    def _decide(
+        self, node: fx.Node, spec: OpSpec, family: str, layer: str, rule: Rule, changes: list[Override]
+    ) -> None:
+        operands = []
+        for index, name, kind in self._operands(node, spec):
+            operand = self._operand(node, spec, index, name, kind, rule)
+            if isinstance(operand, Operand):
+                operands.append(operand)
+            elif operand:
+                self.uncovered.append(Uncovered(layer, spec.name, operand, name))
+        if not operands and rule.gradient is None:
+            return
+        dials = []
+        for role in ("weight", "activation", "gradient"):
+            dial = Dial(role, with_forward=role == "gradient" and rule.gradient_with_forward)
+            for change in changes:
+                dial = change.dial(dial)
+            dials.append((role, dial))
+        node.meta[SITE] = Site(
+            layer=layer,
+            op=spec.name,
+            family=family,
+            operands=tuple(operands),
+            gradient=rule.gradient,
+            dials=tuple(dials),
+            gradient_name=_mean_after(node).name if family == "aggregation" or rule.messages_only else node.name,
+            return_quantized=rule.return_quantized,
+        )
+        self.decided += 1
+
+    def _operands(self, node: fx.Node, spec: OpSpec) -> list[tuple[Index, str, str]]:
+        """List the tensors an operator multiplies, as (index, name, kind)."""
+        found: list[tuple[Index, str, str]] = []
+        for index, kind in spec.operands:
+            if index < len(node.args) and isinstance(node.args[index], fx.Node):
+                found.append((index, spec.arguments[index], kind))
+        if spec.variadic is not None:
+            first = node.args[spec.variadic] if len(node.args) > spec.variadic else ()
+            if isinstance(first, (list, tuple)):
+                found += [((spec.variadic, i), f"operand{i}", "either") for i in range(len(first))]
+            else:
+                rest = range(spec.variadic, len(node.args))
+                found += [(i, f"operand{i - spec.variadic}", "either") for i in rest]
+        return found
+
+    def _operand(
+        self, node: fx.Node, spec: OpSpec, index: Index, name: str, kind: str, rule: Rule
+    ) -> Operand | str | None:
+        """Return the decision for one operand; a reason where it stays as it is; None where nothing is to say."""
+        value = node.args[index] if isinstance(index, int) else node.args[index[0]][index[1]]  # type: ignore[index]
+        if not isinstance(value, fx.Node):
+            return None
+        is_weight = value in self.weights
+        if kind == "bias":
+            if not is_weight:
+                # Added to the product, not a factor of it.
+                return None
+            role, chosen = "bias", rule.bias
+        elif kind == "weight" or is_weight:
+            role, chosen = ("bias", rule.bias) if spec.family == "bias_add" else ("weight", rule.weight)
+        else:
+            role, chosen = "activation", rule.input
+        if rule.messages_only and kind == "either" and name in ("input", "mat1", "operand0"):
+            return "the left operand is the adjacency, not a message"
+        if chosen is None:
+            return None if role == "bias" else f"the recipe has no format for the {role} of this family"
+        keep, over = group_of(spec, index, self._fitting(chosen, value))
+        return Operand(index, name, role, chosen, keep, over)
+
+    def _fitting(self, chosen: Format, value: fx.Node) -> Format:
+        """Give a vector one range: a range per element would leave it unquantized."""
+        if value.op == "get_attr" and chosen.group in (Group.ROW, Group.CHANNEL) and not chosen.block:
+            tensor = get_attribute(self.module, str(value.target))
+            if isinstance(tensor, torch.Tensor) and tensor.ndim < 2:
+                return Format(**{**chosen.__dict__, "group": Group.TENSOR})
+        return chosen
+
+    def _family(self, node: fx.Node, spec: OpSpec) -> str:
+        """Return the family of an operator: a product with a parameter is a linear layer, however it is written."""
+        if spec.family == "matmul" and any(used in self.weights for used in node.all_input_nodes):
+            return "linear"
+        return spec.family
+
+    def _elementwise(self, node: fx.Node) -> OpSpec | None:
+        """Recognise the additions, products and sums that the published graph layers quantize."""
+        if node.op not in ("call_function", "call_method"):
+            return None
+        aggregates = self.recipe.aggregation is not None
+        if node.target in SUMS and aggregates and _is_weighted_sum(node, self.weights):
+            return _NEIGHBOURHOOD_SUM
+        tensors = [arg for arg in node.args[:2] if isinstance(arg, fx.Node)]
+        if len(tensors) != 2:
+            return None
+        parameters = sum(tensor in self.weights for tensor in tensors)
+        if node.target in ADDS and self.recipe.bias_add is not None and parameters == 1:
+            return _BIAS_ADD
+        if node.target in MULTIPLIES and parameters == 0:
+            if aggregates and any(_is_weighted_sum(user, self.weights) for user in node.users):
+                return _WEIGHTED
+            if self.recipe.scale is not None:
+                return _SCALE
+        return None
+
+    def _layer(self, node: fx.Node, spec: OpSpec) -> str:
+        """Name the layer of an operator: its module's path, and the operator's name and number where needed.
+
+        Numbers start again with every call of the module, so that a layer that is called twice keeps one name, and
+        with it one running range.
+        """
+        path, call = module_path(node)
+        count = self._counts.get((call, spec.name), 0)
+        self._counts[call, spec.name] = count + 1
+        kind = self._kinds.get(path)
+        if kind is not None and issubclass(kind, HIDING) and count == 0:
+            return path
+        name = spec.name if count == 0 else f"{spec.name}_{count}"
+        return f"{path}.{name}" if path else name
+
+    def _is_weight(self, node: fx.Node) -> bool:
+        """Whether a value is a parameter, or computed from parameters alone."""
+        if node.op == "get_attr":
+            return isinstance(get_attribute(self.module, str(node.target)), nn.Parameter)
+        if node.op not in ("call_function", "call_method"):
+            return False
+        used = node.all_input_nodes
+        return bool(used) and all(value in self.weights for value in used)
+
+    def _note_modules(self, node: fx.Node) -> None:
+        for path, kind in module_stack(node):
+            if kind is not None:
+                self._kinds[path] = kind
+
+    def _report_hidden(self, node: fx.Node) -> None:
+        """Report calls that multiply, or may multiply, where no quantizer can reach."""
+        path, _ = module_path(node)
+        if node.op == "call_module":
+            layer = self.module.get_submodule(str(node.target))
+            inside = sorted({type(child).__name__ for child in layer.modules() if isinstance(child, HIDING)})
+            if inside:
+                reason = f"{type(layer).__name__} is called as a whole; inside it: {', '.join(inside)}"
+                self.uncovered.append(Uncovered(str(node.target), type(layer).__name__, reason))
+                self.layers.append(str(node.target))
+                self.exclude.matches(str(node.target), [(str(node.target), type(layer))])
+        elif node.op == "call_function" and node.target in FUSED:
+            self.uncovered.append(Uncovered(path, _name(node.target), FUSED[node.target]))  # type: ignore[index]
+        elif node.op == "call_function" and isinstance(node.target, FunctionType):
+            package = (node.target.__module__ or "").partition(".")[0]
+            if package not in ("torch", "cpt_fx"):
+                reason = "a Python function the graph calls as a whole; what it multiplies is not seen"
+                self.uncovered.append(Uncovered(path, _name(node.target), reason))
+
+
+def _kind_of(module: nn.Module) -> type[nn.Module] | None:
+    """Return a module's class, if it has one to show: what a shell stands for comes from the nodes."""
+    return None if isinstance(module, (Shell, Precision, fx.GraphModule)) else type(module)
+
+
+def _name(target: Any) -> str:
+    return str(getattr(target, "__name__", target))
+
+
+def _is_weighted_sum(node: fx.Node, weights: set[fx.Node]) -> bool:
+    """Whether a node sums products of two activations over the neighbours of a (node, neighbour, feature) tensor."""
+    if node.target not in SUMS or not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    if dim not in (1, -2, (1,), [1], (-2,), [-2]):
+        return False
+    product = node.args[0]
+    factors = [arg for arg in product.args[:2] if isinstance(arg, fx.Node)]
+    return product.target in MULTIPLIES and len(factors) == 2 and not any(factor in weights for factor in factors)
+
+
+def _mean_after(node: fx.Node) -> fx.Node:
+    """Return the division that makes a sum over neighbours their mean, if that is its only use, else the sum."""
+    users = list(node.users)
+    if len(users) == 1 and users[0].target in DIVIDES and users[0].args and users[0].args[0] is node:
+        return users[0]
+    return node

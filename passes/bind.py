@@ -1,0 +1,66 @@
+"""The schedule connected: every quantizer reads the width that its layer follows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from cpt_fx.meta import PASS, QUANTIZER, Dial, Quantizer
+from cpt_fx.pass_base import Pass, Report
+from cpt_fx.runtime import ensure_precision
+from cpt_fx.schedules.base import Schedule
+
+
+@dataclass(frozen=True)
+class Bind(Pass):
+    """Give layers with an override a width of their own, then let the schedule write all widths.
+
+    Without a schedule the widths stay at 32, the identity, until `schedule.bind(model)` is called.
+    """
+
+    schedule: Schedule | None = None
+
+    name: ClassVar[str] = "bind"
+    requires: ClassVar[str] = "inserted"
+    reaches: ClassVar[str | None] = "bound"
+
+    def run(self, module: fx.GraphModule) -> Report:
+        """Point quantizers at their dials and attach the schedule."""
+        state = ensure_precision(module)
+        reads: dict[str, fx.Node] = {}
+        moved = 0
+        for node in list(module.graph.nodes):
+            if QUANTIZER not in node.meta:
+                continue
+            quantizer: Quantizer = node.meta[QUANTIZER]
+            path = state.add_dial(quantizer.dial)
+            current = node.args[1]
+            assert isinstance(current, fx.Node)
+            if current.target == path:
+                continue
+            if path not in reads:
+                with module.graph.inserting_before(current):
+                    reads[path] = module.graph.create_node("get_attr", path)
+                    reads[path].meta[PASS] = self.name
+            node.update_arg(1, reads[path])
+            moved += 1
+            if not current.users:
+                module.graph.erase_node(current)
+        _drop_idle_dials(module)
+        if self.schedule is not None:
+            self.schedule.bind(module)
+        widths = ", ".join(sorted(state.dials)) or "none"
+        return Report(self.name, moved, (f"widths: {widths}",))
+
+
+def _drop_idle_dials(module: fx.GraphModule) -> None:
+    """Forget widths that no quantizer reads any more, except the three roles, which a user expects to find."""
+    state = ensure_precision(module)
+    used = {node.meta[QUANTIZER].dial.name for node in module.graph.nodes if QUANTIZER in node.meta}
+    for name in [name for name in state.dials if name not in used]:
+        del state.dials[name]
+        delattr(state.bits, name)
+    for role in ("weight", "activation", "gradient"):
+        state.add_dial(Dial(role))

@@ -1,0 +1,177 @@
+"""The decisions carried out: a quantize node before every operand, a gradient quantizer after every operator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx
+
+from cpt_fx.formats import Format, Range
+from cpt_fx.meta import PASS, QUANTIZER, SITE, STATE, Dial, Groups, Operand, Quantizer, Site, gradient_groups
+from cpt_fx.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_OBSERVED, QUANTIZE_GRADIENT
+from cpt_fx.pass_base import Pass, Report
+from cpt_fx.runtime import RANGE, WEIGHT, ZERO_POINT, Precision, ensure_precision
+
+
+@dataclass(frozen=True)
+class Insert(Pass):
+    """Insert quantizers for weights, biases, activations and gradients where annotate decided so.
+
+    All read the plain widths of their role, which stand at 32 (the identity) until bind attaches a schedule. Every
+    operand of every operator gets a quantizer of its own; share merges those that would do the same work twice.
+    """
+
+    name: ClassVar[str] = "insert"
+    requires: ClassVar[str] = "annotated"
+    reaches: ClassVar[str | None] = "inserted"
+
+    def run(self, module: fx.GraphModule) -> Report:
+        """Insert for every decided node."""
+        state = ensure_precision(module)
+        editor = _Editor(module, state)
+        nodes = {node.name: node for node in module.graph.nodes}
+        sites = [node for node in module.graph.nodes if SITE in node.meta and not _is_served(node)]
+        for node in sites:
+            site: Site = node.meta[SITE]
+            for operand in site.operands:
+                editor.quantize_operand(node, site, operand)
+            if site.gradient is not None:
+                editor.quantize_gradient(nodes[site.gradient_name], node, site)
+        counts = ", ".join(f"{count} {role}" for role, count in editor.counts.items())
+        return Report(self.name, sum(editor.counts.values()), (counts or "nothing to insert",))
+
+
+def _is_served(node: fx.Node) -> bool:
+    """Whether an earlier run of this pass already inserted the quantizers of a node."""
+    return any(QUANTIZER in used.meta for used in node.all_input_nodes)
+
+
+class _Editor:
+    """Makes nodes: keeps the values they read in one place each."""
+
+    def __init__(self, module: fx.GraphModule, state: Precision) -> None:
+        self.module = module
+        self.graph = module.graph
+        self.state = state
+        self.counts: dict[str, int] = {}
+        self._reads: dict[str, fx.Node] = {}
+        first = [node for node in self.graph.nodes if node.op != "placeholder"]
+        self._top = first[0]
+
+    def quantize_operand(self, node: fx.Node, site: Site, operand: Operand) -> None:
+        """Put a quantizer between an operator and one of its operands."""
+        value = _argument(node, operand)
+        options = _options(operand.format, (operand.keep, operand.over))
+        name = _identifier(f"{site.layer}_{operand.name}_q")
+        dial = site.dial(operand.role)
+        ranges = ""
+        with self.graph.inserting_before(node):
+            made = self.graph.create_node("call_function", FAKE_QUANTIZE, (value,), name=name)
+        if operand.format.range is Range.OBSERVER:
+            ranges = self.state.add_range(site.layer, operand.name)
+            running = [self._read(f"{STATE}.{ranges}.{buffer}", made) for buffer in (ZERO_POINT, RANGE, WEIGHT)]
+            training = self._read(_training_flag(self.module, node), made)
+            made.target = FAKE_QUANTIZE_OBSERVED
+            made.args = (value, self._bits(dial.role), *running, training)
+            options |= {
+                "momentum": operand.format.momentum,
+                "corrected": operand.format.corrected,
+                "when_off": operand.format.observe_when_off,
+            }
+        else:
+            made.args = (value, self._bits(dial.role))
+        self._finish(made, options, node, (site.layer,), site.op, operand.name, operand.role, operand.format, dial, ranges)
+        _replace_argument(node, operand, made)
+        if site.return_quantized:
+            for user in list(value.users):
+                if user.op == "output":
+                    user.replace_input_with(value, made)
+
+    def quantize_gradient(self, node: fx.Node, at: fx.Node, site: Site) -> None:
+        """Put a gradient quantizer after an operator; everything that read the operator reads it instead."""
+        assert site.gradient is not None
+        name = _identifier(f"{site.layer}_gradient_q")
+        with self.graph.inserting_after(node):
+            made = self.graph.create_node("call_function", QUANTIZE_GRADIENT, (), name=name)
+        node.replace_all_uses_with(made)
+        dial = site.dial("gradient")
+        made.args = (node, self._bits(dial.role))
+        options = _options(site.gradient, gradient_groups(site.gradient))
+        self._finish(made, options, at, (site.layer,), site.op, "gradient", "gradient", site.gradient, dial, "")
+
+    def _finish(
+        self, made: fx.Node, options: dict[str, Any], at: fx.Node, layers: tuple[str, ...], op: str, operand: str,
+        role: str, format: Format, dial: Dial, ranges: str,
+    ) -> None:  # fmt: skip
+        record = self.state.add_record(made.name)
+        made.kwargs = {**options, "record": self._read(record, made)}
+        made.meta[QUANTIZER] = Quantizer(layers, op, operand, role, format, dial, record, ranges)
+        made.meta[PASS] = Insert.name
+        for key in ("nn_module_stack", "stack_trace"):
+            if key in at.meta:
+                made.meta[key] = at.meta[key]
+        value = made.args[0]
+        if isinstance(value, fx.Node) and "val" in value.meta:
+            made.meta["val"] = value.meta["val"]
+        self.counts[role] = self.counts.get(role, 0) + 1
+
+    def _bits(self, role: str) -> fx.Node:
+        return self._read(self.state.add_dial(Dial(role)), self._top)
+
+    def _read(self, path: str, before: fx.Node) -> fx.Node:
+        """Return the node that reads a value of the state: one for each, before its first use."""
+        if path not in self._reads:
+            with self.graph.inserting_before(before):
+                # create_node, not get_attr: the latter warns about the training flag, which is no tensor.
+                self._reads[path] = self.graph.create_node("get_attr", path)
+                self._reads[path].meta[PASS] = Insert.name
+        return self._reads[path]
+
+
+def _argument(node: fx.Node, operand: Operand) -> fx.Node:
+    index = operand.index
+    value: Any = node.args[index] if isinstance(index, int) else node.args[index[0]][index[1]]  # type: ignore[index]
+    assert isinstance(value, fx.Node)
+    return value
+
+
+def _replace_argument(node: fx.Node, operand: Operand, value: fx.Node) -> None:
+    args: list[Any] = list(node.args)
+    if isinstance(operand.index, int):
+        args[operand.index] = value
+    else:
+        outer, inner = operand.index
+        items = list(args[outer])
+        items[inner] = value
+        args[outer] = tuple(items)
+    node.args = tuple(args)
+
+
+def _options(format: Format, groups: Groups) -> dict[str, Any]:
+    """Return the keywords of a quantize op: only what differs from its defaults would be shorter, not clearer."""
+    keep, over = groups
+    options: dict[str, Any] = {"keep": list(keep)} if over is None else {"over": list(over)}
+    options["scheme"] = format.scheme.value
+    options["rounding"] = format.rounding.value
+    if format.exponent:
+        options |= {"exponent": format.exponent, "specials": format.specials.value}
+    if format.block:
+        options["block"] = format.block
+    return options
+
+
+def _training_flag(module: fx.GraphModule, node: fx.Node) -> str:
+    """Return the path of the mode of the module an operator belongs to: parts of a model can be in eval mode."""
+    stack = node.meta.get("nn_module_stack") or {}
+    for path, _ in reversed(list(stack.values())):
+        try:
+            module.get_submodule(path)
+        except AttributeError:
+            continue
+        return f"{path}.training" if path else "training"
+    return "training"
+
+
+def _identifier(text: str) -> str:
+    return "".join(character if character.isalnum() else "_" for character in text)

@@ -1,0 +1,151 @@
+"""Modules, methods and functions to one form: every operator a function call, every weight a graph value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx, nn
+
+from cpt_fx.graph_module import shell_of
+from cpt_fx.meta import ALIASES, METHODS, OPENED, SPECS, get_attribute
+from cpt_fx.pass_base import Pass, Report
+
+
+@dataclass(frozen=True)
+class Normalize(Pass):
+    """Bring every operator that quantization knows into the form of `cpt_fx.meta.SPECS`.
+
+    Three changes: a call of a layer (`nn.Linear`, convolutions, ...) is replaced by what its own `forward` does,
+    traced, so that subclasses, padding modes and hooks keep their meaning; methods and aliases become the one
+    function they stand for, with positional arguments; and several names of one parameter become one value.
+    """
+
+    name: ClassVar[str] = "normalize"
+    reaches: ClassVar[str | None] = "normalized"
+
+    def run(self, module: fx.GraphModule) -> Report:
+        """Open layers, unify calls, unify parameters."""
+        opened = sum(_open(module, node) for node in list(module.graph.nodes))
+        _leave_shells(module)
+        renamed = sum(_unify_call(node) for node in module.graph.nodes)
+        merged = _unify_parameters(module)
+        notes = (f"{opened} layers opened, {renamed} calls renamed, {merged} parameter values merged",)
+        return Report(self.name, opened + renamed + merged, notes)
+
+
+class _OneLayer(fx.Tracer):
+    """Traces a single layer's forward; modules inside it (parametrizations) are traced through as well."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return False
+
+
+def _open(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Replace a call of a layer by the graph of its forward."""
+    if node.op != "call_module":
+        return False
+    path = str(node.target)
+    layer = module.get_submodule(path)
+    if not isinstance(layer, OPENED):
+        return False
+    inner = _OneLayer().trace(layer)
+    stack = node.meta.get("nn_module_stack") or {path: (path, type(layer))}
+    given = iter(node.args)
+    values: dict[fx.Node, Any] = {}
+    with module.graph.inserting_before(node):
+        for item in inner.nodes:
+            if item.op == "placeholder":
+                name = str(item.target)
+                default = item.args[0] if item.args else None
+                values[item] = node.kwargs[name] if name in node.kwargs else next(given, default)
+            elif item.op == "output":
+                result = item.args[0]
+            else:
+                copied = module.graph.node_copy(item, lambda used: values[used])
+                if item.op in ("get_attr", "call_module"):
+                    copied.target = f"{path}.{item.target}"
+                copied.meta["nn_module_stack"] = stack
+                values[item] = copied
+    node.replace_all_uses_with(values[result])
+    module.graph.erase_node(node)
+    return True
+
+
+def _leave_shells(module: fx.GraphModule) -> None:
+    """Put shells where opened layers were: run alone, such a layer would bypass its quantizers."""
+    called = {str(node.target) for node in module.graph.nodes if node.op == "call_module"}
+    for path, layer in list(module.named_modules(remove_duplicate=False)):
+        if isinstance(layer, OPENED) and not any(f"{path}.".startswith(f"{name}.") for name in called):
+            module.set_submodule(path, shell_of(layer))
+
+
+def _unify_call(node: fx.Node) -> bool:
+    """Turn a method or an alias into its function, and keywords into positions."""
+    before = (node.op, node.target, node.args, node.kwargs)
+    if node.op == "call_method" and node.target in METHODS:
+        node.op, node.target = "call_function", METHODS[str(node.target)]
+    elif node.op == "call_function" and node.target in ALIASES:
+        node.target = ALIASES[node.target]  # type: ignore[index]
+    spec = SPECS.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
+    if spec is None:
+        return (node.op, node.target) != before[:2]
+    kwargs = dict(node.kwargs)
+    for other, name in _KEYWORDS.get(node.target, {}).items():  # type: ignore[arg-type]
+        if other in kwargs:
+            kwargs[name] = kwargs.pop(other)
+    args = list(node.args)
+    while len(args) < len(spec.arguments) and spec.arguments[len(args)] in kwargs:
+        args.append(kwargs.pop(spec.arguments[len(args)]))
+    if spec.variadic is not None and node.target is torch.einsum and len(args) == 2 and _is_list(args[1]):
+        args = [args[0], *args[1]]
+    # A keyword after a gap (bias=None left out, stride= given) stays one: only operands need a position.
+    gap = {name: kwargs[name] for name in spec.arguments if name in kwargs}
+    if any(spec.arguments.index(name) in dict(spec.operands) for name in gap):
+        last = max(spec.arguments.index(name) for name in gap)
+        args += [kwargs.pop(name, None) for name in spec.arguments[len(args) : last + 1]]
+    node.args, node.kwargs = tuple(args), kwargs
+    return (node.op, node.target, node.args, node.kwargs) != before
+
+
+_KEYWORDS: dict[Callable[..., Any], dict[str, str]] = {
+    torch.mm: {"mat2": "other"},
+    torch.bmm: {"mat2": "other"},
+    torch.mv: {"vec": "other"},
+    torch.outer: {"vec2": "other"},
+    torch.dot: {"tensor": "other"},
+    torch.addbmm: {"batch1": "mat1", "batch2": "mat2"},
+    torch.baddbmm: {"batch1": "mat1", "batch2": "mat2"},
+    torch.addmv: {"mat": "mat1", "vec": "mat2"},
+    **{target: {"self": "input"} for target in (torch.matmul, torch.addmm)},
+}
+"""Torch's keyword names where they differ from those of the table."""
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, (list, tuple))
+
+
+def _unify_parameters(module: fx.GraphModule) -> int:
+    """Let every parameter and buffer have one node, placed before its first use, under its first name."""
+    names: dict[int, str] = {}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        names.setdefault(id(tensor), name)
+    first: dict[str, fx.Node] = {}
+    merged = 0
+    for node in list(module.graph.nodes):
+        if node.op != "get_attr":
+            continue
+        value = get_attribute(module, str(node.target))
+        if not isinstance(value, torch.Tensor):
+            continue
+        node.target = names.get(id(value), node.target)
+        if str(node.target) in first:
+            node.replace_all_uses_with(first[str(node.target)])
+            module.graph.erase_node(node)
+            merged += 1
+        else:
+            first[str(node.target)] = node
+    return merged

@@ -1,0 +1,1 @@
+"""The tests, a package so that helpers import as tests.<name> and file names may repeat between folders."""
