@@ -140,7 +140,9 @@ METHODS: dict[str, Target] = {
 ALIASES.update({getattr(torch.Tensor, name): target for name, target in METHODS.items() if not name.endswith("_")})
 
 ADDS: frozenset[Any] = frozenset({operator.add, operator.iadd, torch.add, "add", "add_"})
-MULTIPLIES: frozenset[Any] = frozenset({operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "mul_", "multiply"})
+MULTIPLIES: frozenset[Any] = frozenset(
+    {operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "mul_", "multiply"}
+)
 DIVIDES: frozenset[Any] = frozenset({operator.truediv, torch.div, torch.divide, "div", "divide"})
 SUMS: frozenset[Any] = frozenset({torch.sum, "sum"})
 

@@ -8,7 +8,7 @@ tracing; in eager, where reading a CPU tensor costs nothing, full precision skip
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +38,7 @@ SCHEMAS = {
 }
 
 
-@lru_cache(maxsize=None)
+@cache
 def _grid(
     keep: tuple[int, ...], over: tuple[int, ...] | None, scheme: str, rounding: str, exponent: int, specials: str,
     block: int,

@@ -13,8 +13,24 @@ from torch import fx, nn
 from cpt_fx.formats import Format, Group
 from cpt_fx.graph_module import Shell
 from cpt_fx.meta import (
-    ADDS, DIVIDES, FUSED, HIDING, MULTIPLIES, SITE, SUMS, Dial, Index, Operand, OpSpec, Site, Uncovered,
-    get_attribute, group_of, module_path, module_stack, spec_of,
+    ADDS,
+    DIVIDES,
+    FUSED,
+    HIDING,
+    MULTIPLIES,
+    SITE,
+    SUMS,
+    Dial,
+    Index,
+    Operand,
+    OpSpec,
+    Site,
+    Uncovered,
+    get_attribute,
+    group_of,
+    module_path,
+    module_stack,
+    spec_of,
 )  # fmt: skip
 from cpt_fx.overrides import Override, Pattern, Patterns
 from cpt_fx.pass_base import Pass, Report

@@ -81,7 +81,9 @@ class _Editor:
             }
         else:
             made.args = (value, self._bits(dial.role))
-        self._finish(made, options, node, (site.layer,), site.op, operand.name, operand.role, operand.format, dial, ranges)
+        self._finish(
+            made, options, node, (site.layer,), site.op, operand.name, operand.role, operand.format, dial, ranges
+        )
         _replace_argument(node, operand, made)
         if site.return_quantized:
             for user in list(value.users):

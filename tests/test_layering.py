@@ -31,9 +31,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "cpt_fx.pipeline",
         "cpt_fx.capture",
-        "cpt_fx.transform",
+        "cpt_fx.api",
         "cpt_fx.inspection",
-        "cpt_fx.cost",
+        "cpt_fx.costs",
         "cpt_fx.range_test",
         "cpt_fx.export*",
         "cpt_fx.ort",

@@ -56,7 +56,9 @@ def assemble(root: nn.Module, graph: fx.Graph) -> QuantizedGraphModule:
     fit; what only the graph needs is kept out of the state_dict.
     """
     called = {str(node.target) for node in graph.nodes if node.op == "call_module"}
-    constants = {str(node.target): get_attribute(root, str(node.target)) for node in graph.nodes if node.op == "get_attr"}
+    constants = {
+        str(node.target): get_attribute(root, str(node.target)) for node in graph.nodes if node.op == "get_attr"
+    }
     result = blank()
     take_tensors(result, root)
     _graft(result, root, "", called, {id(root): result})

@@ -1,0 +1,319 @@
+"""The precision range test of CPT: the smallest width at which a model still trains, on its own data.
+
+Every width starts from the same weights, sees the same batches and draws the same random numbers; so does a run in
+full precision. What a width is judged by is its progress, the drop of its loss as a share of the drop in full
+precision. q_min is the smallest width from which on every width reaches the threshold.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor, nn
+
+from cpt_fx.api import transform
+from cpt_fx.errors import check_int
+from cpt_fx.formats import FULL_PRECISION
+from cpt_fx.recipes import Recipe
+from cpt_fx.schedules import Bits, Static
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from matplotlib.axes import Axes
+
+Loss = Callable[[nn.Module, Any], Tensor]
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+TAIL = 4
+"""The loss a run arrives at is the mean over its last quarter: one batch alone says too little."""
+
+
+@dataclass(frozen=True)
+class RangeTest:
+    """What a range test measured, and the q_min that follows from it.
+
+    `losses` holds the training loss of every step, one tuple per width, and `full_precision` those of the run without
+    quantizers. `drops` says how far each loss fell, `progress` the same as a share of the full-precision drop.
+    """
+
+    q_min: int
+    widths: tuple[int, ...]
+    losses: tuple[tuple[float, ...], ...]
+    drops: tuple[float, ...]
+    full_precision: tuple[float, ...]
+    full_precision_drop: float
+    threshold: float
+
+    @property
+    def progress(self) -> tuple[float, ...]:
+        """How much of the full-precision drop each width reached."""
+        return tuple(drop / self.full_precision_drop for drop in self.drops)
+
+    def table(self) -> Table:
+        """Return the measurement as a rich table."""
+        share = f"{100 * self.threshold:g} %"
+        table = Table(title=f"range test: q_min = {self.q_min}", caption=f"{share} of the progress in full precision")
+        for heading in ("bits", "loss at the end", "drop", "progress", "trains"):
+            table.add_column(heading, justify="right")
+        for width, losses, drop, progress in zip(self.widths, self.losses, self.drops, self.progress, strict=True):
+            style = "bold" if width == self.q_min else "" if width > self.q_min else "dim"
+            trains = "yes" if progress >= self.threshold else "no"
+            cells = (f"{width}", f"{_arrived(losses):.4f}", f"{drop:.4f}", f"{100 * progress:.1f} %", trains)
+            table.add_row(*cells, style=style)
+        table.add_section()
+        full = (f"{_arrived(self.full_precision):.4f}", f"{self.full_precision_drop:.4f}", "100.0 %")
+        table.add_row(f"{FULL_PRECISION}", *full, "")
+        return table
+
+    def to_dict(self) -> dict[str, object]:
+        """Return everything as plain data; a loss that is not finite becomes None, which JSON can hold."""
+        return {
+            "q_min": self.q_min,
+            "threshold": self.threshold,
+            "widths": list(self.widths),
+            "progress": list(self.progress),
+            "drops": list(self.drops),
+            "losses": [_plain(losses) for losses in self.losses],
+            "full_precision_drop": self.full_precision_drop,
+            "full_precision": _plain(self.full_precision),
+        }
+
+    def plot(self, path: str | PathLike[str] | None = None) -> Axes:
+        """Draw the loss of every width over the steps, and save the picture when a path is given."""
+        try:
+            from matplotlib import colormaps
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError('plotting needs matplotlib: pip install "cpt_fx[viz]"') from error
+        ax = Figure(figsize=(8, 4), dpi=150, layout="constrained").subplots()
+        ax.plot(self.full_precision, color="0.5", linestyle="--", label="full precision")
+        for index, (width, losses) in enumerate(zip(self.widths, self.losses, strict=True)):
+            colour = colormaps["viridis"](0.9 * index / max(len(self.widths) - 1, 1))
+            label = f"{width} bits" + (" (q_min)" if width == self.q_min else "")
+            ax.plot(losses, color=colour, linewidth=2.4 if width == self.q_min else 1.2, label=label)
+        ax.set_xlabel("step")
+        ax.set_ylabel("training loss")
+        ax.legend(fontsize="small", ncols=2)
+        if path is not None:
+            ax.figure.figure.savefig(path)
+        return ax
+
+    def __str__(self) -> str:
+        console = Console(width=100, force_terminal=False, color_system=None)
+        with console.capture() as capture:
+            console.print(self.table())
+        return capture.get().rstrip()
+
+
+def default_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Cross entropy of `(inputs, labels)`; for a mapping, the `loss` that `model(**batch)` returns."""
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+        value = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if not isinstance(value, Tensor):
+            raise TypeError("model(**batch) returned no loss: pass loss=, a function of the model and a batch")
+        return value
+    if not isinstance(batch, Sequence) or len(batch) != 2:
+        raise TypeError(
+            f"a batch must be (inputs, labels) or a mapping, got {type(batch).__name__}: "
+            "pass loss=, a function of the model and a batch"
+        )
+    inputs, labels = batch
+    return nn.functional.cross_entropy(model(inputs), labels)
+
+
+def range_test(
+    model: nn.Module,
+    data: Iterable[Any],
+    *,
+    loss: Loss = default_loss,
+    optimizer: MakeOptimizer | None = None,
+    widths: Iterable[int] = range(2, 9),
+    steps_per_width: int = 50,
+    threshold: float = 0.8,
+    gradient: int = 8,
+    recipe: Recipe | str | None = None,
+    seed: int = 0,
+    progress: bool = False,
+    **options: Any,
+) -> RangeTest:
+    """Train copies of `model` for a few steps at each width and return the smallest width that makes progress.
+
+    The model is not touched, nor is the global random state.
+
+    Args:
+        model: any module that `cpt_fx.transform` takes.
+        data: batches, of which `steps_per_width` are used, the same for every width. A list or a `DataLoader` that
+            is shorter is started again; an iterator cannot be.
+        loss: a function of the model and a batch; by default cross entropy of `(inputs, labels)` batches.
+        optimizer: makes an optimizer from parameters; by default Adam with a learning rate of 0.003. Best is the one
+            that the real training starts with.
+        widths: the forward widths to try.
+        steps_per_width: the length of each run.
+        threshold: the share of the full-precision progress that counts as training.
+        gradient: the width of gradients, in every run but the one in full precision.
+        recipe: as for `cpt_fx.transform`.
+        seed: of everything random, the order of a shuffling `DataLoader` included.
+        progress: show a progress bar.
+        options: further arguments of `cpt_fx.transform`, such as `exclude` or `example_inputs`.
+    """
+    tried = _check_widths(widths)
+    steps = check_int("steps_per_width", steps_per_width, 4)
+    low = check_int("gradient", gradient, 1, FULL_PRECISION)
+    if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 < threshold <= 1:
+        raise ValueError(f"threshold must be a share above 0 and at most 1, got {threshold!r}")
+    check_int("seed", seed)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    make = optimizer if optimizer is not None else _adam
+    # Rewritten once; every width trains a copy of the result, from the weights the model has now.
+    rewritten = transform(copy.deepcopy(model), Static(FULL_PRECISION), recipe=recipe, **options)
+    with torch.random.fork_rng(devices=_cuda_devices(model)), _bar(progress, (len(tried) + 1) * steps) as advance:
+        torch.manual_seed(seed)
+        batches = _take(data, steps)
+        full = _train(rewritten, Static(FULL_PRECISION), batches, loss, make, seed, advance)
+        drop = _drop(full, full[0])
+        _check_progress(full, drop)
+        schedules = [Static(Bits(width, width, low)) for width in tried]
+        losses = tuple(_train(rewritten, schedule, batches, loss, make, seed, advance) for schedule in schedules)
+    drops = tuple(_drop(curve, full[0]) for curve in losses)
+    q_min = _smallest(tried, [one / drop for one in drops], threshold)
+    return RangeTest(q_min, tried, losses, drops, full, drop, float(threshold))
+
+
+def _train(
+    rewritten: nn.Module,
+    schedule: Static,
+    batches: list[Any],
+    loss: Loss,
+    make: MakeOptimizer,
+    seed: int,
+    advance: Callable[[str, int], None],
+) -> tuple[float, ...]:
+    """Train a copy on the batches and return the loss of every step; once it is not finite, it stays that way."""
+    copied = copy.deepcopy(rewritten)
+    copied.train()
+    schedule.bind(copied)
+    width = schedule.bits(0).weight
+    label = "full precision" if width == FULL_PRECISION else f"{width} bits"
+    optimizer = make(copied.parameters())
+    torch.manual_seed(seed)
+    curve: list[float] = []
+    for batch in batches:
+        value = loss(copied, batch)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            shown = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(f"loss must return a tensor with one element, got {shown}")
+        curve.append(value.detach().item())
+        if not math.isfinite(curve[-1]):
+            rest = len(batches) - len(curve)
+            advance(label, rest + 1)
+            return (*curve, *[math.nan] * rest)
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        advance(label, 1)
+    return tuple(curve)
+
+
+def _adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=3e-3)
+
+
+def _arrived(losses: Sequence[float]) -> float:
+    tail = losses[-max(len(losses) // TAIL, 1) :]
+    return sum(tail) / len(tail)
+
+
+def _drop(losses: Sequence[float], start: float) -> float:
+    """How far the loss fell. All widths are measured from one start, that of the model in full precision."""
+    end = _arrived(losses)
+    return start - end if math.isfinite(end) else -math.inf
+
+
+def _check_progress(full: Sequence[float], drop: float) -> None:
+    """Without progress in full precision there is nothing to compare a width with."""
+    if not drop > 0:
+        raise ValueError(
+            f"the model makes no progress in full precision: its loss goes from {full[0]:.4g} to {_arrived(full):.4g} "
+            f"in {len(full)} steps. Pass an optimizer with another learning rate, or more steps_per_width"
+        )
+
+
+def _smallest(widths: Sequence[int], progress: Sequence[float], threshold: float) -> int:
+    """Return the smallest width from which on all reach the threshold."""
+    q_min = None
+    for width, reached in zip(reversed(widths), reversed(progress), strict=True):
+        if not reached >= threshold:
+            break
+        q_min = width
+    if q_min is None:
+        shown = ", ".join(
+            f"{width} bits {100 * reached:.0f} %" for width, reached in zip(widths, progress, strict=True)
+        )
+        raise ValueError(
+            f"{widths[-1]} bits do not reach {100 * threshold:g} % of the progress in full precision ({shown}): "
+            "try more widths, more gradient bits or a lower threshold"
+        )
+    return q_min
+
+
+def _check_widths(widths: Iterable[int]) -> tuple[int, ...]:
+    checked = sorted({check_int("widths", width, 1, FULL_PRECISION - 1) for width in widths})
+    if not checked:
+        raise ValueError("widths must hold at least one number of bits, got none")
+    return tuple(checked)
+
+
+def _take(data: Iterable[Any], steps: int) -> list[Any]:
+    """Return `steps` batches, starting again where the data ends early and can be started again."""
+    if not isinstance(data, Iterable):
+        raise TypeError(f"data must be an iterable of batches, got {type(data).__name__}")
+    iterator = iter(data)
+    batches = list(islice(iterator, steps))
+    if not batches:
+        raise ValueError("data is empty: range_test needs batches to train on")
+    if len(batches) < steps and iterator is data:
+        raise ValueError(
+            f"data is an iterator that ended after {len(batches)} of steps_per_width={steps} batches and cannot be "
+            "started again: pass a list or a DataLoader, or fewer steps_per_width"
+        )
+    while len(batches) < steps:
+        batches.extend(islice(iter(data), steps - len(batches)))
+    return batches
+
+
+def _cuda_devices(model: nn.Module) -> list[torch.device]:
+    tensors = [*model.parameters(), *model.buffers()]
+    return sorted({tensor.device for tensor in tensors if tensor.device.type == "cuda"}, key=str)
+
+
+@contextmanager
+def _bar(shown: bool, total: int) -> Iterator[Callable[[str, int], None]]:
+    """Yield a function of what runs and how many steps it made."""
+    columns = (
+        TextColumn("range test, {task.description:<14}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    bar = Progress(*columns, console=Console(stderr=True)) if shown else None
+    task = bar.add_task("", total=total) if bar is not None else None
+
+    def advance(label: str, steps: int) -> None:
+        if bar is not None and task is not None:
+            bar.update(task, description=label, advance=steps)
+
+    with bar if bar is not None else nullcontext():
+        yield advance
