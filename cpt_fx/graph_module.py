@@ -76,7 +76,7 @@ class QuantizedGraphModule(fx.GraphModule):
 
 def blank() -> QuantizedGraphModule:
     """Return an empty module to fill: `GraphModule.__init__` would copy only what the graph mentions."""
-    module = QuantizedGraphModule.__new__(QuantizedGraphModule)
+    module: QuantizedGraphModule = QuantizedGraphModule.__new__(QuantizedGraphModule)
     nn.Module.__init__(module)
     module.meta = {}
     return module

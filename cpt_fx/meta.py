@@ -119,7 +119,6 @@ ALIASES: dict[Target, Target] = {
     operator.matmul: torch.matmul,
     operator.imatmul: torch.matmul,
     torch.linalg.matmul: torch.matmul,
-    torch.functional.einsum: torch.einsum,
     torch.ger: torch.outer,
     torch.Tensor.index_add: torch.index_add,
     torch.Tensor.scatter_add: torch.scatter_add,

@@ -102,7 +102,7 @@ class _StraightThrough(torch.autograd.Function):
         pass
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return gradient, None, None, None, None, None
 
 
@@ -111,7 +111,7 @@ def _fake_quantize(
     record: Tensor | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
     grid = _grid_of(options, "nearest")
-    result: Tensor = _StraightThrough.apply(x, bits, grid, zero_point, range, record)
+    result: Tensor = _StraightThrough.apply(x, bits, grid, zero_point, range, record)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -124,7 +124,7 @@ def _quantize_gradient(x: Tensor, bits: Tensor, *, record: Tensor | None = None,
     grid = _grid_of(options, "stochastic")
 
     def hook(gradient: Tensor) -> Tensor:
-        quantized: Tensor = _StraightThrough.apply(gradient, bits, grid, None, None, record)
+        quantized: Tensor = _StraightThrough.apply(gradient, bits, grid, None, None, record)  # type: ignore[no-untyped-call]
         return quantized
 
     # On the layer's own output: one quantized gradient serves input, weight and bias, no node is added to the
@@ -140,7 +140,7 @@ def _fake_quantize_observed(
 ) -> Tensor:  # fmt: skip
     used = _observe(x, bits, Running(zero_point, range, weight), training, momentum, corrected, when_off)
     grid = _grid_of(options, "nearest")
-    result: Tensor = _StraightThrough.apply(x, bits, grid, used.zero_point, used.range, record)
+    result: Tensor = _StraightThrough.apply(x, bits, grid, used.zero_point, used.range, record)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -34,9 +34,12 @@ if TYPE_CHECKING:
 
 Loss = Callable[[nn.Module, Any], Tensor]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+Advance = Callable[[str, int], None]
 
 TAIL = 4
 """The loss a run arrives at is the mean over its last quarter: one batch alone says too little."""
+
+PASS_LOSS = "pass loss=, a function of the model and a batch"
 
 
 @dataclass(frozen=True)
@@ -82,11 +85,11 @@ class RangeTest:
             "q_min": self.q_min,
             "threshold": self.threshold,
             "widths": list(self.widths),
-            "progress": list(self.progress),
-            "drops": list(self.drops),
-            "losses": [_plain(losses) for losses in self.losses],
+            "progress": [_plain(value) for value in self.progress],
+            "drops": [_plain(value) for value in self.drops],
+            "losses": [[_plain(value) for value in losses] for losses in self.losses],
             "full_precision_drop": self.full_precision_drop,
-            "full_precision": _plain(self.full_precision),
+            "full_precision": [_plain(value) for value in self.full_precision],
         }
 
     def plot(self, path: str | PathLike[str] | None = None) -> Axes:
@@ -122,15 +125,11 @@ def default_loss(model: nn.Module, batch: Any) -> Tensor:
         output = model(**batch)
         value = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if not isinstance(value, Tensor):
-            raise TypeError("model(**batch) returned no loss: pass loss=, a function of the model and a batch")
+            raise TypeError(f"model(**batch) returned no loss: {PASS_LOSS}")
         return value
-    if not isinstance(batch, Sequence) or len(batch) != 2:
-        raise TypeError(
-            f"a batch must be (inputs, labels) or a mapping, got {type(batch).__name__}: "
-            "pass loss=, a function of the model and a batch"
-        )
-    inputs, labels = batch
-    return nn.functional.cross_entropy(model(inputs), labels)
+    if isinstance(batch, Sequence) and len(batch) == 2:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+    raise TypeError(f"a batch must be (inputs, labels) or a mapping, got {type(batch).__name__}: {PASS_LOSS}")
 
 
 def range_test(
@@ -182,31 +181,24 @@ def range_test(
     with torch.random.fork_rng(devices=_cuda_devices(model)), _bar(progress, (len(tried) + 1) * steps) as advance:
         torch.manual_seed(seed)
         batches = _take(data, steps)
-        full = _train(rewritten, Static(FULL_PRECISION), batches, loss, make, seed, advance)
+        full = _train(rewritten, Bits(*[FULL_PRECISION] * 3), batches, loss, make, seed, advance)
         drop = _drop(full, full[0])
         _check_progress(full, drop)
-        schedules = [Static(Bits(width, width, low)) for width in tried]
-        losses = tuple(_train(rewritten, schedule, batches, loss, make, seed, advance) for schedule in schedules)
+        runs = [Bits(width, width, low) for width in tried]
+        losses = tuple(_train(rewritten, bits, batches, loss, make, seed, advance) for bits in runs)
     drops = tuple(_drop(curve, full[0]) for curve in losses)
     q_min = _smallest(tried, [one / drop for one in drops], threshold)
     return RangeTest(q_min, tried, losses, drops, full, drop, float(threshold))
 
 
 def _train(
-    rewritten: nn.Module,
-    schedule: Static,
-    batches: list[Any],
-    loss: Loss,
-    make: MakeOptimizer,
-    seed: int,
-    advance: Callable[[str, int], None],
+    rewritten: nn.Module, bits: Bits, batches: list[Any], loss: Loss, make: MakeOptimizer, seed: int, advance: Advance
 ) -> tuple[float, ...]:
     """Train a copy on the batches and return the loss of every step; once it is not finite, it stays that way."""
     copied = copy.deepcopy(rewritten)
     copied.train()
-    schedule.bind(copied)
-    width = schedule.bits(0).weight
-    label = "full precision" if width == FULL_PRECISION else f"{width} bits"
+    Static(bits).bind(copied)
+    label = "full precision" if bits.weight == FULL_PRECISION else f"{bits.weight} bits"
     optimizer = make(copied.parameters())
     torch.manual_seed(seed)
     curve: list[float] = []
@@ -217,9 +209,8 @@ def _train(
             raise TypeError(f"loss must return a tensor with one element, got {shown}")
         curve.append(value.detach().item())
         if not math.isfinite(curve[-1]):
-            rest = len(batches) - len(curve)
-            advance(label, rest + 1)
-            return (*curve, *[math.nan] * rest)
+            advance(label, len(batches) - len(curve) + 1)
+            return (*curve, *[math.nan] * (len(batches) - len(curve)))
         optimizer.zero_grad()
         value.backward()
         optimizer.step()
@@ -229,6 +220,10 @@ def _train(
 
 def _adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=3e-3)
+
+
+def _plain(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _arrived(losses: Sequence[float]) -> float:
@@ -300,7 +295,7 @@ def _cuda_devices(model: nn.Module) -> list[torch.device]:
 
 
 @contextmanager
-def _bar(shown: bool, total: int) -> Iterator[Callable[[str, int], None]]:
+def _bar(shown: bool, total: int) -> Iterator[Advance]:
     """Yield a function of what runs and how many steps it made."""
     columns = (
         TextColumn("range test, {task.description:<14}"),
@@ -308,12 +303,6 @@ def _bar(shown: bool, total: int) -> Iterator[Callable[[str, int], None]]:
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     )
-    bar = Progress(*columns, console=Console(stderr=True)) if shown else None
-    task = bar.add_task("", total=total) if bar is not None else None
-
-    def advance(label: str, steps: int) -> None:
-        if bar is not None and task is not None:
-            bar.update(task, description=label, advance=steps)
-
-    with bar if bar is not None else nullcontext():
-        yield advance
+    with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda label, steps: bar.update(task, description=label, advance=steps)

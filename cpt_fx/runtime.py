@@ -27,7 +27,7 @@ class _State(nn.Module):
             moved = fn(tensor)
             return tensor.to(moved.device) if moved.dtype != tensor.dtype else moved
 
-        super()._apply(keep_dtype, recurse)
+        super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call]
         return self
 
 
@@ -44,7 +44,7 @@ class Precision(_State):
         self.dials: dict[str, Dial] = {}
         self.schedule: Schedule | None = None
         self._written: dict[str, int] = {}
-        self.register_load_state_dict_pre_hook(_accept_plain_checkpoint)
+        self.register_load_state_dict_pre_hook(_accept_plain_checkpoint)  # type: ignore[no-untyped-call]
 
     def add_dial(self, dial: Dial) -> str:
         """Make sure a width tensor exists for a dial; return its path from the model."""
@@ -124,7 +124,7 @@ class Precision(_State):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore from a pickle, and let the schedule that came along drive this copy."""
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._rebind()
 
     def _rebind(self) -> None:

@@ -105,7 +105,8 @@ def _site(node: fx.Node, site: Site, nodes: dict[str, fx.Node]) -> Violations:
         yield f"{site.layer}: the gradient of {site.gradient_name} is not quantized"
     elif len(output.users) > 1:
         others = [user.name for user in output.users if user not in users]
-        yield f"{site.layer}: {', '.join(others) or 'a second quantizer'} bypasses the gradient quantizer of {output.name}"
+        who = ", ".join(others) or "a second quantizer"
+        yield f"{site.layer}: {who} bypasses the gradient quantizer of {output.name}"
 
 
 def _bound(module: fx.GraphModule) -> Violations:

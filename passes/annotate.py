@@ -271,7 +271,7 @@ class _Walk:
                 self.layers.append(str(node.target))
                 self.exclude.matches(str(node.target), [(str(node.target), type(layer))])
         elif node.op == "call_function" and node.target in FUSED:
-            self.uncovered.append(Uncovered(path, _name(node.target), FUSED[node.target]))  # type: ignore[index]
+            self.uncovered.append(Uncovered(path, _name(node.target), FUSED[node.target]))
         elif node.op == "call_function" and isinstance(node.target, FunctionType):
             package = (node.target.__module__ or "").partition(".")[0]
             if package not in ("torch", "cpt_fx"):

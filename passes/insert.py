@@ -56,8 +56,6 @@ class _Editor:
         self.state = state
         self.counts: dict[str, int] = {}
         self._reads: dict[str, fx.Node] = {}
-        first = [node for node in self.graph.nodes if node.op != "placeholder"]
-        self._top = first[0]
 
     def quantize_operand(self, node: fx.Node, site: Site, operand: Operand) -> None:
         """Put a quantizer between an operator and one of its operands."""
@@ -81,9 +79,7 @@ class _Editor:
             }
         else:
             made.args = (value, self._bits(dial.role))
-        self._finish(
-            made, options, node, (site.layer,), site.op, operand.name, operand.role, operand.format, dial, ranges
-        )
+        self._finish(made, options, node, site, operand.name, operand.role, operand.format, ranges)
         _replace_argument(node, operand, made)
         if site.return_quantized:
             for user in list(value.users):
@@ -100,15 +96,17 @@ class _Editor:
         dial = site.dial("gradient")
         made.args = (node, self._bits(dial.role))
         options = _options(site.gradient, gradient_groups(site.gradient))
-        self._finish(made, options, at, (site.layer,), site.op, "gradient", "gradient", site.gradient, dial, "")
+        self._finish(made, options, at, site, "gradient", "gradient", site.gradient)
 
     def _finish(
-        self, made: fx.Node, options: dict[str, Any], at: fx.Node, layers: tuple[str, ...], op: str, operand: str,
-        role: str, format: Format, dial: Dial, ranges: str,
+        self, made: fx.Node, options: dict[str, Any], at: fx.Node, site: Site, operand: str, role: str,
+        format: Format, ranges: str = "",
     ) -> None:  # fmt: skip
+        """Give a new quantizer its record and its provenance."""
         record = self.state.add_record(made.name)
         made.kwargs = {**options, "record": self._read(record, made)}
-        made.meta[QUANTIZER] = Quantizer(layers, op, operand, role, format, dial, record, ranges)
+        what = Quantizer((site.layer,), site.op, operand, role, format, site.dial(role), record, ranges)
+        made.meta[QUANTIZER] = what
         made.meta[PASS] = Insert.name
         for key in ("nn_module_stack", "stack_trace"):
             if key in at.meta:
@@ -116,10 +114,12 @@ class _Editor:
         value = made.args[0]
         if isinstance(value, fx.Node) and "val" in value.meta:
             made.meta["val"] = value.meta["val"]
-        self.counts[role] = self.counts.get(role, 0) + 1
+        self.counts[what.role] = self.counts.get(what.role, 0) + 1
 
     def _bits(self, role: str) -> fx.Node:
-        return self._read(self.state.add_dial(Dial(role)), self._top)
+        # Before whatever stands first by now: the first operator may have got a quantizer in front of it.
+        first = next(node for node in self.graph.nodes if node.op != "placeholder")
+        return self._read(self.state.add_dial(Dial(role)), first)
 
     def _read(self, path: str, before: fx.Node) -> fx.Node:
         """Return the node that reads a value of the state: one for each, before its first use."""

@@ -88,7 +88,7 @@ def _unify_call(node: fx.Node) -> bool:
     if node.op == "call_method" and node.target in METHODS:
         node.op, node.target = "call_function", METHODS[str(node.target)]
     elif node.op == "call_function" and node.target in ALIASES:
-        node.target = ALIASES[node.target]  # type: ignore[index]
+        node.target = ALIASES[node.target]
     spec = SPECS.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
     if spec is None:
         return (node.op, node.target) != before[:2]
@@ -96,16 +96,12 @@ def _unify_call(node: fx.Node) -> bool:
     for other, name in _KEYWORDS.get(node.target, {}).items():  # type: ignore[arg-type]
         if other in kwargs:
             kwargs[name] = kwargs.pop(other)
-    args = list(node.args)
+    # Operands come first in every signature: whatever is given by keyword after them (stride=, alpha=) stays so.
+    args: list[Any] = list(node.args)
     while len(args) < len(spec.arguments) and spec.arguments[len(args)] in kwargs:
         args.append(kwargs.pop(spec.arguments[len(args)]))
     if spec.variadic is not None and node.target is torch.einsum and len(args) == 2 and _is_list(args[1]):
-        args = [args[0], *args[1]]
-    # A keyword after a gap (bias=None left out, stride= given) stays one: only operands need a position.
-    gap = {name: kwargs[name] for name in spec.arguments if name in kwargs}
-    if any(spec.arguments.index(name) in dict(spec.operands) for name in gap):
-        last = max(spec.arguments.index(name) for name in gap)
-        args += [kwargs.pop(name, None) for name in spec.arguments[len(args) : last + 1]]
+        args[1:] = args[1]
     node.args, node.kwargs = tuple(args), kwargs
     return (node.op, node.target, node.args, node.kwargs) != before
 

@@ -19,6 +19,8 @@ from cpt_fx.runtime import ensure_precision
 class Share(Pass):
     """Merge quantizers that see the same tensor at the same moment and would return the same values.
 
+    The merged one follows the training flag of the first layer.
+
     Two observed quantizers merge only if their running ranges see the same tensors in the same order over the whole
     graph, so that the ranges are equal for ever; a module that is called twice keeps both of its updates.
     """
@@ -63,9 +65,8 @@ def _keys(module: fx.GraphModule) -> dict[fx.Node, Hashable]:
             options = tuple(sorted((key, str(option)) for key, option in node.kwargs.items() if key != "record"))
             what: Hashable = (value, versions.of(value), node.target, options, quantizer.dial)
             if quantizer.ranges:
-                what = (*what, node.args[5])
                 history[quantizer.ranges].append(what)
-                what = (*what, len(history[quantizer.ranges]))
+                what = (what, len(history[quantizer.ranges]))
             inputs[node] = what
         versions.visit(node)
     return {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -75,7 +77,8 @@ class _SelfOutput(nn.Module):
         self.LayerNorm = nn.LayerNorm(hidden, eps=eps)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        return self.LayerNorm(self.dense(x) + residual)
+        y: Tensor = self.LayerNorm(self.dense(x) + residual)
+        return y
 
 
 class _Attention(nn.Module):
@@ -162,7 +165,8 @@ class SageConv(nn.Module):
             neighbours = self.mean(self.fc_neigh(x), src, dst)
         else:
             neighbours = self.fc_neigh(self.mean(x, src, dst))
-        return self.fc_self(x[: self.targets]) + neighbours + self.bias
+        y: Tensor = self.fc_self(x[: self.targets]) + neighbours + self.bias
+        return y
 
 
 class GATLayer(nn.Module):
@@ -184,7 +188,8 @@ class GATLayer(nn.Module):
         score = F.leaky_relu(score)
         neighbours = z[src][order].view(-1, self.degree, self.width)
         alpha = torch.softmax(score[order].view(-1, self.degree, 1), dim=1)
-        return self.agg_norm((alpha * neighbours).sum(dim=1))
+        y: Tensor = self.agg_norm((alpha * neighbours).sum(dim=1))
+        return y
 
 
 class GCN(nn.Module):
@@ -192,8 +197,7 @@ class GCN(nn.Module):
 
     def __init__(self, sizes: tuple[int, ...], nodes: int) -> None:
         super().__init__()
-        pairs = zip(sizes[:-1], sizes[1:], strict=True)
-        self.layers = nn.ModuleList(GraphConv(inputs, outputs, nodes) for inputs, outputs in pairs)
+        self.layers = nn.ModuleList(GraphConv(inputs, outputs, nodes) for inputs, outputs in pairwise(sizes))
 
     def forward(self, x: Tensor, src: Tensor, dst: Tensor) -> Tensor:
         for index, layer in enumerate(self.layers):

@@ -59,9 +59,9 @@ def train_and_evaluate(model: nn.Module, plain: nn.Module, data: dict[str, Tenso
         close(y, expected)
     y.backward(data["grad_y"])
     close(x.grad, data["grad_x"])  # type: ignore[arg-type]
-    close(plain.weight.grad, data["grad_weight"])  # type: ignore[union-attr, arg-type]
+    close(plain.weight.grad, data["grad_weight"])  # type: ignore[arg-type]
     if plain.bias is not None:
-        close(plain.bias.grad, data["grad_bias"])  # type: ignore[union-attr, arg-type]
+        close(plain.bias.grad, data["grad_bias"])  # type: ignore[arg-type]
     model.eval()
     close(model(data["eval_x"]), data["eval_y"])
 

@@ -227,7 +227,7 @@ def _same_but_for(opened: fx.Graph, fixed: fx.Graph, name: str, value: object) -
         matching[ours] = value if ours.op == "placeholder" and ours.target == name else theirs
         if ours.op == "placeholder":
             continue
-        if fx.map_arg((ours.args, ours.kwargs), translate) != (theirs.args, theirs.kwargs):  # type: ignore[arg-type]
+        if fx.map_arg((ours.args, ours.kwargs), translate) != (theirs.args, theirs.kwargs):
             return False
     return True
 
