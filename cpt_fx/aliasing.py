@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from torch import fx, nn
 
-from cpt_fx.meta import VIEWS
+from cpt_fx.meta import FRESH, VIEWS
+
+_OPERATORS = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift",
+              "irshift", "imatmul", "setitem")  # fmt: skip
 
 
 def writes_in_place(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
@@ -14,35 +17,56 @@ def writes_in_place(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    in_place_operator = name in ("iadd", "isub", "imul", "itruediv", "imatmul", "ifloordiv", "ipow", "setitem")
-    return in_place_operator or node.kwargs.get("inplace") is True or (name.endswith("_") and not name.endswith("__"))
+    return name in _OPERATORS or node.kwargs.get("inplace") is True or (name.endswith("_") and not name.endswith("__"))
 
 
 class Versions:
     """Walks a graph in order and knows, at each node, how often a value's memory has been overwritten so far.
 
-    Two reads of a node see the same numbers only if its version is the same. What may be a view counts as one.
+    Two reads of a node see the same numbers only if its version is the same. A result counts as sharing memory with
+    everything it is made of, unless its operator is known to make a new tensor (`meta.FRESH`) or to look at its first
+    argument only (`meta.VIEWS`): the mistake that remains is a quantizer too many, never a number that is wrong.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
         self._modules = dict(module.named_modules())
-        self._roots: dict[fx.Node, fx.Node] = {}
+        self._parents: dict[fx.Node, fx.Node] = {}
         self._writes: dict[fx.Node, int] = {}
 
     def visit(self, node: fx.Node) -> None:
         """Take the next node of the graph into account."""
-        first = node.args[0] if node.args else None
-        if not isinstance(first, fx.Node):
+        if not node.op.startswith("call_"):
             return
-        writes = writes_in_place(node, self._modules)
-        if writes or node.op == "call_module" or node.target in VIEWS:
-            self._roots[node] = self._root(first)
+        out = node.kwargs.get("out")
+        writes = isinstance(out, fx.Node) or writes_in_place(node, self._modules)
+        inputs = [out] if isinstance(out, fx.Node) else node.all_input_nodes
+        if (writes or node.target in VIEWS) and node.args and isinstance(node.args[0], fx.Node):
+            inputs = inputs[:1]
+        # A module's path may be the name of a function: only functions and methods are known by their target.
+        if writes or node.op == "call_module" or node.target not in FRESH:
+            for value in inputs:
+                self._join(node, value)
         if writes:
-            self._writes[self._root(first)] = self._writes.get(self._root(first), 0) + 1
+            self._writes[self._root(node)] = self.of(node) + 1
 
     def of(self, node: fx.Node) -> int:
         """Return how often the memory behind a node has been overwritten up to here."""
         return self._writes.get(self._root(node), 0)
 
+    def _join(self, node: fx.Node, value: fx.Node) -> None:
+        one, other = self._root(node), self._root(value)
+        if one is not other:
+            # The sum: a version only ever grows, and grows with every write to either of the two.
+            writes = self._writes.pop(one, 0) + self._writes.get(other, 0)
+            self._parents[one] = other
+            if writes:
+                self._writes[other] = writes
+
     def _root(self, node: fx.Node) -> fx.Node:
-        return self._roots.get(node, node)
+        path = []
+        while node in self._parents:
+            path.append(node)
+            node = self._parents[node]
+        for seen in path:
+            self._parents[seen] = node
+        return node

@@ -13,7 +13,7 @@ from torch import fx, nn
 from cpt_fx.capture import capture as capture_model
 from cpt_fx.errors import TransformError, check_choice
 from cpt_fx.graph_module import QuantizedGraphModule
-from cpt_fx.meta import QUANTIZER, SITE, Uncovered
+from cpt_fx.meta import QUANTIZER, SITE, STATE, Uncovered
 from cpt_fx.overrides import Pattern
 from cpt_fx.pass_base import Report
 from cpt_fx.passes.bind import Bind
@@ -56,7 +56,7 @@ def transform(
     example_inputs: tuple[Any, ...] | None = None,
     example_kwargs: dict[str, Any] | None = None,
     capture: str = "auto",
-    exclude: Iterable[Pattern] = (),
+    exclude: Pattern | Iterable[Pattern] = (),
     overrides: Mapping[Pattern, Any] | None = None,
     execution: str = "simulated",
     strict: bool = False,
@@ -80,14 +80,18 @@ def transform(
         execution: `"simulated"`.
         strict: raise where an operator that multiplies stays in full precision without having been excluded.
     """
+    if not isinstance(overrides, (Mapping, type(None))):
+        raise TypeError(
+            f"overrides must map module names, globs or types to what is different there, got {overrides!r}"
+        )
     pipeline = Pipeline.standard(recipe=recipe, exclude=_patterns(exclude), overrides=overrides)
-    return apply(
+    return transform_with(
         pipeline, model, schedule, example_inputs=example_inputs, example_kwargs=example_kwargs, frontend=capture,
         execution=execution, strict=strict,
     )  # fmt: skip
 
 
-def apply(
+def transform_with(
     pipeline: Pipeline,
     model: nn.Module,
     schedule: Schedule,
@@ -98,7 +102,7 @@ def apply(
     execution: str = "simulated",
     strict: bool = False,
 ) -> nn.Module:
-    """Transform a model with a pipeline of one's own; `transform` does this with `Pipeline.standard(...)`."""
+    """Transform a model with a given pipeline: what `transform` and `Pipeline.transform` come down to."""
     _check(model, schedule, execution)
     if example_inputs is not None and not isinstance(example_inputs, tuple):
         raise TypeError(f"example_inputs must be a tuple of the model's arguments, got {type(example_inputs).__name__}")
@@ -167,6 +171,10 @@ def _check(model: object, schedule: object, execution: str) -> None:
         raise TransformError(
             f"{type(model).__name__} is transformed already. Take cpt_fx.revert(model) to transform it anew, or "
             "schedule.bind(model) to drive it by another schedule"
+        )
+    if hasattr(model, STATE):
+        raise TransformError(
+            f"{type(model).__name__} has a part called {STATE!r}, which is where cpt_fx keeps its state: rename it"
         )
     if torch.is_inference_mode_enabled():
         raise TransformError("transform was called under torch.inference_mode(): its tensors could never be trained")

@@ -56,6 +56,10 @@ class Range(str, Enum):
     """The extremes of the tensor at hand, in training and in evaluation."""
     OBSERVER = "observer"
     """The batch's own extremes in training; their running average in evaluation."""
+    PERCENTILE = "percentile"
+    """Like observer, without the tails beyond `Format.percentile`."""
+    LEARNED = "learned"
+    """Two parameters, set by the first tensor they see and then trained with the model."""
 
 
 class Specials(str, Enum):
@@ -86,7 +90,8 @@ class Format:
     """How one operand is quantized: grid, range groups, where the range comes from, rounding.
 
     `exponent` and `specials` belong to `scheme="float"`. `block` > 0 splits every group into runs of that many
-    elements which share a power-of-two scale (the MX formats). `corrected` divides the running average by its
+    elements which share a power-of-two scale (the MX formats). `percentile` is the part of the elements, in percent,
+    that `range="percentile"` covers. `corrected` divides the running average by its
     accumulated weight, so that the first batches count fully; the published observers start at zero without it.
     `observe_when_off` keeps the running range going at 0 bits, as published linear layers do.
     """
@@ -98,6 +103,7 @@ class Format:
     exponent: int = 0
     specials: Specials = Specials.NONE
     block: int = 0
+    percentile: float = 99.9
     momentum: float = 0.9
     corrected: bool = True
     observe_when_off: bool = False
@@ -115,11 +121,15 @@ class Format:
         check_grid(self.scheme, self.exponent, self.block)
         if not 0.0 <= self.momentum < 1.0:
             raise ValueError(f"Format.momentum must be in [0, 1), got {self.momentum!r}")
-        if self.range is Range.OBSERVER and (self.group is not Group.TENSOR or self.block):
+        if not 0.0 < self.percentile <= 100.0:
+            raise ValueError(f"Format.percentile must be in (0, 100], got {self.percentile!r}")
+        if self.range is not Range.DYNAMIC and (self.group is not Group.TENSOR or self.block):
             raise ValueError(
-                "Format.range='observer' keeps one running range per tensor: it needs group='tensor' and block=0, "
+                f"Format.range={self.range.value!r} keeps one range per tensor: it needs group='tensor' and block=0, "
                 f"got group={self.group.value!r}, block={self.block}"
             )
+        if self.range is Range.LEARNED and self.scheme is not Scheme.AFFINE:
+            raise ValueError(f"Format.range='learned' needs scheme='affine', got {self.scheme.value!r}")
 
     def __str__(self) -> str:
         """A short name for tables, such as `symmetric/channel` or `e4fn/tensor/observer/stochastic`."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cpt_fx.formats import Rounding, Scheme, Specials, check_grid, choice, minimum_bits
+from cpt_fx.numerics import working_dtype
 from cpt_fx.ops import FAKE_QUANTIZE, QUANTIZE_GRADIENT, as_bits, check_dims
 
 
@@ -41,23 +42,16 @@ def fake_quantize(
     """
     bits, options = _checked(x, bits, keep, over, rounding, scheme, exponent, specials, block)
     if range is None:
-        result: Tensor = FAKE_QUANTIZE(x, bits, **options)
-        return result
+        return _fresh(x, FAKE_QUANTIZE(x, bits, **options))
     if block:
         raise ValueError(f"range= cannot be combined with block={block}: every block has its own range")
     try:
         zero_point, width = range
     except (TypeError, ValueError):
         raise TypeError(f"range must be a pair (zero_point, range), got {range!r}") from None
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    result = FAKE_QUANTIZE(
-        x,
-        bits,
-        **options,
-        zero_point=torch.as_tensor(zero_point, dtype=dtype, device=x.device),
-        range=torch.as_tensor(width, dtype=dtype, device=x.device),
-    )
-    return result
+    given = {"zero_point": _ends(zero_point, x), "range": _ends(width, x)}
+    result = FAKE_QUANTIZE(x, bits, **options, **given)
+    return _fresh(x, result)
 
 
 def quantize_gradient(
@@ -82,6 +76,20 @@ def quantize_gradient(
     return result
 
 
+def _ends(value: Tensor | float, x: Tensor) -> Tensor:
+    """Turn one half of a given range into a tensor that does not change the shape of `x`."""
+    ends = torch.as_tensor(value, dtype=working_dtype(x), device=x.device)
+    trailing = x.shape[x.ndim - ends.ndim :]
+    if ends.ndim > x.ndim or any(size not in (1, wanted) for size, wanted in zip(ends.shape, trailing, strict=True)):
+        raise ValueError(f"range must broadcast to the shape {tuple(x.shape)} of x, got {tuple(ends.shape)}")
+    return ends
+
+
+def _fresh(x: Tensor, result: Tensor) -> Tensor:
+    """Never hand out the argument itself, which the op does at full precision: a caller may write to the result."""
+    return x.clone() if result is x else result
+
+
 def _checked(
     x: Tensor, bits: int | Tensor, keep: Sequence[int], over: Sequence[int] | None, rounding: str, scheme: str,
     exponent: int, specials: str, block: int,
@@ -91,6 +99,7 @@ def _checked(
     if over is not None and keep:
         raise ValueError(f"give keep= or over=, not both: got keep={tuple(keep)}, over={tuple(over)}")
     check_dims("keep", keep, x.ndim)
+    check_dims("over", over, x.ndim)
     kind = choice(Scheme, scheme, "scheme")
     check_grid(kind, exponent, block)
     if isinstance(bits, int) and 0 < bits < minimum_bits(kind):

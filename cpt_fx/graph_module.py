@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from cpt_fx.meta import PASS, QUANTIZER, SITE
+from cpt_fx.meta import LEFT, PASS, QUANTIZER, SITE
 
 _GRAPH_ATTRIBUTES = ("_graph", "_code", "_lineno_map", "_prologue_start", "_codegen")
-_KEPT_META = (SITE, QUANTIZER, PASS)
+_KEPT_META = (SITE, LEFT, QUANTIZER, PASS)
 
 
 class Shell(nn.Module):

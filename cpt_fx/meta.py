@@ -11,11 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from cpt_fx.formats import Format, Group, group_dims
-from cpt_fx.ops import QUANTIZE_GRADIENT
+from cpt_fx.formats import Format, Group, Range, group_dims
+from cpt_fx.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_LEARNED, FAKE_QUANTIZE_OBSERVED, QUANTIZE_GRADIENT
 
 SITE = "cpt_fx_site"
 """On an operator: the `Site` that annotate decided."""
+LEFT = "cpt_fx_left"
+"""On an operator of the table that stays as it is: why. One that has neither was never looked at."""
 QUANTIZER = "cpt_fx_quantizer"
 """On a quantize node: the `Quantizer` it is."""
 PASS = "cpt_fx_pass"
@@ -128,22 +130,29 @@ ALIASES: dict[Target, Target] = {
 """Other functions for the same operator. Torch methods of the same name follow below."""
 
 METHODS: dict[str, Target] = {
-    **{name: getattr(torch, name) for name in ("matmul", "mm", "bmm", "mv", "dot", "inner", "outer", "ger")},
+    **{name: getattr(torch, name) for name in ("matmul", "mm", "bmm", "mv", "dot", "inner", "outer")},
     **{name: getattr(torch, name) for name in ("addmm", "addbmm", "baddbmm", "addmv")},
     **{name: getattr(torch, name) for name in ("index_add", "scatter_add", "scatter_reduce", "index_reduce")},
     **{f"{name}_": getattr(torch.Tensor, f"{name}_") for name in ("index_add", "scatter_add", "scatter_reduce",
                                                                   "index_reduce")},
     "__matmul__": torch.matmul,
+    "ger": torch.outer,
 }  # fmt: skip
 """Tensor methods and the function each stands for."""
 ALIASES.update({getattr(torch.Tensor, name): target for name, target in METHODS.items() if not name.endswith("_")})
 
-ADDS: frozenset[Any] = frozenset({operator.add, operator.iadd, torch.add, "add", "add_"})
+ADDS: frozenset[Any] = frozenset({operator.add, operator.iadd, torch.add, "add", "add_", "iadd"})
 MULTIPLIES: frozenset[Any] = frozenset(
-    {operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "mul_", "multiply"}
+    {operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "mul_", "multiply", "imul"}
 )
-DIVIDES: frozenset[Any] = frozenset({operator.truediv, torch.div, torch.divide, "div", "divide"})
+DIVIDES: frozenset[Any] = frozenset({operator.truediv, torch.div, torch.divide, "div", "divide", "itruediv"})
 SUMS: frozenset[Any] = frozenset({torch.sum, "sum"})
+
+FILLED: frozenset[Any] = frozenset(
+    {torch.zeros, torch.ones, torch.full, torch.zeros_like, torch.ones_like, torch.full_like,
+     "new_zeros", "new_ones", "new_full"}
+)  # fmt: skip
+"""Tensors of one value: summed over neighbours they count degrees, they carry no message."""
 
 OPENED: tuple[type[nn.Module], ...] = (
     nn.Linear, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d,
@@ -178,7 +187,20 @@ VIEWS: frozenset[Any] = frozenset({
     torch.narrow, torch.select, torch.swapaxes, torch.movedim, operator.getitem, getattr, F.dropout,
     QUANTIZE_GRADIENT,
 })  # fmt: skip
-"""Results that may share memory with their first argument (calls of modules are treated likewise)."""
+"""Results that may share memory with their first argument, and with no other."""
+
+_NEW = (
+    "add", "sub", "rsub", "mul", "div", "true_divide", "pow", "neg", "exp", "log", "sqrt", "rsqrt", "abs", "clamp",
+    "sin", "cos", "tanh", "sigmoid", "relu", "softmax", "log_softmax", "sum", "mean", "var", "std", "cat", "stack",
+    "where", "clone", "masked_fill", "square", "maximum", "minimum",
+)  # fmt: skip
+FRESH: frozenset[Any] = frozenset({
+    *(SPECS.keys() - {torch.einsum}), *FUSED, *_NEW, *(getattr(torch, name) for name in _NEW), FAKE_QUANTIZE,
+    FAKE_QUANTIZE_OBSERVED, FAKE_QUANTIZE_LEARNED, operator.add, operator.sub, operator.mul, operator.truediv,
+    operator.pow, operator.neg, F.relu, F.gelu, F.silu, F.elu, F.leaky_relu, F.softmax, F.log_softmax,
+    F.layer_norm, F.batch_norm, F.group_norm, F.cross_entropy, F.mse_loss,
+})  # fmt: skip
+"""Operators whose result is always a new tensor, unless they are told to write in place."""
 
 
 @dataclass(frozen=True)
@@ -265,6 +287,15 @@ class Uncovered:
     def __str__(self) -> str:
         """Say it in one line."""
         return f"{self.layer or '(root)'}: {self.op}{f' operand {self.operand}' if self.operand else ''}: {self.reason}"
+
+
+OP_OF_RANGE = {
+    Range.DYNAMIC: FAKE_QUANTIZE,
+    Range.OBSERVER: FAKE_QUANTIZE_OBSERVED,
+    Range.PERCENTILE: FAKE_QUANTIZE_OBSERVED,
+    Range.LEARNED: FAKE_QUANTIZE_LEARNED,
+}
+"""The op that quantizes an operand, by where its range comes from. All but the first keep state in the layer."""
 
 
 def group_of(spec: OpSpec, index: Index, format: Format) -> Groups:

@@ -30,10 +30,18 @@ class Grid(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """The range of every group: its minimum (the zero point) and its width, broadcastable to the tensor."""
+    """The range of every group: its minimum (the zero point) and its width, broadcastable to the tensor.
+
+    `top` is the maximum where it was measured: zero_point + range may differ from it in the last bit.
+    """
 
     zero_point: Tensor
     range: Tensor
+    top: Tensor | None = None
+
+    def maximum(self) -> Tensor:
+        """Return the upper end of the range, exactly where it is known exactly."""
+        return self.zero_point + self.range if self.top is None else self.top
 
 
 def working_dtype(x: Tensor) -> torch.dtype:
@@ -65,8 +73,19 @@ def extent_of(x: Tensor, keep: tuple[int, ...], over: tuple[int, ...] | None) ->
     else:
         low, high = x.amin(dims, keepdim=True), x.amax(dims, keepdim=True)
     dtype = working_dtype(x)
-    low = low.to(dtype)
-    return Extent(low, high.to(dtype) - low)
+    low, high = low.to(dtype), high.to(dtype)
+    return Extent(low, high - low, high)
+
+
+def percentile_extent(x: Tensor, percentile: float) -> Extent:
+    """Measure the range of the central `percentile` percent of a tensor's elements."""
+    values = x.detach().flatten()
+    # kthvalue, since torch.quantile refuses tensors of more than 2**24 elements.
+    cut = int(values.numel() * (1 - percentile / 100) / 2)
+    low, high = values.kthvalue(1 + cut).values, values.kthvalue(values.numel() - cut).values
+    dtype = working_dtype(x)
+    low, high = low.to(dtype), high.to(dtype)
+    return Extent(low, high - low, high)
 
 
 def quantize(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None = None) -> Tensor:
@@ -91,12 +110,15 @@ def quantize_or_pass(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None 
 
 def amplitude(extent: Extent) -> Tensor:
     """Return the largest magnitude inside the range, for the schemes that are symmetric around zero."""
-    return torch.maximum(-extent.zero_point, extent.zero_point + extent.range).clamp_min(0)
+    return torch.maximum(-extent.zero_point, extent.maximum()).clamp_min(0)
 
 
 def power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
     """Exactly 2**exponent for integer tensors of any sign; exp2 is allowed to be off by an ulp, this is not."""
-    magnitude = torch.bitwise_left_shift(torch.ones_like(exponent), exponent.abs().clamp_max(62)).to(dtype)
+    one, size = torch.ones_like(exponent), exponent.abs()
+    # In two factors, because a shift ends at 2**62 and a format of 8 exponent bits at 2**127.
+    quarter = torch.bitwise_left_shift(one, torch.bitwise_right_shift(size, 2)).to(dtype)
+    magnitude = quarter.square().square() * torch.bitwise_left_shift(one, size & 3).to(dtype)
     return torch.where(exponent < 0, 1 / magnitude, magnitude)
 
 
@@ -107,13 +129,17 @@ def _levels(bits: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _round_(codes: Tensor, rounding: Rounding, low: Tensor, high: Tensor) -> Tensor:
-    """Add the noise, clamp, then round half to even, in place: the published order.
+    """Clamp to the ends of the grid, then round to whole codes, in place: to nearest even, or by the fraction's odds.
 
-    Clamping after the noise and before rounding keeps stochastic rounding unbiased, since the ends are grid points.
+    The published order adds noise of half a step to either side, clamps and rounds to nearest: the same distribution,
+    since the ends are grid points. But the sum is rounded too, and at 16 bits that moved one grid point in 800 by a
+    full step. Drawing against the fraction leaves grid points where they are and never moves a value a full step.
     """
-    if rounding is Rounding.STOCHASTIC:
-        codes.add_(torch.rand_like(codes).sub_(0.5))
-    return codes.clamp_(low, high).round_()
+    codes.clamp_(low, high)
+    if rounding is Rounding.NEAREST:
+        return codes.round_()
+    below = codes.floor()
+    return below.add_(torch.rand_like(codes).lt_(codes.sub_(below)))
 
 
 def _affine(x: Tensor, bits: Tensor, rounding: Rounding, extent: Extent) -> Tensor:
@@ -126,7 +152,7 @@ def _affine(x: Tensor, bits: Tensor, rounding: Rounding, extent: Extent) -> Tens
 def _affine_integer(x: Tensor, bits: Tensor, rounding: Rounding, extent: Extent) -> Tensor:
     levels = _levels(bits, x.dtype)
     low = extent.zero_point.clamp_max(0)
-    high = (extent.zero_point + extent.range).clamp_min(0)
+    high = extent.maximum().clamp_min(0)
     scale = ((high - low) / levels).clamp_min(SCALE_FLOOR)
     # NaN survives minimum/maximum, so a poisoned group stays visibly poisoned.
     offset = torch.minimum((-low / scale).round().clamp_min(0), levels)
@@ -139,8 +165,9 @@ def _symmetric(x: Tensor, bits: Tensor, rounding: Rounding, extent: Extent) -> T
     # At one bit the only symmetric grid of two levels is -a, +a: the codes sit half a step off zero.
     half = (bits == 1).to(x.dtype) * 0.5
     reach = torch.bitwise_left_shift(torch.ones_like(bits), (bits - 1).clamp(0, FULL_PRECISION)).to(x.dtype) - 1
-    scale = (amplitude(extent) / (reach + half)).clamp_min(torch.finfo(x.dtype).tiny)
-    codes = (x / scale).sub_(half)
+    scale = amplitude(extent) / (reach + half)
+    # Only the division needs a floor: with one in the product, zeros at one bit would become subnormal numbers.
+    codes = (x / scale.clamp_min(torch.finfo(x.dtype).tiny)).sub_(half)
     return _round_(codes, rounding, -reach - 2 * half, reach).add_(half).mul_(scale)
 
 
@@ -164,6 +191,8 @@ def float_maximum(bits: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
     if grid.specials is Specials.IEEE:
         # A single exponent bit leaves nothing to reserve.
         top = torch.where(exponent_bits > 1, top - 1, top)
+    # 8 exponent bits with nothing reserved would reach past float32; the scale makes up for that binade.
+    top = top.clamp_max(127)
     largest = power_of_two(top, dtype) * (2 - ulp)
     if grid.specials is Specials.FN:
         # Without a mantissa the all-ones code is the whole top exponent.
@@ -200,7 +229,9 @@ def _in_blocks(x: Tensor, bits: Tensor, grid: Grid) -> Tensor:
     moved = x.permute(order)
     rows = moved.reshape(*moved.shape[: len(kept)], -1)
     length = rows.shape[-1]
-    padded = torch.nn.functional.pad(rows, (0, -length % grid.block)).unflatten(-1, (-1, grid.block))
+    # The last block is filled up with its last element: zeros would widen its range.
+    filler = rows[..., -1:].expand(*rows.shape[:-1], -length % grid.block)
+    padded = torch.cat((rows, filler), -1).unflatten(-1, (-1, grid.block))
     values = padded.to(working_dtype(x))
     extent = extent_of(values, (), (-1,))
     if grid.scheme is Scheme.FLOAT:

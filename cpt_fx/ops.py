@@ -16,7 +16,8 @@ from torch import Tensor
 
 from cpt_fx.evidence import witness
 from cpt_fx.formats import FULL_PRECISION, Rounding, Scheme, Specials
-from cpt_fx.numerics import Extent, Grid, extent_of, quantize, quantize_or_pass
+from cpt_fx.learned import LearnedRange
+from cpt_fx.numerics import Extent, Grid, extent_of, percentile_extent, quantize, quantize_or_pass
 
 _GRID = (
     "int[] keep=[], int[]? over=None, str scheme='affine', str rounding='{rounding}', int exponent=0, "
@@ -33,7 +34,11 @@ SCHEMAS = {
     "fake_quantize_observed": (
         "(Tensor x, Tensor bits, Tensor(a!) zero_point, Tensor(b!) range, Tensor(c!) weight, bool training, *, "
         f"{_GRID.format(rounding='nearest')}, float momentum=0.9, bool corrected=True, bool when_off=False, "
-        "Tensor(d!)? record=None) -> Tensor"
+        "float percentile=100., Tensor(d!)? record=None) -> Tensor"
+    ),
+    "fake_quantize_learned": (
+        "(Tensor x, Tensor bits, Tensor(a!) zero_point, Tensor(b!) range, Tensor(c!) weight, bool training, *, "
+        f"{_GRID.format(rounding='nearest')}, Tensor(d!)? record=None) -> Tensor"
     ),
 }
 
@@ -69,20 +74,25 @@ def host_value(tensor: Tensor) -> int | None:
 
 
 def _quantize(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None, record: Tensor | None) -> Tensor:
-    """Return a new tensor: `x` on the grid of its width, or a copy of `x` at full precision."""
-    if record is not None:
-        record[0].add_(1)
+    """Return a new tensor: `x` on the grid of its width."""
     if x.numel() == 0:
-        return x.clone()
-    width = host_value(bits)
-    if width is None:
-        return quantize_or_pass(x, bits.to(torch.int64), grid, extent)
-    if not 0 < width < FULL_PRECISION:
-        return x.clone()
-    result = quantize(x, bits.to(torch.int64), grid, extent)
+        result = x.clone()
+    elif host_value(bits) is None:
+        result = quantize_or_pass(x, bits.to(torch.int64), grid, extent)
+    else:
+        result = quantize(x, bits.to(torch.int64), grid, extent)
     if record is not None:
-        witness(record, x, result, width, grid.keep, grid.over, grid.block)
+        _note(record, x, result, bits, grid)
     return result
+
+
+def _note(record: Tensor, x: Tensor, result: Tensor, bits: Tensor, grid: Grid) -> None:
+    """Count a run and, where that is free, look at what it produced."""
+    record[0].add_(1)
+    width = host_value(bits)
+    # Under vmap a sample differs from element to element of the batch, and nothing can be counted.
+    if width is not None and x.numel() and not torch._C._are_functorch_transforms_active():
+        witness(record, x, result, width, grid.keep, grid.over, grid.block)
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -92,9 +102,10 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: Tensor, bits: Tensor, grid: Grid, zero_point: Tensor | None, range: Tensor | None, record: Tensor | None
-    ) -> Tensor:
-        extent = None if zero_point is None or range is None else Extent(zero_point, range)
+        x: Tensor, bits: Tensor, grid: Grid, zero_point: Tensor | None, range: Tensor | None, top: Tensor | None,
+        record: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        extent = None if zero_point is None or range is None else Extent(zero_point, range, top)
         return _quantize(x, bits, grid, extent, record)
 
     @staticmethod
@@ -103,16 +114,35 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient, None, None, None, None, None
+        return gradient, None, None, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *others: Tensor | None) -> Tensor:
+        # A tangent of its own: forward mode refuses one that is shared with the input.
+        return tangent.clone()
+
+
+def _straight_through(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None, record: Tensor | None) -> Tensor:
+    """Quantize with the identity as gradient. At full precision the tensor itself comes back, where that can be known.
+
+    Without a node in the autograd graph, gradients of a tensor with several readers add up in the original's order,
+    and floating point addition has the original's last bit.
+    """
+    if host_value(bits) in (0, FULL_PRECISION):
+        if record is not None:
+            record[0].add_(1)
+        return x
+    zero_point, range, top = extent or (None, None, None)
+    result: Tensor = _StraightThrough.apply(x, bits, grid, zero_point, range, top, record)  # type: ignore[no-untyped-call]
+    return result
 
 
 def _fake_quantize(
     x: Tensor, bits: Tensor, *, zero_point: Tensor | None = None, range: Tensor | None = None,
     record: Tensor | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
-    grid = _grid_of(options, "nearest")
-    result: Tensor = _StraightThrough.apply(x, bits, grid, zero_point, range, record)  # type: ignore[no-untyped-call]
-    return result
+    extent = None if zero_point is None or range is None else Extent(zero_point, range)
+    return _straight_through(x, bits, _grid_of(options, "nearest"), extent, record)
 
 
 def _quantize_gradient(x: Tensor, bits: Tensor, *, record: Tensor | None = None, **options: Any) -> Tensor:
@@ -124,8 +154,7 @@ def _quantize_gradient(x: Tensor, bits: Tensor, *, record: Tensor | None = None,
     grid = _grid_of(options, "stochastic")
 
     def hook(gradient: Tensor) -> Tensor:
-        quantized: Tensor = _StraightThrough.apply(gradient, bits, grid, None, None, record)  # type: ignore[no-untyped-call]
-        return quantized
+        return _straight_through(gradient, bits, grid, None, record)
 
     # On the layer's own output: one quantized gradient serves input, weight and bias, no node is added to the
     # autograd graph, and the hook stays where it was put when an in-place op follows.
@@ -135,13 +164,12 @@ def _quantize_gradient(x: Tensor, bits: Tensor, *, record: Tensor | None = None,
 
 def _fake_quantize_observed(
     x: Tensor, bits: Tensor, zero_point: Tensor, range: Tensor, weight: Tensor, training: bool, *,
-    momentum: float = 0.9, corrected: bool = True, when_off: bool = False, record: Tensor | None = None,
-    **options: Any,
+    momentum: float = 0.9, corrected: bool = True, when_off: bool = False, percentile: float = 100.0,
+    record: Tensor | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
-    used = _observe(x, bits, Running(zero_point, range, weight), training, momentum, corrected, when_off)
-    grid = _grid_of(options, "nearest")
-    result: Tensor = _StraightThrough.apply(x, bits, grid, used.zero_point, used.range, record)  # type: ignore[no-untyped-call]
-    return result
+    running = Running(zero_point, range, weight)
+    used = _observe(x, bits, running, training, momentum, corrected, when_off, percentile)
+    return _straight_through(x, bits, _grid_of(options, "nearest"), used, record)
 
 
 class Running(NamedTuple):
@@ -154,14 +182,15 @@ class Running(NamedTuple):
 
 @torch.no_grad()
 def _observe(
-    x: Tensor, bits: Tensor, running: Running, training: bool, momentum: float, corrected: bool, when_off: bool
-) -> Extent:
+    x: Tensor, bits: Tensor, running: Running, training: bool, momentum: float, corrected: bool, when_off: bool,
+    percentile: float,
+) -> Extent:  # fmt: skip
     """Return the range to quantize with: the batch's own in training (and learn from it), the running one after."""
     zero_point, range, weight = running
     if x.numel() == 0:
         return Extent(zero_point, range)
     if training:
-        batch = extent_of(x, (), None)
+        batch = _extent(x, percentile)
         on = torch.ones_like(bits, dtype=torch.bool) if when_off else bits > 0
         values = (batch.zero_point, batch.range, torch.ones_like(weight))
         for state, value in zip(running, values, strict=True):
@@ -174,29 +203,53 @@ def _observe(
     if host_value(weight > 0):
         return Extent(zero_point / weight, range / weight)
     # Before any training there is nothing to average: the range of the tensor at hand serves.
-    batch = extent_of(x, (), None)
+    batch = _extent(x, percentile)
     return Extent(
         torch.where(weight > 0, zero_point / weight, batch.zero_point.to(zero_point.dtype)),
         torch.where(weight > 0, range / weight, batch.range.to(range.dtype)),
     )
 
 
+def _extent(x: Tensor, percentile: float) -> Extent:
+    return extent_of(x, (), None) if percentile >= 100 else percentile_extent(x, percentile)
+
+
+def _fake_quantize_learned(
+    x: Tensor, bits: Tensor, zero_point: Tensor, range: Tensor, weight: Tensor, training: bool, *,
+    record: Tensor | None = None, **options: Any,
+) -> Tensor:  # fmt: skip
+    grid = _grid_of(options, "nearest")
+    if x.numel():
+        with torch.no_grad():
+            batch, started = extent_of(x, (), None), weight > 0
+            zero_point.copy_(torch.where(started, zero_point, batch.zero_point.to(zero_point.dtype)))
+            range.copy_(torch.where(started, range, batch.range.to(range.dtype)))
+            weight.fill_(1)
+    result: Tensor = LearnedRange.apply(x, zero_point, range, bits, grid)  # type: ignore[no-untyped-call]
+    if record is not None:
+        _note(record, x, result, bits, grid)
+    return result
+
+
 _KERNELS: dict[str, Callable[..., Any]] = {
     "fake_quantize": _fake_quantize,
     "quantize_gradient": _quantize_gradient,
     "fake_quantize_observed": _fake_quantize_observed,
+    "fake_quantize_learned": _fake_quantize_learned,
 }
 _LIBRARY = torch.library.Library("cpt_fx", "DEF")
 for _name, _schema in SCHEMAS.items():
     _LIBRARY.define(_name + _schema)
-    # One implementation for both keys: under inference_mode the Autograd key is skipped.
+    # One implementation for all keys: inference_mode skips the Autograd key, and torch.func opens the op first.
+    _LIBRARY.impl(_name, _KERNELS[_name], "FuncTorchDynamicLayerFrontMode")
     _LIBRARY.impl(_name, _KERNELS[_name], "Autograd")
     _LIBRARY.impl(_name, _KERNELS[_name], "CompositeExplicitAutograd")
 
 FAKE_QUANTIZE = torch.ops.cpt_fx.fake_quantize.default
 QUANTIZE_GRADIENT = torch.ops.cpt_fx.quantize_gradient.default
 FAKE_QUANTIZE_OBSERVED = torch.ops.cpt_fx.fake_quantize_observed.default
-QUANTIZERS = (FAKE_QUANTIZE, FAKE_QUANTIZE_OBSERVED, QUANTIZE_GRADIENT)
+FAKE_QUANTIZE_LEARNED = torch.ops.cpt_fx.fake_quantize_learned.default
+QUANTIZERS = (FAKE_QUANTIZE, FAKE_QUANTIZE_OBSERVED, FAKE_QUANTIZE_LEARNED, QUANTIZE_GRADIENT)
 """Every op that quantizes."""
 
 

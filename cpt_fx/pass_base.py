@@ -49,7 +49,14 @@ class Pass(ABC):
         """Change the graph in place and report honestly: adding nothing is a report too."""
 
     def __call__(self, module: fx.GraphModule) -> Report:
-        """Run on any GraphModule: check the order, run, note the stage, compile the code anew."""
+        """Run on any GraphModule, alone: `apply`, then compile the code anew, so that the module runs its new graph."""
+        report = self.apply(module)
+        if report.changed:
+            module.recompile()
+        return report
+
+    def apply(self, module: fx.GraphModule) -> Report:
+        """Check the order, run, note the stage. The module's code is compiled by whoever runs several passes."""
         stage = stage_of(module)
         if STAGES.index(stage) < STAGES.index(self.requires):
             raise ValueError(f"pass {self.name!r} needs a graph that is {self.requires}, this one is {stage}")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from cpt_fx.errors import nearest
 from cpt_fx.overrides import Pattern
@@ -19,6 +21,18 @@ from cpt_fx.passes.share import Share
 from cpt_fx.passes.verify import Verify
 from cpt_fx.recipes import Recipe, resolve
 from cpt_fx.schedules.base import Schedule
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector from going over a growing graph again and again: all that passes make stays."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @dataclass(frozen=True)
@@ -50,11 +64,32 @@ class Pipeline:
     def run(self, module: fx.GraphModule) -> tuple[Report, ...]:
         """Run every pass on a graph, in place, and check the graph after each of them."""
         reports = []
-        for step in self.passes:
-            reports.append(step(module))
-            Verify(after=step.name)(module)
-        module.recompile()
+        with _no_collection():
+            for step in self.passes:
+                reports.append(step.apply(module))
+                Verify(after=step.name).apply(module)
+            module.recompile()
         return tuple(reports)
+
+    def transform(
+        self,
+        model: nn.Module,
+        schedule: Schedule,
+        *,
+        example_inputs: tuple[Any, ...] | None = None,
+        example_kwargs: dict[str, Any] | None = None,
+        capture: str = "auto",
+        execution: str = "simulated",
+        strict: bool = False,
+    ) -> nn.Module:
+        """Do what `cpt_fx.transform` does, with these passes."""
+        # The door to the layer above: api builds the standard pipeline, and this method is the way in for any other.
+        from cpt_fx.api import transform_with
+
+        return transform_with(
+            self, model, schedule, example_inputs=example_inputs, example_kwargs=example_kwargs, frontend=capture,
+            execution=execution, strict=strict,
+        )  # fmt: skip
 
     def after(self, name: str, step: Pass) -> Pipeline:
         """Insert a pass after the one of that name."""

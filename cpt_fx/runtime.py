@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,7 @@ class Precision(_State):
         self.schedule: Schedule | None = None
         self._written: dict[str, int] = {}
         self.register_load_state_dict_pre_hook(_accept_plain_checkpoint)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_follow_schedule)  # type: ignore[no-untyped-call]
 
     def add_dial(self, dial: Dial) -> str:
         """Make sure a width tensor exists for a dial; return its path from the model."""
@@ -53,7 +55,7 @@ class Precision(_State):
             self.bits.register_buffer(dial.name, torch.tensor(FULL_PRECISION, dtype=torch.int64))
         return f"{STATE}.bits.{dial.name}"
 
-    def add_range(self, layer: str, operand: str) -> str:
+    def add_range(self, layer: str, operand: str, *, learned: bool = False) -> str:
         """Make sure a running range exists for an operand of a layer; return its path below this module."""
         path = f"{layer}.{operand}"
         holder: nn.Module = self.ranges
@@ -61,9 +63,13 @@ class Precision(_State):
             if name not in holder._modules:
                 holder.add_module(name, _State())
             holder = holder.get_submodule(name)
-        if ZERO_POINT not in holder._buffers:
-            for name in (ZERO_POINT, RANGE, WEIGHT):
-                holder.register_buffer(name, torch.zeros((), dtype=torch.float32))
+        for name in (ZERO_POINT, RANGE, WEIGHT):
+            if not hasattr(holder, name):
+                value = torch.zeros((), dtype=torch.float32)
+                if learned and name != WEIGHT:
+                    holder.register_parameter(name, nn.Parameter(value))
+                else:
+                    holder.register_buffer(name, value)
         return f"ranges.{path}"
 
     def drop_range(self, path: str) -> None:
@@ -103,9 +109,31 @@ class Precision(_State):
 
     def train(self, mode: bool = True) -> Precision:
         """Switch between the widths for training and those for evaluation."""
+        was_training = self.training
         super().train(mode)
         self.update()
+        if was_training and not mode:
+            self._warn_of_broken_ranges()
         return self
+
+    def broken_ranges(self) -> list[str]:
+        """Return the layers and operands whose running range holds a NaN or an infinity."""
+        return [
+            path
+            for path, holder in self.ranges.named_modules()
+            if hasattr(holder, RANGE) and not (getattr(holder, RANGE) + getattr(holder, ZERO_POINT)).isfinite().item()
+        ]
+
+    def _warn_of_broken_ranges(self) -> None:
+        """Tell when evaluation is about to use ranges that a NaN in training has spoilt."""
+        broken = self.broken_ranges()
+        if broken:
+            shown = ", ".join(broken[:5]) + (f" and {len(broken) - 5} more" if len(broken) > 5 else "")
+            warnings.warn(
+                f"the running range of {shown} is not finite: a NaN or infinity went through in training, and "
+                "evaluation will return NaN there",
+                stacklevel=2,
+            )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Precision:
         super()._apply(fn, recurse)
@@ -150,19 +178,15 @@ def _accept_plain_checkpoint(
     missing: list[str], unexpected: list[str], errors: list[str],
 ) -> None:  # fmt: skip
     """Let the original model's checkpoint load: where it holds nothing of ours, keep what is there."""
-    own = module.state_dict(prefix=prefix)
     if not any(key.startswith(prefix) for key in state_dict):
-        state_dict.update(own)
-        return
+        state_dict.update(module.state_dict(prefix=prefix))
+
+
+def _follow_schedule(module: nn.Module, keys: Any) -> None:
+    """After loading, show the widths of the schedule that drives this model now, not those at the time of saving."""
     assert isinstance(module, Precision)
     module._written.clear()
-    unknown = sorted(key for key in state_dict if key.startswith(prefix) and key not in own)
-    lacking = sorted(key for key in own if key not in state_dict)
-    if strict and (unknown or lacking):
-        errors.append(
-            f"the checkpoint holds the quantizers of another model, recipe or override: "
-            f"{len(lacking)} missing ({', '.join(lacking[:3])}), {len(unknown)} unknown ({', '.join(unknown[:3])})"
-        )
+    module.update()
 
 
 def precision_of(model: nn.Module) -> Precision:

@@ -1,4 +1,8 @@
-"""What holds of a graph at each stage. Cumulative: a later stage keeps the promises of the earlier ones."""
+"""What holds of a graph at each stage. Cumulative: a later stage keeps the promises of the earlier ones.
+
+A graph that is merely captured promises what `torch.fx` itself checks: values are made before they are used, and every
+module, parameter and attribute that is read exists.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,22 @@ import torch
 from torch import fx, nn
 
 from cpt_fx.errors import TransformError
-from cpt_fx.formats import Range
-from cpt_fx.meta import ALIASES, METHODS, OPENED, QUANTIZER, SITE, STATE, Operand, Quantizer, Site, get_attribute
-from cpt_fx.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_OBSERVED, QUANTIZE_GRADIENT, QUANTIZERS
+from cpt_fx.meta import (
+    ALIASES,
+    LEFT,
+    METHODS,
+    OP_OF_RANGE,
+    OPENED,
+    QUANTIZER,
+    SITE,
+    STATE,
+    Operand,
+    Quantizer,
+    Site,
+    get_attribute,
+    spec_of,
+)
+from cpt_fx.ops import QUANTIZE_GRADIENT, QUANTIZERS
 from cpt_fx.pass_base import STAGES
 from cpt_fx.runtime import Precision
 
@@ -29,7 +46,7 @@ def check(module: fx.GraphModule, stage: str, after: str = "") -> int:
         found = [f"not a well-formed graph: {error}"]
     else:
         reached = STAGES[: STAGES.index(stage) + 1]
-        found = [violation for name in reached for violation in _SPECS[name](module)]
+        found = [violation for name in reached if name in _SPECS for violation in _SPECS[name](module)]
     if found:
         shown = "\n  ".join(found[:10]) + (f"\n  ... and {len(found) - 10} more" if len(found) > 10 else "")
         blame = f"after pass {after!r} " if after else ""
@@ -37,18 +54,8 @@ def check(module: fx.GraphModule, stage: str, after: str = "") -> int:
     return len(module.graph.nodes)
 
 
-def _captured(module: fx.GraphModule) -> Violations:
-    """Every value a node reads exists."""
-    for node in module.graph.nodes:
-        if node.op == "get_attr":
-            try:
-                get_attribute(module, str(node.target))
-            except AttributeError:
-                yield f"{node.name} reads {node.target}, which does not exist"
-
-
 def _normalized(module: fx.GraphModule) -> Violations:
-    """No layer that multiplies is called as a module, no alias is left, every parameter has one node."""
+    """No layer that multiplies is called, no alias is left, operands have positions, every parameter has one node."""
     read: dict[int, str] = {}
     for node in module.graph.nodes:
         if node.op == "call_module":
@@ -59,6 +66,9 @@ def _normalized(module: fx.GraphModule) -> Violations:
             yield f"{node.name} still calls the method {node.target}"
         elif node.op == "call_function" and node.target in ALIASES:
             yield f"{node.name} still calls {node.target}, another name of {ALIASES[node.target]}"
+        elif spec := spec_of(node):
+            for name in {spec.arguments[index] for index, _ in spec.operands} & node.kwargs.keys():
+                yield f"{node.name} takes its operand {name} by keyword, where no decision can reach it"
         elif node.op == "get_attr":
             value = get_attribute(module, str(node.target))
             if isinstance(value, nn.Parameter) and read.setdefault(id(value), node.name) != node.name:
@@ -66,9 +76,11 @@ def _normalized(module: fx.GraphModule) -> Violations:
 
 
 def _annotated(module: fx.GraphModule) -> Violations:
-    """Decisions stand on operators, and point at arguments that are there."""
+    """Every operator of the table was decided about, and decisions point at arguments that are there."""
     for node in module.graph.nodes:
         site: Site | None = node.meta.get(SITE)
+        if site is None and LEFT not in node.meta and spec_of(node):
+            yield f"{node.name} came after annotate: nobody decided about it, it would stay in full precision unnoticed"
         for operand in site.operands if site else ():
             if _value(node, operand) is None:
                 yield f"{node.name} ({site.layer if site else ''}) has no operand {operand.name}"
@@ -92,7 +104,7 @@ def _site(node: fx.Node, site: Site, nodes: dict[str, fx.Node]) -> Violations:
     for operand in site.operands:
         value = _value(node, operand)
         quantizer = value.meta.get(QUANTIZER) if value is not None else None
-        wanted = FAKE_QUANTIZE_OBSERVED if operand.format.range is Range.OBSERVER else FAKE_QUANTIZE
+        wanted = OP_OF_RANGE[operand.format.range]
         if value is None or quantizer is None or value.target is not wanted:
             yield f"{site.layer}: the {operand.role} {operand.name} of {node.name} is not quantized"
         elif quantizer.format != operand.format or quantizer.dial != site.dial(operand.role):
@@ -142,7 +154,6 @@ def _value(node: fx.Node, operand: Operand) -> fx.Node | None:
 
 
 _SPECS: dict[str, Callable[[fx.GraphModule], Violations]] = {
-    "captured": _captured,
     "normalized": _normalized,
     "annotated": _annotated,
     "inserted": _inserted,

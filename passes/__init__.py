@@ -11,3 +11,13 @@ if __name__ != "cpt_fx.passes":
         "write 'import cpt_fx.passes' (or 'from cpt_fx.passes import ...')",
         name=__name__,
     )
+
+from cpt_fx.pass_base import Pass, Report
+from cpt_fx.passes.annotate import Annotate
+from cpt_fx.passes.bind import Bind
+from cpt_fx.passes.insert import Insert
+from cpt_fx.passes.normalize import Normalize
+from cpt_fx.passes.share import Share
+from cpt_fx.passes.verify import Verify
+
+__all__ = ["Annotate", "Bind", "Insert", "Normalize", "Pass", "Report", "Share", "Verify"]

@@ -15,9 +15,12 @@ from cpt_fx.graph_module import Shell
 from cpt_fx.meta import (
     ADDS,
     DIVIDES,
+    FILLED,
     FUSED,
     HIDING,
+    LEFT,
     MULTIPLIES,
+    QUANTIZER,
     SITE,
     SUMS,
     Dial,
@@ -67,6 +70,8 @@ class Annotate(Pass):
                      Patterns(self.overrides, "overrides"), self.overrides)  # fmt: skip
         for node in module.graph.nodes:
             walk.visit(node)
+            if SITE not in node.meta and spec_of(node):
+                node.meta[LEFT] = f"{self.name} left it as it is"
         notes = (*walk.exclude.check(walk.layers, walk.modules()), *walk.changes.check(walk.layers, walk.modules()))
         return Report(self.name, walk.decided, notes, tuple(walk.uncovered))
 
@@ -102,20 +107,20 @@ class _Walk:
         if self._is_weight(node):
             self.weights.add(node)
         spec = spec_of(node) or self._elementwise(node)
+        if spec is not None and spec.family == "aggregation" and _counts_degrees(node, spec):
+            return
         if spec is None:
             self._report_hidden(node)
             return
         family = self._family(node, spec)
         layer = self._layer(node, spec)
         self.layers.append(layer)
-        stack = module_stack(node)
-        excluded = self.exclude.matches(layer, stack)
-        if excluded:
-            shown = [pattern if isinstance(pattern, str) else pattern.__name__ for pattern in excluded]
-            reason = f"excluded by {', '.join(map(repr, shown))}"
-            self.uncovered.append(Uncovered(layer, spec.name, reason, by_choice=True))
+        if self._is_carried_out(node):
             return
-        changes = [self.overrides[pattern] for pattern in self.changes.matches(layer, stack)]
+        node.meta.pop(SITE, None)
+        if self._is_excluded(node, layer, spec.name):
+            return
+        changes = [self.overrides[pattern] for pattern in self.changes.matches(layer, _around(node))]
         rule = self.recipe.rule(family)
         for change in changes:
             if change.formats:
@@ -126,6 +131,20 @@ class _Walk:
                 self.uncovered.append(Uncovered(layer, spec.name, reason))
             return
         self._decide(node, spec, family, layer, rule, changes)
+
+    def _is_excluded(self, node: fx.Node, layer: str, op: str) -> bool:
+        """Whether the user left an operator out; if so, note it."""
+        shown = [pattern if isinstance(pattern, str) else pattern.__name__
+                 for pattern in self.exclude.matches(layer, _around(node))]  # fmt: skip
+        if shown:
+            reason = f"excluded by {', '.join(map(repr, shown))}"
+            self.uncovered.append(Uncovered(layer, op, reason, by_choice=True))
+        return bool(shown)
+
+    def _is_carried_out(self, node: fx.Node) -> bool:
+        """Whether insert has acted on an earlier decision: that one stands, and is not decided anew."""
+        inputs = [used.meta[QUANTIZER].role for used in node.all_input_nodes if QUANTIZER in used.meta]
+        return SITE in node.meta and any(role != "gradient" for role in inputs)
 
     def _decide(
         self, node: fx.Node, spec: OpSpec, family: str, layer: str, rule: Rule, changes: list[Override]
@@ -221,9 +240,9 @@ class _Walk:
         if len(tensors) != 2:
             return None
         parameters = sum(tensor in self.weights for tensor in tensors)
-        if node.target in ADDS and self.recipe.bias_add is not None and parameters == 1:
+        if _is(node, ADDS) and self.recipe.bias_add is not None and parameters == 1:
             return _BIAS_ADD
-        if node.target in MULTIPLIES and parameters == 0:
+        if _is(node, MULTIPLIES) and parameters == 0:
             if aggregates and any(_is_weighted_sum(user, self.weights) for user in node.users):
                 return _WEIGHTED
             if self.recipe.scale is not None:
@@ -266,22 +285,40 @@ class _Walk:
             layer = self.module.get_submodule(str(node.target))
             inside = sorted({type(child).__name__ for child in layer.modules() if isinstance(child, HIDING)})
             if inside:
-                reason = f"{type(layer).__name__} is called as a whole; inside it: {', '.join(inside)}"
-                self.uncovered.append(Uncovered(str(node.target), type(layer).__name__, reason))
                 self.layers.append(str(node.target))
-                self.exclude.matches(str(node.target), [(str(node.target), type(layer))])
+                reason = f"{type(layer).__name__} is called as a whole; inside it: {', '.join(inside)}"
+                self._leave(node, str(node.target), type(layer).__name__, reason)
         elif node.op == "call_function" and node.target in FUSED:
-            self.uncovered.append(Uncovered(path, _name(node.target), FUSED[node.target]))
+            self._leave(node, path, _name(node.target), FUSED[node.target])
         elif node.op == "call_function" and isinstance(node.target, FunctionType):
             package = (node.target.__module__ or "").partition(".")[0]
             if package not in ("torch", "cpt_fx"):
                 reason = "a Python function the graph calls as a whole; what it multiplies is not seen"
-                self.uncovered.append(Uncovered(path, _name(node.target), reason))
+                self._leave(node, path, _name(node.target), reason)
+
+    def _leave(self, node: fx.Node, layer: str, op: str, reason: str) -> None:
+        if not self._is_excluded(node, layer, op):
+            self.uncovered.append(Uncovered(layer, op, reason))
+
+
+def _around(node: fx.Node) -> list[tuple[str, type[nn.Module] | None]]:
+    """Return the modules a node came from, and the containers they stand in, which are never called themselves."""
+    stack = module_stack(node)
+    path = stack[-1][0] if stack else ""
+    known = {name for name, _ in stack}
+    above = (path[:place] for place, character in enumerate(path) if character == ".")
+    return [*((name, None) for name in above if name not in known), *stack]
 
 
 def _kind_of(module: nn.Module) -> type[nn.Module] | None:
     """Return a module's class, if it has one to show: what a shell stands for comes from the nodes."""
     return None if isinstance(module, (Shell, Precision, fx.GraphModule)) else type(module)
+
+
+def _is(node: fx.Node, table: frozenset[Any]) -> bool:
+    """Whether a node calls one of these; `x += y` is recorded as a function of our own, under the operator's name."""
+    ours = getattr(node.target, "__module__", "") == "cpt_fx.capture.in_place"
+    return node.target in table or (ours and _name(node.target) in table)
 
 
 def _name(target: Any) -> str:
@@ -297,12 +334,19 @@ def _is_weighted_sum(node: fx.Node, weights: set[fx.Node]) -> bool:
         return False
     product = node.args[0]
     factors = [arg for arg in product.args[:2] if isinstance(arg, fx.Node)]
-    return product.target in MULTIPLIES and len(factors) == 2 and not any(factor in weights for factor in factors)
+    return _is(product, MULTIPLIES) and len(factors) == 2 and not any(factor in weights for factor in factors)
+
+
+def _counts_degrees(node: fx.Node, spec: OpSpec) -> bool:
+    """Whether an aggregation adds up a constant: there is no message in it, and no gradient."""
+    index, _ = spec.operands[0]
+    value = node.args[index] if index < len(node.args) else None
+    return isinstance(value, fx.Node) and value.target in FILLED
 
 
 def _mean_after(node: fx.Node) -> fx.Node:
     """Return the division that makes a sum over neighbours their mean, if that is its only use, else the sum."""
     users = list(node.users)
-    if len(users) == 1 and users[0].target in DIVIDES and users[0].args and users[0].args[0] is node:
+    if len(users) == 1 and _is(users[0], DIVIDES) and users[0].args and users[0].args[0] is node:
         return users[0]
     return node

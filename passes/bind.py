@@ -49,6 +49,8 @@ class Bind(Pass):
             if not current.users:
                 module.graph.erase_node(current)
         _drop_idle_dials(module)
+        # A model that is in evaluation mode now starts with the widths for evaluation.
+        state.train(module.training)
         if self.schedule is not None:
             self.schedule.bind(module)
         widths = ", ".join(sorted(state.dials)) or "none"

@@ -8,8 +8,20 @@ from typing import Any, ClassVar
 from torch import fx
 
 from cpt_fx.formats import Format, Range
-from cpt_fx.meta import PASS, QUANTIZER, SITE, STATE, Dial, Groups, Operand, Quantizer, Site, gradient_groups
-from cpt_fx.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_OBSERVED, QUANTIZE_GRADIENT
+from cpt_fx.meta import (
+    OP_OF_RANGE,
+    PASS,
+    QUANTIZER,
+    SITE,
+    STATE,
+    Dial,
+    Groups,
+    Operand,
+    Quantizer,
+    Site,
+    gradient_groups,
+)
+from cpt_fx.ops import QUANTIZE_GRADIENT
 from cpt_fx.pass_base import Pass, Report
 from cpt_fx.runtime import RANGE, WEIGHT, ZERO_POINT, Precision, ensure_precision
 
@@ -31,7 +43,7 @@ class Insert(Pass):
         state = ensure_precision(module)
         editor = _Editor(module, state)
         nodes = {node.name: node for node in module.graph.nodes}
-        sites = [node for node in module.graph.nodes if SITE in node.meta and not _is_served(node)]
+        sites = [node for node in module.graph.nodes if SITE in node.meta and not _is_served(node, nodes)]
         for node in sites:
             site: Site = node.meta[SITE]
             for operand in site.operands:
@@ -42,9 +54,12 @@ class Insert(Pass):
         return Report(self.name, sum(editor.counts.values()), (counts or "nothing to insert",))
 
 
-def _is_served(node: fx.Node) -> bool:
+def _is_served(node: fx.Node, nodes: dict[str, fx.Node]) -> bool:
     """Whether an earlier run of this pass already inserted the quantizers of a node."""
-    return any(QUANTIZER in used.meta for used in node.all_input_nodes)
+    before = [used.meta[QUANTIZER].role for used in node.all_input_nodes if QUANTIZER in used.meta]
+    after = [user.target for user in nodes[node.meta[SITE].gradient_name].users]
+    # A gradient quantizer in front of it belongs to the layer before.
+    return any(role != "gradient" for role in before) or QUANTIZE_GRADIENT in after
 
 
 class _Editor:
@@ -65,18 +80,21 @@ class _Editor:
         dial = site.dial(operand.role)
         ranges = ""
         with self.graph.inserting_before(node):
-            made = self.graph.create_node("call_function", FAKE_QUANTIZE, (value,), name=name)
-        if operand.format.range is Range.OBSERVER:
-            ranges = self.state.add_range(site.layer, operand.name)
+            made = self.graph.create_node("call_function", OP_OF_RANGE[operand.format.range], (value,), name=name)
+        if operand.format.range is not Range.DYNAMIC:
+            learned = operand.format.range is Range.LEARNED
+            ranges = self.state.add_range(site.layer, operand.name, learned=learned)
             running = [self._read(f"{STATE}.{ranges}.{buffer}", made) for buffer in (ZERO_POINT, RANGE, WEIGHT)]
             training = self._read(_training_flag(self.module, node), made)
-            made.target = FAKE_QUANTIZE_OBSERVED
             made.args = (value, self._bits(dial.role), *running, training)
-            options |= {
-                "momentum": operand.format.momentum,
-                "corrected": operand.format.corrected,
-                "when_off": operand.format.observe_when_off,
-            }
+            if not learned:
+                options |= {
+                    "momentum": operand.format.momentum,
+                    "corrected": operand.format.corrected,
+                    "when_off": operand.format.observe_when_off,
+                }
+            if operand.format.range is Range.PERCENTILE:
+                options["percentile"] = operand.format.percentile
         else:
             made.args = (value, self._bits(dial.role))
         self._finish(made, options, node, site, operand.name, operand.role, operand.format, ranges)
@@ -117,9 +135,11 @@ class _Editor:
         self.counts[what.role] = self.counts.get(what.role, 0) + 1
 
     def _bits(self, role: str) -> fx.Node:
+        path = self.state.add_dial(Dial(role))
+        if path in self._reads:
+            return self._reads[path]
         # Before whatever stands first by now: the first operator may have got a quantizer in front of it.
-        first = next(node for node in self.graph.nodes if node.op != "placeholder")
-        return self._read(self.state.add_dial(Dial(role)), first)
+        return self._read(path, next(node for node in self.graph.nodes if node.op != "placeholder"))
 
     def _read(self, path: str, before: fx.Node) -> fx.Node:
         """Return the node that reads a value of the state: one for each, before its first use."""

@@ -36,11 +36,21 @@ class Normalize(Pass):
         return Report(self.name, opened + renamed + merged, notes)
 
 
-class _OneLayer(fx.Tracer):
-    """Traces a single layer's forward; modules inside it (parametrizations) are traced through as well."""
+class _OneCall(fx.Tracer):
+    """Traces one call of a layer, hooks included; modules inside it (parametrizations) are traced through as well."""
+
+    def __init__(self, call: fx.Node) -> None:
+        super().__init__()
+        self.call = call
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return False
+
+    def create_args_for_root(self, *_: Any, **__: Any) -> tuple[Callable[..., Any], list[Any]]:
+        """Give the layer what this call gives it: a placeholder for each value, everything else as it is."""
+        inputs = {used: self.create_proxy("placeholder", used.name, (), {}) for used in self.call.all_input_nodes}
+        args, kwargs = fx.map_arg((self.call.args, self.call.kwargs), lambda used: inputs[used])  # type: ignore[arg-type, return-value]
+        return lambda layer: layer(*args, **kwargs), [self.root]
 
 
 def _open(module: fx.GraphModule, node: fx.Node) -> bool:
@@ -51,16 +61,14 @@ def _open(module: fx.GraphModule, node: fx.Node) -> bool:
     layer = module.get_submodule(path)
     if not isinstance(layer, OPENED):
         return False
-    inner = _OneLayer().trace(layer)
+    inner = _OneCall(node).trace(layer)
     stack = node.meta.get("nn_module_stack") or {path: (path, type(layer))}
-    given = iter(node.args)
     values: dict[fx.Node, Any] = {}
+    inputs = {used.name: used for used in node.all_input_nodes}
     with module.graph.inserting_before(node):
         for item in inner.nodes:
             if item.op == "placeholder":
-                name = str(item.target)
-                default = item.args[0] if item.args else None
-                values[item] = node.kwargs[name] if name in node.kwargs else next(given, default)
+                values[item] = inputs[str(item.target)]
             elif item.op == "output":
                 result = item.args[0]
             else:

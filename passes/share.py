@@ -10,7 +10,8 @@ from typing import ClassVar
 from torch import fx
 
 from cpt_fx.aliasing import Versions
-from cpt_fx.meta import QUANTIZER, STATE, Quantizer
+from cpt_fx.formats import Range, Rounding
+from cpt_fx.meta import PASS, QUANTIZER, Quantizer
 from cpt_fx.pass_base import Pass, Report, unique
 from cpt_fx.runtime import ensure_precision
 
@@ -67,6 +68,8 @@ def _keys(module: fx.GraphModule) -> dict[fx.Node, Hashable]:
             if quantizer.ranges:
                 history[quantizer.ranges].append(what)
                 what = (what, len(history[quantizer.ranges]))
+            if quantizer.format.rounding is Rounding.STOCHASTIC or quantizer.format.range is Range.LEARNED:
+                what = node  # each draws its own noise, each learns its own range
             inputs[node] = what
         versions.visit(node)
     return {
@@ -76,7 +79,7 @@ def _keys(module: fx.GraphModule) -> dict[fx.Node, Hashable]:
 
 
 def _drop_dead_reads(module: fx.GraphModule) -> None:
-    """Remove reads of our own state that lost their last user."""
+    """Remove reads that insert made and that lost their last user."""
     for node in list(module.graph.nodes):
-        if node.op == "get_attr" and not node.users and str(node.target).startswith(f"{STATE}."):
+        if node.op == "get_attr" and not node.users and PASS in node.meta:
             module.graph.erase_node(node)

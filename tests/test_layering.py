@@ -19,6 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "cpt_fx.numerics",
         "cpt_fx.evidence",
+        "cpt_fx.learned",
         "cpt_fx.ops",
         "cpt_fx.functional",
         "cpt_fx.recipes",

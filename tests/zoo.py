@@ -100,10 +100,10 @@ def containers(self: Any, x: Tensor) -> Any:
 @zoo(image(), make=lambda: {"a": nn.Conv2d(3, 4, 3, padding=1), "b": nn.Conv2d(4, 4, 3, padding=1)})
 def in_place(self: Any, x: Tensor) -> Any:
     y = F.relu(self.a(x), inplace=True)
-    z = self.b(y).relu_()
-    z.add_(y).mul_(0.5)
+    z = self.b(y)
     z += 1.0
-    return z
+    z.add_(y).mul_(0.5)
+    return z.relu_()
 
 
 @zoo(image(), make=lambda: {"body": nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3),

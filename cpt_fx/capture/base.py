@@ -59,6 +59,12 @@ def assemble(root: nn.Module, graph: fx.Graph) -> QuantizedGraphModule:
     constants = {
         str(node.target): get_attribute(root, str(node.target)) for node in graph.nodes if node.op == "get_attr"
     }
+    for name in {path.partition(".")[0] for path in (*root._modules, *root._parameters, *root._buffers, *constants)}:
+        if name in ("meta", "_graph", "_code") or (hasattr(fx.GraphModule, name) and not hasattr(nn.Module, name)):
+            raise CaptureError(
+                f"{type(root).__name__} has a part called {name!r}, a name that torch.fx.GraphModule uses for its own: "
+                "rename it, or wrap the model in another module"
+            )
     result = blank()
     take_tensors(result, root)
     _graft(result, root, "", called, {id(root): result})

@@ -12,7 +12,9 @@ import torch
 from torch import fx, nn
 from torch.nn.utils import parametrize
 
+from cpt_fx.aliasing import writes_in_place
 from cpt_fx.capture.base import Captured, CaptureError, assemble, clone_tree
+from cpt_fx.capture.in_place import recording_updates
 from cpt_fx.capture.modes import merge_modes
 from cpt_fx.meta import OPENED, get_attribute
 
@@ -96,6 +98,36 @@ class Tracer(fx.Tracer):
         return value
 
 
+@contextmanager
+def watching_attributes() -> Iterator[None]:
+    """Refuse code that stores something in a module on every call: a graph would do it once, or not at all.
+
+    `self.buffer += 1` is fine: the update in place is in the graph, and storing the same tensor again changes nothing.
+    """
+    original = nn.Module.__setattr__
+
+    def checked(module: nn.Module, name: str, value: Any) -> None:
+        before = module.__dict__.get(name, value)
+        if isinstance(value, fx.Proxy):
+            source = value.node.args[0] if value.node.args else None
+            in_place = name in module._buffers and writes_in_place(value.node, {})
+            if in_place and isinstance(source, fx.Node) and str(source.target).rpartition(".")[2] == name:
+                return
+        elif not isinstance(value, PLAIN) or (type(value) is type(before) and value == before):
+            return original(module, name, value)  # type: ignore[arg-type]
+        what = "a tensor" if isinstance(value, fx.Proxy) else repr(value)
+        raise CaptureError(
+            f"the forward of {type(module).__name__} stores {what} in self.{name}, which a graph would not do on every "
+            "call. Return it, or keep it in a buffer that is updated in place"
+        )
+
+    try:
+        nn.Module.__setattr__ = checked  # type: ignore[method-assign, assignment]
+        yield
+    finally:
+        nn.Module.__setattr__ = original  # type: ignore[method-assign]
+
+
 def expect(given: object, value: object, name: str) -> None:
     """Refuse a value that the graph was not captured for."""
     if given is not value and (isinstance(given, torch.Tensor) or given != value):
@@ -155,7 +187,7 @@ def _trace(model: nn.Module, fixed: Mapping[str, object], *, mode: bool) -> tupl
     names = {id(module): name for name, module in model.named_modules()}
     tracer = Tracer(fixed, names)
     try:
-        with warnings.catch_warnings(), tracer.recording_factories():
+        with warnings.catch_warnings(), tracer.recording_factories(), recording_updates(), watching_attributes():
             warnings.simplefilter("ignore")
             graph = tracer.trace(root)
     except CaptureError:
@@ -171,8 +203,7 @@ def _trace(model: nn.Module, fixed: Mapping[str, object], *, mode: bool) -> tupl
 def _check_constants(graph: fx.Graph) -> None:
     """Refuse in-place updates of a tensor that exists only in the trace: they would add up from call to call."""
     for node in graph.nodes:
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        if node.op in ("call_method", "call_function") and name.endswith("_") and not name.endswith("__"):
+        if writes_in_place(node, {}):
             first = node.args[0] if node.args else None
             if isinstance(first, fx.Node) and first.op == "get_attr" and "_tensor_constant" in str(first.target):
                 raise CaptureError(

@@ -1,0 +1,86 @@
+"""The command `cpt-fx`. Planning a run starts at once: torch is imported by the subcommands that need a model."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from typing import TextIO
+
+from cpt_fx.cli import demo, models, planning
+from cpt_fx.cli.common import UsageError
+
+DESCRIPTION = "Low-precision training as a compiler pass: plan a schedule, rewrite a model, look at the result."
+EPILOG = """examples:
+  cpt-fx demo                          train a small net under a schedule, and write a report
+  cpt-fx schedules                     what the ten schedules are, and what they save
+  cpt-fx inspect mymodel:make          what is quantized in a model of yours, and what is not
+
+cpt-fx COMMAND --help says more about each."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command."""
+    top = argparse.ArgumentParser(
+        prog="cpt-fx",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    # Read where the package has it: its top layer is above this one and cannot be imported from here.
+    top.add_argument("--version", action="version", version=f"cpt-fx {vars(sys.modules['cpt_fx'])['__version__']}")
+    top.add_argument("--traceback", action="store_true", help="show where an error came from")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND")
+    demo.add(commands)
+    planning.add(commands)
+    models.add(commands)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code: 0, 1 for a failure, 2 for a wrong call."""
+    made = parser()
+    options = made.parse_args(arguments)
+    if not hasattr(options, "run"):
+        made.print_help(sys.stderr)
+        return 2
+    # A warning is a sentence for the person at the terminal, not a line of somebody's source.
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        try:
+            options.run(options)
+            sys.stdout.flush()
+        except UsageError as error:
+            return _fail(error, 2, options.traceback)
+        except BrokenPipeError:
+            # The reader, such as `head`, has seen enough. Nothing more may be written, not even on exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
+        except (ImportError, OSError, TypeError, ValueError, RuntimeError) as error:
+            return _fail(error, 1, options.traceback)
+        except KeyboardInterrupt:
+            print("cpt-fx: interrupted", file=sys.stderr)
+            return 130
+    return 0
+
+
+def _fail(error: BaseException, code: int, show_traceback: bool) -> int:
+    if show_traceback:
+        traceback.print_exception(error)
+    text = " ".join(str(error).split()) or type(error).__name__
+    print(f"cpt-fx: error: {text}", file=sys.stderr)
+    return code
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    print(f"cpt-fx: warning: {' '.join(str(message).split())}", file=sys.stderr)

@@ -1,0 +1,98 @@
+"""What the subcommands share: how they are declared, how they print, and the options that describe a schedule."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cpt_fx.errors import check_choice
+from cpt_fx.schedules import NAMES, Schedule, Static, named
+
+Commands = Any  # argparse has no public name for what add_subparsers returns
+
+
+class UsageError(Exception):
+    """The command was called wrongly: exit code 2."""
+
+
+def command(
+    commands: Commands, name: str, run: Callable[[argparse.Namespace], None], summary: str, text: str, example: str
+) -> argparse.ArgumentParser:
+    """Declare a subcommand with a summary for the list, a text and an example for its own help."""
+    made: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=text,
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.set_defaults(run=run)
+    return made
+
+
+def print_json(data: object) -> None:
+    """Print data for a program to read."""
+    print(json.dumps(data, indent=2, allow_nan=False))
+
+
+def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> None:
+    """Print a table for a person to read; the first `words` columns hold words, the others numbers."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if index < words else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    show(table)
+
+
+def show(renderable: object) -> None:
+    """Print something of rich. In a pipe, lines are as long as they need to be: nobody wraps them there."""
+    from rich.console import Console
+
+    Console(width=None if sys.stdout.isatty() else 160).print(renderable)
+
+
+def schedule_name(text: str) -> str:
+    """Check a schedule's name as argparse wants it checked."""
+    try:
+        return check_choice("schedule", text.upper(), NAMES)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add --json."""
+    parser.add_argument("--json", action="store_true", help="print data instead of a table")
+
+
+def add_range(parser: argparse.ArgumentParser) -> None:
+    """Add the options that every schedule has."""
+    group = parser.add_argument_group("schedule")
+    group.add_argument("--q-min", type=int, default=3, metavar="BITS", help="lowest width (default: %(default)s)")
+    group.add_argument("--q-max", type=int, default=8, metavar="BITS", help="highest width (default: %(default)s)")
+    group.add_argument("--q-grad", type=int, metavar="BITS", help="width of gradients (default: q_max)")
+    group.add_argument("--steps", type=int, default=64_000, metavar="N", help="training steps (default: %(default)s)")
+    group.add_argument("--cycles", type=int, default=8, metavar="N", help="cycles in them (default: %(default)s)")
+
+
+def build_schedule(name: str, options: argparse.Namespace) -> Schedule:
+    """Build the schedule that the options describe; "static" is q_max throughout."""
+    try:
+        if name == "static":
+            return Static(options.q_max, options.q_grad, total_steps=options.steps)
+        return named(
+            name,
+            q_min=options.q_min,
+            q_max=options.q_max,
+            total_steps=options.steps,
+            cycles=options.cycles,
+            q_grad=options.q_grad,
+        )
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error)) from error

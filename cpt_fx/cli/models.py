@@ -1,0 +1,209 @@
+"""`cpt-fx inspect` and `range-test`: what is said about a model, which a Python reference leads to."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cpt_fx.cli.common import (
+    Commands,
+    UsageError,
+    add_json,
+    add_range,
+    build_schedule,
+    command,
+    print_json,
+    schedule_name,
+    show,
+)
+from cpt_fx.errors import nearest
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from cpt_fx.inspection import Inspection, Verification
+
+REFERENCE = "package.module:callable, from the current folder or installed"
+
+
+def add(commands: Commands) -> None:
+    """Declare the subcommands."""
+    made = command(
+        commands,
+        "inspect",
+        run_inspect,
+        "what is quantized in a model, and what is not",
+        "Transform a model and show its quantizers. The callable takes no arguments and returns a model, or\n"
+        "(model, example_inputs); with inputs, a trial run proves that every quantizer quantizes.",
+        "cpt-fx inspect mypackage.models:make --schedule CR --html graph.html",
+    )
+    made.add_argument("model", metavar="REFERENCE", help=REFERENCE)
+    made.add_argument("--schedule", type=schedule_name, default="CR", metavar="NAME", help="(default: %(default)s)")
+    add_transform(made)
+    made.add_argument("--html", type=Path, metavar="FILE", help="write a page on which the graph can be explored")
+    made.add_argument("--svg", type=Path, metavar="FILE", help="write a drawing of the graph")
+    add_range(made)
+    add_json(made)
+    made = command(
+        commands,
+        "range-test",
+        run_range_test,
+        "find q_min for a model and its data",
+        "Train copies of a model for a few steps at each width, and report the smallest one that makes progress.\n"
+        "The callable takes no arguments and returns (model, data) or (model, data, loss): data is a list or a\n"
+        "DataLoader of batches, loss a function of the model and a batch (default: cross entropy of (x, labels)).",
+        "cpt-fx range-test mypackage.training:make --widths 2 8 --threshold 0.9",
+    )
+    made.add_argument("model", metavar="REFERENCE", help=REFERENCE)
+    made.add_argument("--widths", type=int, nargs=2, default=(2, 8), metavar=("LOW", "HIGH"), help="(default: 2 8)")
+    made.add_argument("--steps", type=int, default=50, metavar="N", help="steps at each width (default: %(default)s)")
+    made.add_argument(
+        "--threshold",
+        type=float,
+        default=0.8,
+        metavar="SHARE",
+        help="of the progress in full precision that counts (default: %(default)s)",
+    )
+    made.add_argument("--gradient", type=int, default=8, metavar="BITS", help="width of gradients (%(default)s)")
+    made.add_argument("--seed", type=int, default=0, metavar="N", help="(default: %(default)s)")
+    made.add_argument("--plot", type=Path, metavar="FILE", help="draw the losses (needs matplotlib)")
+    add_transform(made)
+    add_json(made)
+
+
+def add_transform(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the transformation."""
+    parser.add_argument("--recipe", default="default", metavar="NAME", help="preset of formats (default: %(default)s)")
+    parser.add_argument(
+        "--exclude", action="append", default=[], metavar="NAME", help="module or glob left alone; may be repeated"
+    )
+
+
+def run_inspect(options: argparse.Namespace) -> None:
+    """Print an inspection."""
+    schedule = build_schedule(options.schedule, options)
+    model, inputs = _model_and_inputs(options.model, load(options.model))
+    from cpt_fx.api import transform
+    from cpt_fx.inspection import inspect
+
+    result = transform(model, schedule, recipe=options.recipe, exclude=options.exclude, example_inputs=inputs)
+    inspection = inspect(result)
+    proof = inspection.verify(*inputs) if inputs else None
+    for path, write in ((options.html, inspection.html), (options.svg, inspection.svg)):
+        if path is not None:
+            write(path)
+            print(f"wrote {path}", file=sys.stderr)
+    if options.json:
+        print_json(_plain(inspection, proof))
+        return
+    show(inspection)
+    if proof is not None:
+        print(f"proven: {proof}")
+
+
+def run_range_test(options: argparse.Namespace) -> None:
+    """Run a range test and print what it measured."""
+    low, high = options.widths
+    if low > high:
+        raise UsageError(f"--widths takes the lowest width first, got {low} {high}")
+    made = load(options.model)
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise ValueError(f"{options.model} must return (model, data) or (model, data, loss), got {_kind(made)}")
+    from cpt_fx.range_test import default_loss, range_test
+
+    model, data, loss = made if len(made) == 3 else (*made, default_loss)
+    result = range_test(
+        model,
+        data,
+        loss=loss,
+        widths=range(low, high + 1),
+        steps_per_width=options.steps,
+        threshold=options.threshold,
+        gradient=options.gradient,
+        recipe=options.recipe,
+        exclude=options.exclude,
+        seed=options.seed,
+        progress=True,
+    )
+    if options.plot is not None:
+        result.plot(options.plot)
+        print(f"wrote {options.plot}", file=sys.stderr)
+    if options.json:
+        print_json(result.to_dict())
+    else:
+        show(result.table())
+
+
+def load(reference: str) -> Any:
+    """Return what a reference leads to: a model as it is, anything else called."""
+    module_name, colon, path = reference.partition(":")
+    if not colon or not path or "/" in module_name or module_name.endswith(".py"):
+        raise UsageError(f"a reference looks like package.module:callable, got {reference!r}")
+    # The script in bin/ does not look into the current folder; `python -m` would.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+            raise ImportError(f"there is no module {error.name}, looked for by {reference!r}") from error
+        raise
+    for name in path.split("."):
+        if not hasattr(found, name):
+            where = getattr(found, "__name__", type(found).__name__)
+            raise ValueError(f"{where} has no {name!r}.{nearest(name, vars(found))}")
+        found = getattr(found, name)
+    from torch import nn
+
+    # Of a module every instance is callable; only its class is meant to be called.
+    if isinstance(found, nn.Module) or not callable(found):
+        return found
+    try:
+        return found()
+    except Exception as error:
+        raise RuntimeError(f"{reference} raised {type(error).__name__}: {error}") from error
+
+
+def _model_and_inputs(reference: str, made: Any) -> tuple[nn.Module, tuple[Any, ...] | None]:
+    from torch import Tensor, nn
+
+    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{reference} must return a model or (model, example_inputs), got {_kind(made)}")
+    if isinstance(inputs, Tensor):
+        inputs = (inputs,)
+    if inputs is not None and not isinstance(inputs, tuple):
+        raise ValueError(f"{reference} must return example_inputs as a tuple, got {_kind(inputs)}")
+    return model, inputs
+
+
+def _plain(inspection: Inspection, proof: Verification | None) -> dict[str, object]:
+    return {
+        "model": inspection.name,
+        "capture": inspection.capture.frontend,
+        "quantizers": [
+            {
+                "node": view.node,
+                "layer": view.layer,
+                "role": view.role,
+                "op": view.op,
+                "operand": view.operand,
+                "format": str(view.format),
+                "group": view.group,
+                "bits": view.bits,
+            }
+            for view in inspection.quantizers
+        ],
+        "uncovered": [str(item) for item in inspection.uncovered],
+        "proof": None if proof is None else str(proof),
+    }
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"
+    return type(value).__name__

@@ -1,0 +1,148 @@
+"""`cpt-fx schedules`, `plot` and `cost`: all that can be said before there is a model. None of it imports torch."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from cpt_fx.cli.common import (
+    Commands,
+    add_json,
+    add_range,
+    build_schedule,
+    command,
+    print_json,
+    print_table,
+    schedule_name,
+)
+from cpt_fx.schedules import NAMES, Cyclic, Schedule, mean_costs, relative_cost, savings_group
+
+
+def add(commands: Commands) -> None:
+    """Declare the subcommands."""
+    made = command(
+        commands,
+        "schedules",
+        run_schedules,
+        "list the ten schedules",
+        "List the ten published schedules: how they cycle, and how much they save against static q_max.",
+        "cpt-fx schedules --q-min 4 --q-max 8",
+    )
+    add_range(made)
+    add_json(made)
+    made = command(
+        commands,
+        "plot",
+        run_plot,
+        "draw a schedule, or all ten",
+        'Draw the bits of each training step. Needs matplotlib: pip install "cpt_fx[viz]".',
+        "cpt-fx plot CR RR --q-min 3 --q-max 8 --steps 64000 --output two.svg",
+    )
+    made.add_argument("names", nargs="*", type=schedule_name, metavar="NAME", help="schedules (default: all ten)")
+    made.add_argument("--output", type=Path, metavar="FILE", help="PNG, SVG or PDF (default: NAME.png, schedules.png)")
+    add_range(made)
+    made = command(
+        commands,
+        "cost",
+        run_cost,
+        "what a schedule saves",
+        "The mean cost of a training step in BitOps, by the published formula, for any model: relative to full\n"
+        "precision (32 bits), and to training at static q_max.",
+        "cpt-fx cost CR --q-min 3 --q-max 8 --steps 64000 --cycles 8",
+    )
+    made.add_argument("names", nargs="*", type=schedule_name, metavar="NAME", help="schedules (default: all ten)")
+    add_range(made)
+    add_json(made)
+
+
+def run_schedules(options: argparse.Namespace) -> None:
+    """Print what the ten are."""
+    rows = []
+    for name in NAMES:
+        schedule = build_schedule(name, options)
+        assert isinstance(schedule, Cyclic)
+        rows.append(
+            {
+                "name": name,
+                "profile": str(schedule.profile),
+                "pattern": schedule.pattern,
+                "reflection": schedule.reflection,
+                "savings_group": savings_group(name),
+                "relative_cost": relative_cost(schedule),
+            }
+        )
+    if options.json:
+        print_json({"schedule": _described(options), "schedules": rows})
+        return
+    print_table(
+        ("name", "profile", "pattern", "reflection", "saving", "cost"),
+        [(*(str(value or "") for value in list(row.values())[:-1]), f"{row['relative_cost']:.3f}") for row in rows],
+        words=5,
+    )
+    print(f"cost: BitOps relative to static {options.q_max} bits; {_spoken(options)}")
+
+
+def run_cost(options: argparse.Namespace) -> None:
+    """Print what schedules cost."""
+    rows = [_cost(name, build_schedule(name, options)) for name in dict.fromkeys(options.names or NAMES)]
+    static = _cost(f"static {options.q_max}", build_schedule("static", options))
+    if options.json:
+        print_json({"schedule": _described(options), "costs": rows, "static": static})
+        return
+    columns = ("mean_bits", "forward", "backward", "step", "relative")
+    print_table(
+        ("schedule", "mean bits", "forward", "backward", "step", f"of static {options.q_max}", "saving"),
+        [
+            (str(row["name"]), *(f"{row[key]:.3f}" for key in columns), f"{100 * float(row['saving']):.1f} %")
+            for row in (*rows, static)
+        ],
+    )
+    print(f"forward, backward, step: BitOps relative to 32 bits; {_spoken(options)}")
+
+
+def run_plot(options: argparse.Namespace) -> None:
+    """Draw schedules into a file."""
+    names = list(dict.fromkeys(options.names or NAMES))
+    schedules = {name: build_schedule(name, options) for name in names}
+    path = options.output or Path(f"{names[0]}.png" if len(names) == 1 else "schedules.png")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('plotting needs matplotlib: pip install "cpt_fx[viz]"') from error
+    columns = min(len(names), 2)
+    rows = -(-len(names) // columns)
+    figure = Figure(figsize=(6 * columns, 2.2 * rows + 0.6), dpi=150, layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
+    for name, ax in zip(names, axes.flat, strict=False):
+        schedules[name].plot(ax=ax)
+        ax.set_title(name, loc="left", fontsize="medium", fontweight="bold")
+        ax.label_outer()
+    for ax in axes.flat[len(names) :]:
+        ax.set_visible(False)
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), fontsize="small", frameon=False)
+    figure.savefig(path)
+    print(f"wrote {path}")
+
+
+def _cost(name: str, schedule: Schedule) -> dict[str, str | float]:
+    costs, relative = mean_costs(schedule), relative_cost(schedule)
+    return {
+        "name": name,
+        "mean_bits": costs.mean_bits,
+        "forward": costs.forward,
+        "backward": costs.backward,
+        "step": costs.average,
+        "relative": relative,
+        "saving": 1 - relative,
+    }
+
+
+def _described(options: argparse.Namespace) -> dict[str, int]:
+    gradient = options.q_max if options.q_grad is None else options.q_grad
+    values = {"q_min": options.q_min, "q_max": options.q_max, "q_grad": gradient}
+    return values | {"total_steps": options.steps, "cycles": options.cycles}
+
+
+def _spoken(options: argparse.Namespace) -> str:
+    return f"{options.q_min} to {options.q_max} bits, {options.steps} steps, {options.cycles} cycles"

@@ -1,0 +1,234 @@
+"""What a training run will cost, before any training: the published BitOps, layer by layer.
+
+A product of operands at widths a and b costs a·b/32² of its floating point operations. Forward that is
+weight·activation; backward the input gradient multiplies gradient·weight and the weight gradient gradient·activation,
+each with as many operations as the forward pass. All numbers are sums over the steps of a run, for one batch of the
+example inputs' size.
+
+`count="paper"` takes every operation as quantized at the schedule's widths, as the published figures do: ratios then
+depend on the schedule alone. `count="covered"` takes a transformed model as it is: each product at the widths its own
+quantizers follow, fixed and shifted ones included, and 32 where an operand or gradient is not quantized. Width 0, off,
+counts as 32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich import box
+from rich.console import ConsoleRenderable, Group
+from rich.table import Table
+from rich.text import Text
+from torch import nn
+
+from cpt_fx.errors import check_choice, check_int
+from cpt_fx.formats import FULL_PRECISION
+from cpt_fx.inspection.flops import Product, graph_products, module_products
+from cpt_fx.meta import Dial
+from cpt_fx.runtime import Precision
+from cpt_fx.schedules import Bits, mean_costs
+from cpt_fx.schedules.base import Schedule
+
+COUNTS = ("paper", "covered")
+ROOT = "(root)"
+Widths = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer: its operations in a forward pass, and what the run makes of them."""
+
+    name: str
+    flops: int
+    quantized: bool | None
+    """Whether a quantizer serves it; None for a model that is not transformed."""
+    forward: float
+    backward: float
+
+    @property
+    def bitops(self) -> float:
+        """Forward and backward, over the whole run."""
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a run costs. `bitops` are in units of one full precision operation (32 × 32 bits)."""
+
+    layers: tuple[LayerCost, ...]
+    steps: int
+    count: str
+    forward: float
+    """Mean cost of a forward pass, relative to full precision: the published mean of q²/32²."""
+    backward: float
+    """Mean cost of a backward pass, in full precision forward passes: the published mean of 2·q·g/32²."""
+    average: float
+    """The published average, mean of (forward + backward) / 3: 1 is full precision."""
+    static: float
+    """The same average for a run at `static_bits` throughout."""
+    static_bits: Bits
+    relative: float
+    """`average` divided by `static`."""
+
+    @property
+    def saving(self) -> float:
+        """The part of the static run's cost that the schedule saves."""
+        return 1 - self.relative
+
+    @property
+    def flops(self) -> int:
+        """Operations of one forward pass."""
+        return sum(layer.flops for layer in self.layers)
+
+    @property
+    def bitops(self) -> float:
+        """Forward and backward passes of the whole run."""
+        return sum(layer.bitops for layer in self.layers)
+
+    def table(self) -> Table:
+        """Return the layers as a rich table."""
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+        table.add_column("layer", overflow="fold", max_width=40)
+        for name in ("FLOPs", "of all", "quantized", "BitOps", "of full precision"):
+            table.add_column(name, justify="right")
+        for layer in self.layers:
+            said = "–" if layer.quantized is None else "yes" if layer.quantized else "no"
+            full = 3 * layer.flops * self.steps
+            table.add_row(layer.name, f"{layer.flops:,}", f"{layer.flops / self.flops:.1%}", said,
+                          f"{layer.bitops:.3e}", f"{layer.bitops / full:.2%}")  # fmt: skip
+        return table
+
+    def __rich__(self) -> ConsoleRenderable:
+        """Show the table, with the totals below it."""
+        return Group(self.table(), Text(""), Text(str(self)))
+
+    def __str__(self) -> str:
+        """The totals in one paragraph."""
+        return (
+            f"{self.bitops:.3e} BitOps (32 × 32 bit operations) over {self.steps} steps, "
+            f"{self.flops:,} FLOPs in a forward pass; {self.average:.2%} of full precision, {self.relative:.2%} of "
+            f"static {self.static_bits.weight} bits: saves {self.saving:.2%} ({self.count} count)"
+        )
+
+
+def cost(
+    model: nn.Module,
+    schedule: Schedule,
+    example_inputs: tuple[Any, ...],
+    *,
+    example_kwargs: dict[str, Any] | None = None,
+    count: str = "paper",
+    steps: int | None = None,
+) -> Cost:
+    """Return what training a model under a schedule costs. Nothing is trained, and nothing in the model changes.
+
+    One forward pass in evaluation mode counts the operations, with `torch.utils.flop_counter`.
+
+    Args:
+        model: a plain or a transformed model.
+        schedule: the widths over the run.
+        example_inputs: positional arguments of the model: one training batch, or one example of it.
+        example_kwargs: keyword arguments of the model.
+        count: `"paper"`, every operation at the schedule's widths; `"covered"`, only what a transformed model really
+            quantizes, at the widths it has there.
+        steps: length of the run, for a schedule without a `total_steps`.
+    """
+    check_choice("count", count, COUNTS)
+    trajectory, static = _run(model, schedule, example_inputs, steps)
+    transformed = any(isinstance(module, Precision) for module in model.modules())
+    if count == "covered" and not transformed:
+        raise ValueError(f"count='covered' asks what is quantized, and {type(model).__name__} is not transformed")
+    kwargs = dict(example_kwargs or {})
+    products = (graph_products if transformed else module_products)(model, example_inputs, kwargs)
+    if not any(product.flops for product in products):
+        raise ValueError(
+            f"{type(model).__name__} does no matrix product, convolution or attention on these inputs: "
+            "there are no FLOPs to count"
+        )
+    paper = count == "paper"
+    terms = [_costs(product, trajectory, paper) for product in products]
+    layers = tuple(_layers(products, terms, transformed))
+    if paper:
+        means = mean_costs(schedule, steps)
+        forward, backward, average = means.forward, means.backward, means.average
+        reference = static.weight * static.activation + (static.weight + static.activation) * static.gradient
+        static_average = reference / FULL_PRECISION**2 / 3
+    else:
+        total, length = sum(product.flops for product in products), len(trajectory)
+        forward = sum(term[0] for term in terms) / total / length
+        backward = sum(term[1] for term in terms) / total / length
+        average = (forward + backward) / 3
+        constant = np.array([static])
+        static_average = sum(sum(_costs(product, constant, paper)) for product in products) / total / 3
+    return Cost(layers, len(trajectory), count, forward, backward, average, static_average, static,
+                average / static_average)  # fmt: skip
+
+
+def _run(
+    model: nn.Module, schedule: Schedule, example_inputs: tuple[Any, ...], steps: int | None
+) -> tuple[NDArray[np.int64], Bits]:
+    """Check the arguments; return the widths per step and those of the static run to compare with."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(schedule, Schedule):
+        raise TypeError(
+            f"schedule must be a schedule such as cpt_fx.schedules.named(...), got {type(schedule).__name__}"
+        )
+    if not isinstance(example_inputs, tuple):
+        raise TypeError(f"example_inputs must be a tuple of the model's arguments, got {type(example_inputs).__name__}")
+    if steps is None and schedule.total_steps is None:
+        raise ValueError(f"{schedule!r} has no end: pass the length of the run, as in cost(..., steps=10_000)")
+    if steps is not None:
+        check_int("steps", steps, 1)
+    trajectory = schedule.trajectory(steps)
+    best = schedule._widest() or Bits(*(int(width) for width in trajectory.max(axis=0)))
+    weight, activation = best.weight or FULL_PRECISION, best.activation or FULL_PRECISION
+    # As in the published ratios, the gradients of the static run have the forward width too.
+    return trajectory, Bits(weight, activation, max(weight, activation))
+
+
+def _costs(product: Product, trajectory: NDArray[np.int64], paper: bool) -> tuple[float, float]:
+    """Return the forward and backward BitOps of a product over a run."""
+    dials: list[Dial | None]
+    if paper:
+        dials = [Dial("weight"), Dial("activation"), Dial("gradient")]
+    elif product.site is None:
+        dials = [None, None, None]
+    else:
+        site = product.site
+        factors: list[Dial | None] = [site.dial(operand.role) for operand in site.operands if operand.role != "bias"]
+        dials = [*[*factors, None, None][:2], site.dial("gradient") if site.gradient is not None else None]
+    first, second, gradient = (_widths(dial, trajectory) for dial in dials)
+    forward = float((first * second).sum()) / FULL_PRECISION**2
+    backward = float(((first + second) * gradient).sum()) / FULL_PRECISION**2
+    return product.flops * forward, product.flops * backward
+
+
+def _widths(dial: Dial | None, trajectory: NDArray[np.int64]) -> Widths:
+    """Return the width that a dial shows at every step, as `runtime.dial_width` does for one."""
+    if dial is None:
+        return np.full(len(trajectory), float(FULL_PRECISION))
+    widths = trajectory[:, Bits._fields.index(dial.role)].astype(np.float64)
+    if dial.offset:
+        moved = np.clip(widths + dial.offset, 1, FULL_PRECISION)
+        widths = np.where((widths > 0) & (widths < FULL_PRECISION), moved, widths)
+    if dial.fixed is not None:
+        widths = np.full(len(trajectory), float(dial.fixed))
+    if dial.with_forward:
+        widths = np.where(trajectory[:, 1] == 0, 0.0, widths)
+    return np.where(widths == 0, float(FULL_PRECISION), widths)
+
+
+def _layers(products: list[Product], terms: list[tuple[float, float]], transformed: bool) -> Iterator[LayerCost]:
+    rows: dict[str, list[tuple[Product, tuple[float, float]]]] = {}
+    for product, term in zip(products, terms, strict=True):
+        rows.setdefault(product.layer or ROOT, []).append((product, term))
+    for name, members in rows.items():
+        flops = sum(product.flops for product, _ in members)
+        if flops:
+            quantized = any(product.site for product, _ in members) if transformed else None
+            yield LayerCost(name, flops, quantized, sum(t[0] for _, t in members), sum(t[1] for _, t in members))

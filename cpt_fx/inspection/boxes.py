@@ -1,0 +1,163 @@
+"""The boxes of a drawing: their sizes, and their SVG with the upper left corner at the origin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from html import escape
+
+from cpt_fx.inspection.table import ROLES, width_text, widths_by_role
+from cpt_fx.inspection.tree import Item
+
+CODE = 7.3
+"""Width of a letter of a title, taken generously: a label must not be clipped where a font is wide."""
+LONGEST = 34
+BADGE = 32.0
+TITLE_BAR = 28.0
+LETTERS = {"weight": "W", "activation": "A", "bias": "B", "gradient": "G"}
+
+
+@dataclass(frozen=True)
+class Box:
+    """The markup of a box and its size."""
+
+    width: float
+    height: float
+    markup: str
+
+
+def number(value: float) -> str:
+    """Write a coordinate: at most one decimal."""
+    return f"{value:.1f}".removesuffix(".0")
+
+
+def shortened(text: str, length: int = LONGEST) -> str:
+    """Cut a long text in the middle: the ends of a name tell most."""
+    if len(text) <= length:
+        return text
+    head = (length - 1) // 2
+    return f"{text[:head]}…{text[-(length - 1 - head) :]}"
+
+
+def plain(label: str) -> float:
+    """Return the width of a subtitle, as generously."""
+    return sum(9.2 if letter in "×…–WMm@%" else 6.1 for letter in label)
+
+
+def text(kind: str, x: float, y: float, value: str) -> str:
+    """Return a text element, centred vertically on y."""
+    return f'<text class="{kind}" x="{number(x)}" y="{number(y)}">{escape(value)}</text>'
+
+
+def rectangle(kind: str, x: float, y: float, width: float, height: float, radius: float) -> str:
+    """Return a rounded rectangle."""
+    return (
+        f'<rect class="{kind}" x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}" '
+        f'rx="{number(radius)}"/>'
+    )
+
+
+def box_of(item: Item) -> Box:
+    """Return the box of a node, or of a module that is folded."""
+    if item.kind == "module":
+        return _module(item)
+    if item.view is not None:
+        return _quantizer(item)
+    title, subtitle = shortened(item.title), shortened(item.subtitle, 40)
+    if item.kind == "operator":
+        width = max(len(title) * CODE, plain(subtitle), 44) + 24
+        height = 40.0 if subtitle else 30.0
+        lines = text("t c", width / 2, 14 if subtitle else 15, title)
+        if subtitle:
+            lines += text("s c", width / 2, 28, subtitle)
+        return Box(width, height, rectangle("body", 0, 0, width, height, 7) + lines)
+    if item.kind in ("input", "output"):
+        width = max(len(title) * CODE, 40) + 28
+        return Box(width, 28, rectangle("body", 0, 0, width, 28, 14) + text("t c", width / 2, 14, title))
+    wide = len(title) * CODE
+    width = wide + (plain(subtitle) + 8 if subtitle else 0) + 26
+    label = text("t", 13, 13, title) + (text("s", 13 + wide + 8, 13, subtitle) if subtitle else "")
+    return Box(width, 26, rectangle("body", 0, 0, width, 26, 13) + label)
+
+
+def _quantizer(item: Item) -> Box:
+    assert item.view is not None
+    title, subtitle = shortened(item.title), shortened(item.subtitle, 40)
+    width = max(len(title) * CODE, plain(subtitle)) + BADGE + 22
+    parts = (
+        rectangle("body", 0, 0, width, 40, 7),
+        rectangle("badge", 4, 4, BADGE - 4, 32, 5),
+        text("n", 4 + (BADGE - 4) / 2, 20, str(item.view.bits)),
+        text("t", BADGE + 9, 14, title),
+        text("s", BADGE + 9, 28, subtitle),
+    )
+    return Box(width, 40, "".join(parts))
+
+
+def _module(item: Item) -> Box:
+    views = item.views()
+    widths = widths_by_role(views)
+    title, subtitle = shortened(item.title), shortened(module_note(item), 44)
+    chips = [(role, f"{LETTERS[role]} {width_text(bits)}") for role, bits in widths.items()]
+    sizes = [len(label) * CODE + 14 for _, label in chips]
+    row = sum(sizes) + 5 * max(len(chips) - 1, 0)
+    width = max(len(title) * CODE + 18, plain(subtitle), row) + 24
+    height = 72.0 if chips else 46.0
+    parts = [
+        rectangle("under", 3, 4, width, height, 9),
+        rectangle("body", 0, 0, width, height, 9),
+        text("t", 12, 16, title),
+        text("s", 12, 32, subtitle),
+        fold_sign(width - 15, 16, opened=False),
+    ]
+    x = 12.0
+    for (role, label), size in zip(chips, sizes, strict=True):
+        chip = rectangle("badge", x, 44, size, 19, 5) + text("n", x + size / 2, 53.5, label)
+        parts.append(f'<g class="{role}">{chip}</g>')
+        x += size + 5
+    return Box(width + 3, height + 4, "".join(parts))
+
+
+def frame_of(item: Item, width: float, height: float) -> str:
+    """Return what surrounds an opened module."""
+    title, note = shortened(item.title), shortened(item.subtitle, 30)
+    label = text("t", 30, 15, title)
+    if note:
+        label += text("s", 38 + len(title) * CODE, 15, note)
+    return rectangle("body", 0, 0, width, height, 10) + fold_sign(17, 15, opened=True) + label
+
+
+def title_width(item: Item) -> float:
+    """Return how far the title of an opened module reaches."""
+    return 54 + len(shortened(item.title)) * CODE + plain(shortened(item.subtitle, 30))
+
+
+def fold_sign(x: float, y: float, *, opened: bool) -> str:
+    """Return a plus, or a minus where the module is open."""
+    upright = "" if opened else f"M{number(x)} {number(y - 4)}v8"
+    return f'<path class="fold" d="M{number(x - 4)} {number(y)}h8{upright}"/>'
+
+
+def module_note(item: Item) -> str:
+    """Say in a few words what a folded module holds."""
+    count = len(item.views())
+    inside = f"{count} quantizer{'s' * (count != 1)}"
+    if not count:
+        inside = f"{sum(inner.kind == 'operator' for inner in item.walk())} operators"
+    return f"{item.subtitle} · {inside}" if item.subtitle else inside
+
+
+def classes(item: Item) -> str:
+    """Return the style classes of a box."""
+    if item.view is not None:
+        return f"box quantizer {item.view.role if item.view.role in ROLES else ''}".strip()
+    kind = {"module": "module", "operator": "op", "input": "end", "output": "end"}.get(item.kind, "value")
+    return f"box {kind}"
+
+
+def label_of(item: Item) -> str:
+    """Name a box for those who do not see it."""
+    if item.view is not None:
+        return f"{item.view}, {item.view.bits} bits"
+    if item.kind == "module":
+        return f"module {item.path or item.title}: {module_note(item)}"
+    return f"{item.kind} {item.facts.get('node', item.title)}"

@@ -1,0 +1,132 @@
+"""Floating point operations of one forward pass, by `torch.utils.flop_counter`, and where they happen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from cpt_fx.api import graphs
+from cpt_fx.inspection.digraph import module_of
+from cpt_fx.inspection.trial import eager_model, trial
+from cpt_fx.meta import SITE, Site
+
+
+@dataclass(frozen=True)
+class Product:
+    """Operations that share their widths."""
+
+    layer: str
+    flops: int
+    site: Site | None = None
+
+
+@contextmanager
+def _counting(model: nn.Module) -> Iterator[FlopCounterMode]:
+    """Count operations in evaluation mode, with the fused kernels off that the counter does not know."""
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    with ExitStack() as stack:
+        stack.enter_context(trial(model))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        # Not torch.backends.mkldnn.flags: it also writes a setting of Intel GPUs, which warns where there are none.
+        stack.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
+        torch._C._set_mkldnn_enabled(False)
+        stack.callback(torch.backends.mha.set_fastpath_enabled, fast_path)
+        torch.backends.mha.set_fastpath_enabled(False)
+        for module in model.modules():
+            # Flags only: train() on a state module would write widths.
+            module.training = False
+        yield stack.enter_context(FlopCounterMode(display=False))
+
+
+def module_products(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Product]:
+    """Count a plain model: to each module what runs in it and not in a module below it."""
+    model = eager_model(model)
+    own: dict[str, int] = {}
+    running: list[list[int]] = []
+    with _counting(model) as counter, ExitStack() as hooks:
+
+        def enter(module: nn.Module, given: Any) -> None:
+            running.append([counter.get_total_flops(), 0])
+
+        def leave(name: str) -> Callable[..., None]:
+            def hook(module: nn.Module, given: Any, result: Any) -> None:
+                start, inner = running.pop()
+                spent = counter.get_total_flops() - start
+                own[name] = own.get(name, 0) + spent - inner
+                if running:
+                    running[-1][1] += spent
+
+            return hook
+
+        for name, module in model.named_modules():
+            own.setdefault(name, 0)
+            hooks.callback(module.register_forward_pre_hook(enter).remove)
+            hooks.callback(module.register_forward_hook(leave(name)).remove)
+        model(*args, **kwargs)
+    return [Product(name, flops) for name, flops in own.items()]
+
+
+class _Counter(fx.Interpreter):
+    """Runs a graph node by node and notes what each costs."""
+
+    def __init__(self, module: fx.GraphModule, counter: FlopCounterMode, products: list[Product]) -> None:
+        super().__init__(module)
+        self.counter = counter
+        self.products = products
+        self.known = dict(module.named_modules(remove_duplicate=False))
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node."""
+        before = self.counter.get_total_flops()
+        result = super().run_node(n)
+        spent = self.counter.get_total_flops() - before
+        if spent:
+            site: Site | None = n.meta.get(SITE)
+            self.products.append(Product(site.layer if site else module_of(n, self.known), spent, site))
+        return result
+
+
+def graph_products(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Product]:
+    """Count a transformed model, operator by operator."""
+    products: list[Product] = []
+    modules = graphs(model)
+    with _counting(model) as counter, ExitStack() as restored:
+        for module in modules:
+            interpreter = _Counter(module, counter, products)
+            restored.callback(module.__dict__.pop, "forward")
+            module.__dict__["forward"] = _entrance(interpreter)
+        eager_model(model)(*args, **kwargs)
+        rest = counter.get_total_flops() - sum(product.flops for product in products)
+    return [*products, Product("", rest)]
+
+
+def _entrance(interpreter: _Counter) -> Callable[..., Any]:
+    """Return a forward that runs the interpreter: keywords and defaults become what the placeholders expect."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        remaining = list(args)
+        values = []
+        for node in interpreter.graph.nodes:
+            if node.op == "placeholder":
+                name = str(node.target)
+                if remaining:
+                    values.append(remaining.pop(0))
+                elif name in kwargs:
+                    values.append(kwargs[name])
+                elif node.args:
+                    values.append(node.args[0])
+                else:
+                    raise TypeError(f"the model needs the argument {name!r}, which the example inputs leave out")
+        return interpreter.run(*values)
+
+    return forward

@@ -1,0 +1,161 @@
+"""The drawing as one page: everything it needs is inside, nothing is fetched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from cpt_fx.inspection import boxes
+from cpt_fx.inspection.layout import GAP_X, GAP_Y, LANE, PORT_Y, SWEEPS, TIGHT, plan
+from cpt_fx.inspection.svg import BACK, PAD, drawing, levels_of
+from cpt_fx.inspection.table import levels, what, width_text, widths_by_role
+from cpt_fx.inspection.theme import DARK, LIGHT, resource, variables
+from cpt_fx.inspection.tree import Item, build
+from cpt_fx.inspection.views import QuantizerView
+
+if TYPE_CHECKING:
+    from cpt_fx.inspection.model import Inspection
+
+START = 48
+"""A page starts with at most about so many boxes, and opens the rest on demand."""
+
+
+def page(inspection: Inspection) -> str:
+    """Return the whole page."""
+    views = inspection.quantizers
+    root = build(inspection.graphs, views, inspection.name)
+    data = {
+        "root": root.id,
+        "open": sorted(levels_of(root, START)[-1]),
+        "sizes": {"gapX": GAP_X, "gapY": GAP_Y, "portY": PORT_Y, "lane": LANE, "sweeps": SWEEPS, "tight": TIGHT,
+                  "pad": PAD, "bar": boxes.TITLE_BAR, "back": BACK},
+        "items": {item.id: _item(item) for item in root.walk()},
+    }  # fmt: skip
+    parts = {
+        "title": escape(inspection.name),
+        "light": variables(LIGHT),
+        "dark": variables(DARK),
+        "style": resource("page.css") + resource("graph.css"),
+        "script": resource("page.js"),
+        "stats": _stats(inspection, views),
+        "legend": _legend(list(widths_by_role(views))),
+        "uncovered": _uncovered(inspection),
+        "passes": _passes(inspection),
+        "quantizers": _quantizers(views),
+        # "<" cannot end the script element it stands in.
+        "data": json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c"),
+        "drawing": drawing(inspection, None if len(data["items"]) < 400 else 0),
+    }
+    template = resource("page.html")
+    # One pass over the template: what is filled in is not searched for placeholders.
+    pieces = template.split("@@")
+    return "".join(piece if place % 2 == 0 else parts[piece] for place, piece in enumerate(pieces))
+
+
+def _item(item: Item) -> dict[str, Any]:
+    box = boxes.box_of(item)
+    entry: dict[str, Any] = {
+        "w": box.width, "h": box.height, "m": box.markup, "c": boxes.classes(item), "l": boxes.label_of(item),
+        "p": item.parent.id if item.parent else None, "t": _heading(item), "f": _facts(item),
+    }  # fmt: skip
+    if item.children:
+        arranged = plan(item)
+        entry |= {
+            "kids": [child.id for child in item.children], "rows": arranged.rows, "chains": arranged.chains,
+            "back": arranged.back, "tw": boxes.title_width(item), "frame": boxes.frame_of(item, 0, 0),
+        }  # fmt: skip
+    return entry
+
+
+def _heading(item: Item) -> str:
+    if item.view is not None:
+        return f"{item.view.layer} · {what(item.view)}"
+    if item.kind == "module":
+        return item.path if item.path and " … " not in item.title else f"{item.path} {item.title}".strip()
+    return item.facts.get("reads") or item.facts.get("node") or item.title
+
+
+def _facts(item: Item) -> list[tuple[str, str]]:
+    """Return what the panel shows of a box."""
+    view = item.view
+    if view is None:
+        if item.kind != "module":
+            return [("kind", item.kind), *((key, value) for key, value in item.facts.items() if value)]
+        inside = [(role, f"{width_text(bits)} bits") for role, bits in widths_by_role(item.views()).items()]
+        return [("kind", item.subtitle or "group"), ("quantizers", str(len(item.views()))), *inside]
+    facts = [
+        ("bits now", str(view.bits)), ("follows", follows(view)), ("role", view.role), ("operator", view.op),
+        ("operand", view.operand), ("format", str(view.format).replace("/", " · ")),
+        ("range of", f"one per {view.group}"),
+        ("times run", str(view.times_run) if view.times_run else "never"),
+    ]  # fmt: skip
+    if view.format.range.value == "observer":
+        seen = "nothing observed yet" if view.range is None else f"{view.range[0]:.4g} to {view.range[1]:.4g}"
+        facts.append(("running range", seen))
+    for bits, count in view.levels.items():
+        facts.append((f"at {bits} bits", f"{count} of {2**bits} levels, error {view.error[bits]:.2%}"))
+    facts += [("layers" if len(view.layers) > 1 else "layer", ", ".join(view.layers)), ("node", view.node)]
+    return [*facts, *((key, value) for key, value in item.facts.items() if key == "made by")]
+
+
+def follows(view: QuantizerView) -> str:
+    """Say which width of the schedule a quantizer follows."""
+    dial = view.dial
+    if dial.fixed is not None:
+        return f"fixed at {dial.fixed}"
+    return f"{dial.role} bits{f' {dial.offset:+d}' if dial.offset else ''}"
+
+
+def _stats(inspection: Inspection, views: tuple[QuantizerView, ...]) -> str:
+    left = len([item for item in inspection.uncovered if not item.by_choice])
+    silent = sum(not view.times_run for view in views)
+    found = [
+        ("quantizers", str(len(views)), ""),
+        *((f"{role} bits", width_text(bits), role) for role, bits in widths_by_role(views).items()),
+        ("in full precision", str(left), "warn" if left else ""),
+        ("never ran", str(silent), "warn" if silent else ""),
+    ]
+    return "".join(
+        f'<div class="stat {kind}"><b>{escape(value)}</b><span>{escape(label)}</span></div>'
+        for label, value, kind in found
+    )
+
+
+def _legend(roles: list[str]) -> str:
+    entries = [(role, role) for role in roles] + [("op", "operator"), ("value", "parameter"), ("end", "input, output"),
+                                                  ("folded", "module (click to open)")]  # fmt: skip
+    return "".join(f'<span class="key"><i class="{kind}"></i>{escape(label)}</span>' for kind, label in entries)
+
+
+def _uncovered(inspection: Inspection) -> str:
+    if not inspection.uncovered:
+        return "<p>Everything that multiplies is quantized.</p>"
+    rows = [
+        (item.layer or "(root)", f"{item.op} {item.operand}".strip(), item.reason, "yes" if item.by_choice else "")
+        for item in inspection.uncovered
+    ]
+    return _table(("layer", "operator", "reason", "by choice"), rows)
+
+
+def _passes(inspection: Inspection) -> str:
+    notes = [("capture", inspection.capture.frontend, "; ".join(inspection.capture.notes))]
+    rows = [(report.name, f"{report.changed} changed", "; ".join(report.notes)) for report in inspection.passes]
+    return _table(("pass", "result", "notes"), notes + rows)
+
+
+def _quantizers(views: tuple[QuantizerView, ...]) -> str:
+    rows = [
+        (view.layer, view.op, what(view), str(view.format).replace("/", " "), str(view.bits),
+         str(view.times_run) if view.times_run else "never", levels(view),
+         f"{view.error[view.seen]:.2%}" if view.seen else "–")
+        for view in views
+    ]  # fmt: skip
+    return _table(("layer", "operator", "quantized", "format", "bits", "runs", "levels", "error"), rows)
+
+
+def _table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in heads)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

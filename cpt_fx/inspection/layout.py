@@ -1,0 +1,263 @@
+"""Where boxes go: rows by topological generation, an order in each row that keeps edges short, then coordinates.
+
+Rows and orders depend on the graph alone; coordinates also on the sizes of the boxes, which change when a module is
+opened. The page (`page.js`) therefore repeats `place` and nothing else of this file.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+
+import networkx as nx
+
+from cpt_fx.inspection.tree import IN, OUT, Item
+
+GAP_X, GAP_Y, PORT_Y, LANE = 18.0, 32.0, 18.0, 10.0
+SWEEPS = 8
+TIGHT = 6.0
+"""How near a lane may come to a box, to be straight."""
+
+
+Sizes = dict[str, tuple[float, float]]
+Ports = dict[str, tuple[float, float]]
+Near = dict[str, list[tuple[str, float, float]]]
+
+
+@dataclass
+class Plan:
+    """Rows of ids, and every edge as the chain of ids it runs through. Ids with a `~` are lanes of long edges."""
+
+    rows: list[list[str]]
+    chains: list[list[str]]
+    back: list[tuple[str, str]] = field(default_factory=list)
+    """Edges against the flow: a module that is needed both before and after another."""
+
+
+def plan(item: Item) -> Plan:
+    """Arrange the children of a module."""
+    order = {child.id: (child.order, place) for place, child in enumerate(item.children)}
+    order[IN], order[OUT] = (-1, -1), (1 << 60, 0)
+    forward = [(a, b) for a, b in item.edges if order[a] < order[b]]
+    back = [(a, b) for a, b in item.edges if order[a] > order[b]]
+    graph = nx.DiGraph()
+    graph.add_nodes_from(sorted((child.id for child in item.children), key=order.__getitem__))
+    graph.add_edges_from(forward)
+    ranks = _ranks(graph, {child.id: child.kind for child in item.children})
+    rows: list[list[str]] = [[] for _ in range(max(ranks.values(), default=0) + 1)]
+    for node in sorted(graph, key=order.__getitem__):
+        rows[ranks[node]].append(node)
+    chains = _lanes(rows, ranks, forward)
+    rows = _untangle([row for row in rows if row], chains)
+    return Plan(rows, chains, back)
+
+
+def _ranks(graph: nx.DiGraph, kinds: dict[str, str]) -> dict[str, int]:
+    """Number the rows; what depends on parameters alone stands right above where it is needed."""
+    ranks = {node: rank for rank, row in enumerate(nx.topological_generations(graph)) for node in row}
+    flowing: set[str] = set()
+    for node in sorted(ranks, key=ranks.__getitem__):
+        if node == IN or kinds.get(node) == "input" or any(before in flowing for before in graph.predecessors(node)):
+            flowing.add(node)
+    for node in sorted(ranks, key=ranks.__getitem__, reverse=True):
+        below = [ranks[after] for after in graph.successors(node)]
+        if node not in flowing and below:
+            ranks[node] = min(below) - 1
+    if OUT in ranks:
+        ranks[OUT] = max(ranks.values()) + (max(ranks.values()) != ranks[OUT])
+    used = {rank: place for place, rank in enumerate(sorted(set(ranks.values())))}
+    return {node: used[rank] for node, rank in ranks.items()}
+
+
+def _lanes(rows: list[list[str]], ranks: dict[str, int], edges: list[tuple[str, str]]) -> list[list[str]]:
+    """Give edges that skip rows a lane in each of them, one for all edges of a source."""
+    chains = []
+    for a, b in edges:
+        chain = [a]
+        for rank in range(ranks[a] + 1, ranks[b]):
+            lane = f"{a}~{rank}"
+            if lane not in rows[rank]:
+                rows[rank].append(lane)
+            chain.append(lane)
+        chains.append([*chain, b])
+    return chains
+
+
+def _untangle(rows: list[list[str]], chains: list[list[str]]) -> list[list[str]]:
+    """Sort each row by the mean position of the neighbours above, then below, and keep the best order seen."""
+    above: dict[str, list[str]] = {}
+    below: dict[str, list[str]] = {}
+    for a, b in dict.fromkeys(pair for chain in chains for pair in itertools.pairwise(chain)):
+        above.setdefault(b, []).append(a)
+        below.setdefault(a, []).append(b)
+    best, fewest = rows, _crossings(rows, below)
+    current = rows
+    for sweep in range(SWEEPS):
+        if not fewest:
+            break
+        down = sweep % 2 == 0
+        neighbours = above if down else below
+        current = list(current)
+        places = range(1, len(rows)) if down else range(len(rows) - 2, -1, -1)
+        for place in places:
+            fixed = {node: at for at, node in enumerate(current[place - 1 if down else place + 1])}
+            current[place] = _sorted_by_mean(current[place], fixed, neighbours)
+        crossings = _crossings(current, below)
+        if crossings < fewest:
+            best, fewest = current, crossings
+    return best
+
+
+def _sorted_by_mean(row: list[str], fixed: dict[str, int], neighbours: dict[str, list[str]]) -> list[str]:
+    keys = {}
+    for at, node in enumerate(row):
+        near = [fixed[other] for other in neighbours.get(node, ()) if other in fixed]
+        keys[node] = sum(near) / len(near) if near else float(at)
+    return sorted(row, key=keys.__getitem__)
+
+
+def _crossings(rows: list[list[str]], below: dict[str, list[str]]) -> int:
+    total = 0
+    for row, following in itertools.pairwise(rows):
+        fixed = {node: at for at, node in enumerate(following)}
+        seen: list[int] = []
+        for node in row:
+            ends = sorted(fixed[other] for other in below.get(node, ()) if other in fixed)
+            total += sum(len(seen) - bisect_left(seen, end + 1) for end in ends)
+            for end in ends:
+                insort(seen, end)
+    return total
+
+
+@dataclass
+class Placed:
+    """Coordinates: centre x and top y of each id, height of each row, and the size of the whole."""
+
+    x: dict[str, float]
+    top: dict[str, float]
+    row_of: dict[str, int]
+    row_top: list[float]
+    row_height: list[float]
+    width: float
+    height: float
+    cuts: dict[int, float] = field(default_factory=dict)
+    """Rows at which a new column starts, and where the way up to it is."""
+
+
+def place(plan: Plan, sizes: Sizes, ports: Ports) -> Placed:
+    """Put boxes of known sizes into their rows, straight below what they follow where there is room.
+
+    `ports` says, for opened modules, how far from their middle edges enter and leave.
+    """
+    width = {node: sizes.get(node, (LANE, 0.0))[0] for row in plan.rows for node in row}
+    row_of = {node: place for place, row in enumerate(plan.rows) for node in row}
+    above, below = _neighbours(plan, sizes, ports)
+    x: dict[str, float] = {}
+    for row in plan.rows:
+        _settle(row, [0.0] * len(row), width, x)
+    for sweep in range(SWEEPS):
+        down = sweep % 2 == 0
+        for row in plan.rows if down else plan.rows[::-1]:
+            wanted = []
+            for node in row:
+                # The first sweeps follow one side only, so that chains become straight lines.
+                near = above.get(node, []) if down else below.get(node, [])
+                if sweep > 5 or not near:
+                    near = above.get(node, []) + below.get(node, [])
+                total = sum(weight for _, _, weight in near)
+                wanted.append(sum((x[n] + shift) * weight for n, shift, weight in near) / total if near else x[node])
+            _settle(row, wanted, width, x)
+    _straighten(plan, width, x)
+    left = min((x[node] - width[node] / 2 for node in x), default=0.0)
+    right = max((x[node] + width[node] / 2 for node in x), default=0.0)
+    top: dict[str, float] = {}
+    row_top, row_height, y, gap = [], [], 0.0, 0.0
+    for row in plan.rows:
+        height = max((sizes.get(node, (0.0, 0.0))[1] for node in row), default=0.0)
+        y += gap if height and row is not plan.rows[0] else min(gap, PORT_Y)
+        row_top.append(y)
+        row_height.append(height)
+        for node in row:
+            top[node] = y + (height - sizes.get(node, (0.0, height))[1]) / 2
+        y += height
+        gap = GAP_Y if height else PORT_Y
+    shifted = {node: value - left for node, value in x.items()}
+    return Placed(shifted, top, row_of, row_top, row_height, right - left, y)
+
+
+def _neighbours(plan: Plan, sizes: Sizes, ports: Ports) -> tuple[Near, Near]:
+    """Return what stands above and below each id: which, how far aside it wants this one, and how strongly.
+
+    Boxes in a line count most, so that a main path is straight and the lanes of skipping edges give way.
+    """
+    above: Near = {}
+    below: Near = {}
+    for a, b in dict.fromkeys(pair for chain in plan.chains for pair in itertools.pairwise(chain)):
+        shift = _straight(ports, a) - _straight(ports, b)
+        weight = (8.0, 0.05, 4.0)[("~" in a) + ("~" in b)]
+        above.setdefault(b, []).append((a, shift, weight))
+        below.setdefault(a, []).append((b, -shift, weight))
+    return above, below
+
+
+def _straighten(plan: Plan, width: dict[str, float], x: dict[str, float]) -> None:
+    """Move the lanes of an edge onto one line, as far down as their neighbours leave room."""
+    lanes: dict[str, list[str]] = {}
+    room: dict[str, tuple[str | None, str | None]] = {}
+    for row in plan.rows:
+        for node, before, after in zip(row, [None, *row[:-1]], [*row[1:], None], strict=True):
+            if "~" in node:
+                lanes.setdefault(node.rpartition("~")[0], []).append(node)
+                room[node] = (before, after)
+    for chain in (*lanes.values(), *lanes.values()):
+        line: list[str] = []
+        low, high = -math.inf, math.inf
+        for node in chain:
+            before, after = room[node]
+            least = -math.inf if before is None else x[before] + (width[before] + LANE) / 2 + TIGHT
+            most = math.inf if after is None else x[after] - (width[after] + LANE) / 2 - TIGHT
+            if max(low, least) > min(high, most):
+                _align(line, low, high, x)
+                line, low, high = [], -math.inf, math.inf
+            line.append(node)
+            low, high = max(low, least), min(high, most)
+        _align(line, low, high, x)
+
+
+def _align(line: list[str], low: float, high: float, x: dict[str, float]) -> None:
+    if line and low <= high:
+        middle = min(max(sum(x[node] for node in line) / len(line), low), high)
+        x.update(dict.fromkeys(line, middle))
+
+
+def _straight(ports: Ports, node: str) -> float:
+    """Return the port to align by, if values leave a module below where they entered.
+
+    Otherwise modules stand under each other by their middles: a row of them would drift to the side for ever.
+    """
+    enter, leave = ports.get(node, (0.0, 0.0))
+    return enter if abs(enter - leave) < 6 else 0.0
+
+
+def _settle(row: list[str], wanted: list[float], width: dict[str, float], x: dict[str, float]) -> None:
+    """Give every box of a row the place it wants, as nearly as its neighbours allow (pool adjacent violators)."""
+    offset, offsets = 0.0, []
+    for place, node in enumerate(row):
+        if place:
+            offset += (width[row[place - 1]] + width[node]) / 2 + GAP_X
+        offsets.append(offset)
+    pools: list[tuple[float, float, int]] = []
+    for node, want, shift in zip(row, wanted, offsets, strict=True):
+        mean, weight, count = want - shift, 0.1 if "~" in node else 1.0, 1
+        while pools and pools[-1][0] > mean:
+            other, others, members = pools.pop()
+            mean = (mean * weight + other * others) / (weight + others)
+            weight, count = weight + others, count + members
+        pools.append((mean, weight, count))
+    position = 0
+    for mean, _, count in pools:
+        for _ in range(count):
+            x[row[position]] = mean + offsets[position]
+            position += 1

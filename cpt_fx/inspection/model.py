@@ -1,0 +1,138 @@
+"""The inspection itself: one object from which everything else is asked."""
+
+from __future__ import annotations
+
+import io
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, ConsoleRenderable
+from rich.table import Table
+from torch import fx, nn
+
+from cpt_fx.api import graphs, history_of
+from cpt_fx.inspection import table
+from cpt_fx.inspection.digraph import digraph
+from cpt_fx.inspection.html import page
+from cpt_fx.inspection.svg import drawing
+from cpt_fx.inspection.verification import Verification, verify
+from cpt_fx.inspection.views import QuantizerView, views_of
+from cpt_fx.meta import Uncovered
+from cpt_fx.pass_base import Report
+
+
+@dataclass(frozen=True)
+class CaptureInfo:
+    """How the model became a graph."""
+
+    frontend: str
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """The frontend, then the notes."""
+        return "\n  ".join((self.frontend, *self.notes))
+
+
+@dataclass(frozen=True, repr=False)
+class Inspection:
+    """What a transformed model is: what is quantized, what is not, how it came about. Read when asked, not before."""
+
+    model: nn.Module
+
+    @property
+    def graphs(self) -> list[fx.GraphModule]:
+        """The rewritten graphs."""
+        return graphs(self.model)
+
+    @property
+    def name(self) -> str:
+        """The class of the model that was transformed."""
+        return type(history_of(self.model).source).__name__
+
+    @property
+    def quantizers(self) -> tuple[QuantizerView, ...]:
+        """Every quantize node as it stands now."""
+        return views_of(self.graphs)
+
+    @property
+    def uncovered(self) -> tuple[Uncovered, ...]:
+        """Everything that multiplies and stays in full precision, with the reason."""
+        return history_of(self.model).uncovered
+
+    @property
+    def passes(self) -> tuple[Report, ...]:
+        """What each pass did, in order."""
+        return history_of(self.model).reports
+
+    @property
+    def capture(self) -> CaptureInfo:
+        """Which frontend captured the model, and what it had to say."""
+        history = history_of(self.model)
+        return CaptureInfo(history.frontend, history.notes)
+
+    def verify(self, *inputs: Any, gradients: bool = True, **kwargs: Any) -> Verification:
+        """Prove that quantization ran, from the records so far or, given inputs, from a trial run on them.
+
+        A trial run goes forward and backward eagerly, at the current widths and once more at 2 bits, and leaves no
+        trace. Without inputs the records count what the model has done until now, so train a step first.
+
+        Args:
+            inputs: what the model is called with, for a trial run.
+            gradients: demand that gradient quantizers ran too; False for a model that only evaluates.
+            kwargs: keyword arguments of the model.
+
+        Raises:
+            VerificationError: naming the layer of every quantizer that never ran, showed more than 2^b levels, is not
+                at its scheduled width, or has a running range that is not finite.
+        """
+        return verify(self, inputs, kwargs, gradients)
+
+    def table(self) -> Table:
+        """Return the quantizers as a rich table, grouped by layer."""
+        return table.quantizer_table(self.quantizers)
+
+    def networkx(self) -> Any:
+        """Return the rewritten graph as a `networkx.DiGraph`.
+
+        Node attributes: op, target, kind, role, layer, bits, module, made_by.
+        """
+        return digraph(self.graphs, self.quantizers)
+
+    def svg(self, path: str | os.PathLike[str] | None = None, *, depth: int | None = None) -> str:
+        """Draw the rewritten graph, and write it to `path` if one is given.
+
+        Args:
+            path: the file to write.
+            depth: how many levels of modules are opened; by default as many as stay readable on one page.
+        """
+        return _written(drawing(self, depth), path)
+
+    def html(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Draw the graph as one self-contained page: modules open and fold, quantizers show what they did."""
+        return _written(page(self), path)
+
+    def _repr_html_(self) -> str:
+        return drawing(self, None)
+
+    def __rich__(self) -> ConsoleRenderable:
+        """Show tables in a terminal."""
+        return table.overview(self)
+
+    def __str__(self) -> str:
+        """Show the same as plain text."""
+        console = Console(file=io.StringIO(), width=100, color_system=None, legacy_windows=False)
+        console.print(self)
+        assert isinstance(console.file, io.StringIO)
+        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+    def __repr__(self) -> str:
+        """Say what there is."""
+        return f"<Inspection of {self.name}: {len(self.quantizers)} quantizers, {len(self.uncovered)} uncovered>"
+
+
+def _written(text: str, path: str | os.PathLike[str] | None) -> str:
+    if path is not None:
+        Path(path).write_text(text, encoding="utf-8")
+    return text

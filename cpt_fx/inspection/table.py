@@ -1,0 +1,96 @@
+"""An inspection in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import ConsoleRenderable, Group
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from cpt_fx.inspection.views import QuantizerView
+
+if TYPE_CHECKING:
+    from cpt_fx.inspection.model import Inspection
+
+COLOURS = {"weight": "blue", "activation": "yellow", "bias": "green", "gradient": "magenta"}
+ROLES = tuple(COLOURS)
+
+
+def quantizer_table(views: Iterable[QuantizerView]) -> Table:
+    """Return one row per quantizer; the first rows of a layer name it and its operator."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1))
+    table.add_column("layer", overflow="fold", min_width=8, max_width=30)
+    table.add_column("quantized", no_wrap=True)
+    table.add_column("format", overflow="fold", min_width=14, max_width=34)
+    for name in ("bits", "runs", "levels", "error"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for _, rows in groupby(views, key=lambda view: (view.graph, view.layer, view.op)):
+        members = list(rows)
+        for position, view in enumerate(members):
+            heading = Text(f"  {view.op}" if position == 1 else "", "dim")
+            if position == 0:
+                heading = Text(view.layer or "(root)", "bold")
+            if len(members) == 1:
+                heading.append(f"\n  {view.op}", "not bold dim")
+            table.add_row(
+                heading,
+                Text(what(view), COLOURS.get(view.role, "")),
+                str(view.format).replace("/", " "),
+                str(view.bits),
+                str(view.times_run) if view.times_run else Text("never", "bold red"),
+                levels(view),
+                f"{view.error[view.seen]:.1%}" if view.seen else "–",
+            )
+        table.add_section()
+    return table
+
+
+def what(view: QuantizerView) -> str:
+    """Return what is quantized, in a word or two."""
+    if view.operand == view.role or (view.role, view.operand) == ("activation", "input"):
+        return view.role
+    return f"{view.role} {view.operand}"
+
+
+def levels(view: QuantizerView) -> str:
+    """Return the levels seen of those allowed."""
+    return "–" if view.seen is None else f"{view.levels[view.seen]}/{2**view.seen}"
+
+
+def widths_by_role(views: Iterable[QuantizerView]) -> dict[str, list[int]]:
+    """Return the widths in use now, for each role."""
+    found: dict[str, set[int]] = {}
+    for view in views:
+        found.setdefault(view.role, set()).add(view.bits)
+    return {role: sorted(found[role]) for role in ROLES if role in found}
+
+
+def width_text(widths: list[int]) -> str:
+    """Write a set of widths: `8`, or `3–8` where several are in use."""
+    return str(widths[0]) if len(widths) == 1 else f"{widths[0]}–{widths[-1]}"
+
+
+def overview(inspection: Inspection) -> ConsoleRenderable:
+    """Return all of an inspection for a terminal."""
+    views = inspection.quantizers
+    widths = ", ".join(f"{role} {width_text(bits)}" for role, bits in widths_by_role(views).items())
+    left = [item for item in inspection.uncovered if not item.by_choice]
+    parts: list[ConsoleRenderable] = [
+        Text.assemble((inspection.name, "bold"), f", captured by {inspection.capture.frontend}"),
+        Text(f"{len(views)} quantizers, bits now: {widths}"),
+        *(Text(f"  {note}", "dim") for note in inspection.capture.notes),
+        Text(""),
+        quantizer_table(views),
+        Text(f"in full precision: {len(left)}, excluded by choice: {len(inspection.uncovered) - len(left)}", "bold"),
+        *(Text.from_markup(f"  {escape(str(item))}", style="yellow" if item in left else "dim", emoji=False)
+          for item in inspection.uncovered),
+        Text(""),
+        Text("passes", "bold"),
+        *(Text(f"  {report}") for report in inspection.passes),
+    ]  # fmt: skip
+    return Group(*parts)

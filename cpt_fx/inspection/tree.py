@@ -1,0 +1,259 @@
+"""The rewritten graph as a tree of modules, with the edges between siblings: what drawing and folding start from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from cpt_fx.inspection.digraph import Modules, kind_of, module_of, target_name
+from cpt_fx.inspection.views import QuantizerView
+from cpt_fx.meta import PASS, SITE, get_attribute
+
+CROWD = 60
+"""Modules with more children than this have them gathered into runs of neighbours."""
+
+IN, OUT = "in", "out"
+"""Where values enter and leave an opened module."""
+
+
+@dataclass(eq=False)
+class Item:
+    """A box: a module with items inside, or one node of the graph."""
+
+    id: str
+    kind: str
+    title: str
+    subtitle: str = ""
+    path: str = ""
+    """The module's path; for a node, the path of the module it belongs to."""
+    view: QuantizerView | None = None
+    facts: dict[str, str] = field(default_factory=dict)
+    parent: Item | None = None
+    children: list[Item] = field(default_factory=list)
+    edges: dict[tuple[str, str], None] = field(default_factory=dict)
+    """Between children, by id, in order; `IN` and `OUT` stand for the module's own border."""
+    container: bool = False
+    """A module that is never called itself, only its members are (a ModuleList)."""
+    order: int = 0
+    """Position in the graph of the first thing inside."""
+
+    def walk(self) -> Iterator[Item]:
+        """Yield this item and everything below it."""
+        stack = [self]
+        while stack:
+            item = stack.pop()
+            yield item
+            stack.extend(reversed(item.children))
+
+    def views(self) -> list[QuantizerView]:
+        """Return the quantizers inside."""
+        return [item.view for item in self.walk() if item.view is not None]
+
+
+def build(modules: list[fx.GraphModule], views: tuple[QuantizerView, ...], name: str) -> Item:
+    """Return the tree of a model. Reads of our own state and flags of the training mode are left out."""
+    root = Item("m", "module", name, "model")
+    for index, module in enumerate(modules):
+        top = root if len(modules) == 1 else _child(root, f"m/g{index}", f"graph {index}", "")
+        mine = {view.node: view for view in views if view.graph == index}
+        dissolved: set[str] = set()
+        while more := _plant(module, mine, top, f"{index}.", dissolved):
+            dissolved |= more
+    _simplify(root)
+    _gather(root)
+    return root
+
+
+def _plant(
+    module: fx.GraphModule, views: dict[str, QuantizerView], top: Item, prefix: str, dissolved: set[str]
+) -> set[str]:
+    """Fill `top`; return the containers that nobody calls and whose members take turns with what is outside them.
+
+    Folded, such a container (`self.convs` beside `self.norms`) would stand before and after its own surroundings.
+    """
+    top.children, top.edges = [], {}
+    known: Modules = dict(module.named_modules(remove_duplicate=False))
+    groups: dict[str, Item] = {top.id: top}
+    leaves: dict[fx.Node, Item] = {}
+    for order, node in enumerate(module.graph.nodes):
+        kind = kind_of(module, node, views.get(node.name))
+        if kind == "state":
+            continue
+        parent = _group(node, top, groups, known, dissolved)
+        leaf = _leaf(module, node, kind, views.get(node.name), known, prefix)
+        leaf.order, leaf.parent = order, parent
+        parent.children.append(leaf)
+        leaves[node] = leaf
+    for node, leaf in leaves.items():
+        for used in node.all_input_nodes:
+            if used in leaves:
+                _connect(leaves[used], leaf)
+    for item in reversed(list(top.walk())):
+        if item.children:
+            item.order = min(child.order for child in _movers(item.children))
+    found = set()
+    for item in top.walk():
+        inside = {child.id: child for child in item.children}
+        for a, b in item.edges:
+            if a in inside and b in inside and inside[a].order > inside[b].order:
+                found |= {end for end in (a, b) if inside[end].container}
+    return found
+
+
+def _movers(children: list[Item]) -> list[Item]:
+    """Return what takes part in the flow; parameters may be read long before they are needed."""
+    return [child for child in children if child.kind not in ("parameter", "buffer", "constant")] or children
+
+
+def _group(node: fx.Node, top: Item, groups: dict[str, Item], known: Modules, dissolved: set[str]) -> Item:
+    """Return the box of the module a node belongs to. Every call of a module has a box of its own."""
+    stack = [(str(call), str(path)) for call, (path, _) in (node.meta.get("nn_module_stack") or {}).items() if path]
+    path = module_of(node, known)
+    if path and (not stack or stack[-1][1] != path):
+        stack = [*((call, outer) for call, outer in stack if f"{path}.".startswith(f"{outer}.")), (path, path)]
+    current, here = top, ""
+    for call, outer in stack:
+        inner = outer[len(here) + 1 :] if here and outer.startswith(f"{here}.") else outer
+        names = inner.split(".")
+        base = here if here and outer.startswith(f"{here}.") else ""
+        lead = ""
+        for place, name in enumerate(names):
+            reached = f"{base}.{name}" if base else name
+            base = reached
+            number = call.rpartition("@")[2] if place == len(names) - 1 and "@" in call else ""
+            key = f"{current.id}/{lead}{name}" + (f"@{number}" if number else "")
+            if key in dissolved:
+                lead += f"{name}."
+                continue
+            if key not in groups:
+                title = f"{lead}{name} (call {int(number) + 1})" if number.isdigit() else f"{lead}{name}"
+                groups[key] = _child(current, key, title, reached)
+                groups[key].subtitle = _class_name(known, reached)
+                groups[key].container = place < len(names) - 1
+            current, lead = groups[key], ""
+        here = outer
+    return current
+
+
+def _child(parent: Item, key: str, title: str, path: str) -> Item:
+    item = Item(key, "module", title, path=path, parent=parent)
+    parent.children.append(item)
+    return item
+
+
+def _class_name(known: Modules, path: str) -> str:
+    module = known.get(path)
+    return str(getattr(module, "kind", type(module).__name__)).rpartition(".")[2] if module is not None else ""
+
+
+def _leaf(
+    module: fx.GraphModule, node: fx.Node, kind: str, view: QuantizerView | None, known: Modules, prefix: str
+) -> Item:
+    name, path = target_name(node), module_of(node, known)
+    facts = {"node": node.name, "module": path or "(root)"}
+    if node.meta.get(PASS):
+        facts["made by"] = f"pass {node.meta[PASS]}"
+    title, subtitle = name, ""
+    if view is not None:
+        title = "output gradient" if view.role == "gradient" else view.operand
+        subtitle = f"{view.format.scheme.value} · {view.group}"
+    elif kind in ("parameter", "buffer", "constant"):
+        title = str(node.target).rpartition(".")[2]
+        value = get_attribute(module, str(node.target))
+        subtitle = "×".join(map(str, value.shape)) or "scalar" if hasattr(value, "shape") else ""
+        facts |= {"reads": str(node.target), "shape": subtitle}
+    elif kind == "operator":
+        if node.op == "call_module":
+            title, subtitle = path.rpartition(".")[2], _class_name(known, str(node.target))
+        facts["calls"] = name
+        site: Any = node.meta.get(SITE)
+        if site is not None:
+            facts["layer"] = site.layer
+    return Item(prefix + node.name, kind, title, subtitle, path, view, facts)
+
+
+def _connect(source: Item, target: Item) -> None:
+    """Draw an edge at the level where the two part, and on to each of them from the borders of the modules between."""
+    ups, downs = _ancestors(source), _ancestors(target)
+    common = 0
+    while common < min(len(ups), len(downs)) - 1 and ups[common] is downs[common]:
+        common += 1
+    shared = ups[common - 1]
+    shared.edges[ups[common].id, downs[common].id] = None
+    for level in range(common, len(ups) - 1):
+        ups[level].edges[ups[level + 1].id, OUT] = None
+    for level in range(common, len(downs) - 1):
+        downs[level].edges[IN, downs[level + 1].id] = None
+
+
+def _ancestors(item: Item) -> list[Item]:
+    chain: list[Item] = []
+    current: Item | None = item
+    while current is not None:
+        chain.append(current)
+        current = current.parent
+    return chain[::-1]
+
+
+def _simplify(item: Item) -> None:
+    """Replace a module that holds one thing only by that thing."""
+    for child in item.children:
+        _simplify(child)
+    for place, child in enumerate(item.children):
+        if child.kind != "module" or len(child.children) != 1:
+            continue
+        only = child.children[0]
+        if only.kind == "module":
+            only.title = f"{child.title}.{only.title}"
+        elif only.kind == "operator" and only.subtitle == "":
+            only.subtitle = child.path
+        only.parent = item
+        item.children[place] = only
+        names = {child.id: only.id}
+        item.edges = {(names.get(a, a), names.get(b, b)): None for a, b in item.edges}
+
+
+def _gather(item: Item) -> None:
+    """Give a module with very many children a level more: runs of neighbours, which never form a circle."""
+    for child in item.children:
+        _gather(child)
+    while len(item.children) > CROWD:
+        ordered = sorted(item.children, key=lambda child: child.order)
+        size = -(-len(ordered) // -(-len(ordered) // 24))
+        owner: dict[str, Item] = {}
+        runs: list[Item] = []
+        for start in range(0, len(ordered), size):
+            members = ordered[start : start + size]
+            run = Item(f"{item.id}/#{start}-{len(ordered)}", "module", _span(members), path=item.path, parent=item)
+            run.order, run.children = members[0].order, members
+            for member in members:
+                member.parent = run
+                owner[member.id] = run
+            runs.append(run)
+        edges = item.edges
+        item.children, item.edges = runs, {}
+        for a, b in edges:
+            _lift(item, owner, a, b)
+
+
+def _lift(item: Item, owner: dict[str, Item], a: str, b: str) -> None:
+    """Move an edge between children into the runs that hold them now."""
+    first, last = owner.get(a), owner.get(b)
+    if first is last and first is not None:
+        first.edges[a, b] = None
+        return
+    if first is not None:
+        first.edges[a, OUT] = None
+    if last is not None:
+        last.edges[IN, b] = None
+    item.edges[first.id if first else a, last.id if last else b] = None
+
+
+def _span(members: list[Item]) -> str:
+    modules = [member for member in members if member.kind == "module"]
+    named = [member for member in modules if member.views()] or modules or _movers(members)
+    first, last = named[0].title.partition(" … ")[0], named[-1].title.rpartition(" … ")[2]
+    return first if first == last else f"{first} … {last}"

@@ -1,0 +1,85 @@
+"""Run a model and leave no trace: buffers, parameters, gradients, random numbers and modes are as before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def eager_model(model: nn.Module) -> nn.Module:
+    """Return the module to call: without the wrappers of torch.compile and of data parallelism."""
+    while True:
+        inner = model._modules.get("_orig_mod")
+        if inner is None and isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            inner = model.module
+        if inner is None:
+            return model
+        model = inner
+
+
+@contextmanager
+def trial(model: nn.Module) -> Iterator[None]:
+    """Put copies in the place of all buffers, and undo on leaving whatever happened inside.
+
+    The originals of the buffers are not written at all, so that a backward pass that is still to come finds them as
+    its forward pass left them. Parameters stay; one that the model's own code overwrites gets its values back.
+    """
+    modules = list(model.modules())
+    saved = [(module, module._buffers, module.training) for module in modules]
+    copies: dict[int, Tensor] = {}
+    values = [(parameter, parameter._version, parameter.detach().clone()) for parameter in model.parameters()]
+    devices = sorted({value.device.index for _, _, value in values if value.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
+        try:
+            for module in modules:
+                module.__dict__["_buffers"] = {
+                    name: None if buffer is None else copies.setdefault(id(buffer), buffer.detach().clone())
+                    for name, buffer in module._buffers.items()
+                }
+            yield
+        finally:
+            for module, buffers, training in saved:
+                module.__dict__["_buffers"] = buffers
+                module.training = training
+            with torch.no_grad():
+                for parameter, version, value in values:
+                    if parameter._version != version:
+                        parameter.copy_(value)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Walk over the tensors in what a model returned."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+def forward_and_backward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, gradients: bool) -> None:
+    """Run a model once, and, for `gradients`, back from a random weighted sum of its floating outputs.
+
+    `torch.autograd.grad` accumulates nothing: neither `.grad` nor hooks that step an optimizer are involved. The
+    weights are random because the gradient of a plain sum is one number, on which nothing can be seen.
+    """
+    with torch.inference_mode(False), torch.set_grad_enabled(gradients):
+        outputs = list(tensors_in(model(*args, **kwargs)))
+        if not gradients:
+            return
+        candidates = [*model.parameters(), *tensors_in(args), *tensors_in(kwargs)]
+        leaves = list({id(leaf): leaf for leaf in candidates if leaf.requires_grad}.values())
+        floating = [out for out in outputs if out.is_floating_point() and out.requires_grad]
+        losses = [(out * torch.randn_like(out)).sum() for out in floating]
+        if leaves and losses:
+            torch.autograd.grad(losses, leaves, allow_unused=True)

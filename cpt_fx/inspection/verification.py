@@ -1,0 +1,214 @@
+"""Proof that quantization happened: every quantizer ran, at the width it should, on at most 2^b levels."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+
+from cpt_fx.errors import TransformError
+from cpt_fx.evidence import SAMPLE
+from cpt_fx.formats import FULL_PRECISION
+from cpt_fx.inspection.trial import eager_model, forward_and_backward, trial
+from cpt_fx.inspection.views import QuantizerView, quantizer_nodes, state_of
+from cpt_fx.meta import get_attribute
+from cpt_fx.passes.verify import Verify
+from cpt_fx.runtime import dial_width
+from cpt_fx.spec import SpecError
+
+if TYPE_CHECKING:
+    from cpt_fx.inspection.model import Inspection
+
+PROBE = 2
+"""A second width for a trial run: four levels are so few that hardly a tensor passes for quantized by accident."""
+PROVABLE = int(math.log2(SAMPLE)) - 1
+"""Above this width a sample has too few elements to show more levels than are allowed."""
+
+
+class VerificationError(TransformError):
+    """A transformed model did not quantize as it should have."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was proven."""
+
+    quantizers: int
+    runs: int
+    """Runs of all quantizers together."""
+    widths: tuple[int, ...]
+    """Widths at which levels were counted."""
+    largest_ratio: float
+    """The largest number of levels seen, as a part of the 2^b allowed."""
+    unwitnessed: tuple[str, ...] = ()
+    """Quantizers that ran, but whose levels nobody counted."""
+    idle: tuple[str, ...] = ()
+    """Gradient quantizers that had nothing to do: nothing before them is trained, or gradients were not asked for."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def proven(self) -> bool:
+        """Whether the levels of every quantizer that had work to do were counted."""
+        return not self.unwitnessed
+
+    def __str__(self) -> str:
+        """Say it in a few lines."""
+        widths = ", ".join(map(str, self.widths)) or "none"
+        counted = self.quantizers - len(self.idle)
+        first = (
+            f"{counted} quantizers ran, {self.runs} times in total; levels counted at widths {widths}; "
+            f"at most {self.largest_ratio:.0%} of the 2^b levels were used"
+        )
+        return "\n".join((first, *self.notes))
+
+
+def verify(inspection: Inspection, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: bool) -> Verification:
+    """Check the records of a model, those of a trial run where inputs are given; raise with every problem found."""
+    idle = _without_work(inspection, gradients)
+    problems = [
+        *_broken_promises(inspection),
+        *_wrong_widths(inspection),
+        *_bad_ranges(inspection),
+        *_too_many_levels(inspection.quantizers),
+    ]
+    views = inspection.quantizers
+    if args or kwargs:
+        views, more = _try(inspection, args, kwargs, gradients)
+        problems += [problem for problem in more if problem not in problems]
+    problems += _never_ran(views, idle, gradients)
+    if problems:
+        listed = "".join(f"\n  {problem}" for problem in problems)
+        raise VerificationError(f"{len(problems)} problem{'s' * (len(problems) > 1)} with quantization:{listed}")
+    return _summary(views, idle, gradients, tried=bool(args or kwargs))
+
+
+def _try(
+    inspection: Inspection, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: bool
+) -> tuple[tuple[QuantizerView, ...], list[str]]:
+    """Run at the current widths, then at `PROBE` bits; return what was recorded and what is wrong with it."""
+    model = eager_model(inspection.model)
+    with trial(inspection.model):
+        modules = inspection.graphs
+        for module in modules:
+            for _, quantizer in quantizer_nodes(module.graph):
+                get_attribute(module, quantizer.record).zero_()
+        forward_and_backward(model, args, kwargs, gradients=gradients)
+        problems = _bad_ranges(inspection)
+        for module in modules:
+            for width in state_of(module).bits.buffers():
+                width.fill_(PROBE)
+        forward_and_backward(model, args, kwargs, gradients=gradients)
+        views = inspection.quantizers
+    return views, [*problems, *_too_many_levels(views)]
+
+
+def _broken_promises(inspection: Inspection) -> list[str]:
+    """Check the graph as it is now: a quantizer that runs, but that nothing reads, has a record as any other."""
+    problems = []
+    for module in inspection.graphs:
+        try:
+            Verify()(module)
+        except SpecError as error:
+            problems.append(str(error).replace("\n", "\n  "))
+    return problems
+
+
+def _wrong_widths(inspection: Inspection) -> list[str]:
+    """Compare the width each quantizer reads with what its dial says for the schedule's position."""
+    problems = []
+    for view in inspection.quantizers:
+        state = state_of(inspection.graphs[view.graph])
+        if state.schedule is None:
+            continue
+        position = state.schedule.position
+        bits = state.schedule.bits(position) if state.training else state.schedule.evaluation_bits(position)
+        expected = dial_width(view.dial, bits)
+        if expected != view.bits:
+            mode = "training" if state.training else "evaluation"
+            problems.append(f"{view} is at {view.bits} bits; for {mode} at step {position} it should be at {expected}")
+    return problems
+
+
+def _bad_ranges(inspection: Inspection) -> list[str]:
+    return [
+        f"{view.layer}: the running range of {view.operand} is {view.range}: a NaN or an infinity went through it"
+        for view in inspection.quantizers
+        if view.range is not None and not all(map(math.isfinite, view.range))
+    ]
+
+
+def _too_many_levels(views: tuple[QuantizerView, ...]) -> list[str]:
+    return [
+        f"{view} showed {count} distinct levels at {bits} bits, {2**bits} are allowed: it does not quantize"
+        for view in views
+        for bits, count in view.levels.items()
+        if count > 2**bits
+    ]
+
+
+def _never_ran(views: tuple[QuantizerView, ...], idle: set[tuple[int, str]], gradients: bool) -> list[str]:
+    silent = [view for view in views if not view.times_run and (view.graph, view.node) not in idle]
+    problems = [f"{view} never ran" for view in silent]
+    backward = any(view.role == "gradient" and view.times_run for view in views)
+    if gradients and not backward and any(view.role == "gradient" for view in silent):
+        problems.append("no gradient quantizer ran at all: without a backward pass, ask for verify(gradients=False)")
+    return problems
+
+
+def _without_work(inspection: Inspection, gradients: bool) -> set[tuple[int, str]]:
+    """Find gradient quantizers from which no run is expected: not asked for, or nothing before them is trained."""
+    idle = set()
+    for index, module in enumerate(inspection.graphs):
+        trained = _trained(module)
+        for node, quantizer in quantizer_nodes(module.graph):
+            if quantizer.role == "gradient" and (not gradients or node not in trained):
+                idle.add((index, node.name))
+    return idle
+
+
+def _trained(module: fx.GraphModule) -> set[fx.Node]:
+    """Return the nodes whose value depends on something that requires a gradient, as far as the graph shows it."""
+    found: set[fx.Node] = set()
+    for node in module.graph.nodes:
+        own: Any = None
+        if node.op in ("get_attr", "call_module"):
+            own = get_attribute(module, str(node.target))
+        tensors = own.parameters() if isinstance(own, nn.Module) else [own] if isinstance(own, torch.Tensor) else []
+        if any(used in found for used in node.all_input_nodes) or any(tensor.requires_grad for tensor in tensors):
+            found.add(node)
+    return found
+
+
+def _summary(
+    views: tuple[QuantizerView, ...], idle: set[tuple[int, str]], gradients: bool, *, tried: bool
+) -> Verification:
+    working = [view for view in views if view.times_run or (view.graph, view.node) not in idle]
+    ratios = [count / 2**bits for view in working for bits, count in view.levels.items()]
+    widths = sorted({bits for view in working for bits in view.levels})
+    blind = tuple(view.node for view in working if not view.levels and (tried or 0 < view.bits < FULL_PRECISION))
+    notes = []
+    if blind:
+        named = ", ".join(blind[:3]) + ", ..." * (len(blind) > 3)
+        notes.append(
+            f"levels were not witnessed for {len(blind)} quantizers ({named}): "
+            "they ran, but compiled, on another device than the CPU, or on values that are not finite"
+        )
+    if not widths and not blind:
+        notes.append("every width stands at full precision: nothing was rounded")
+    if any(bits > PROVABLE for bits in widths):
+        notes.append(f"levels are counted in {SAMPLE} elements: that proves widths up to {PROVABLE} bits, not above")
+    if idle:
+        why = "nothing before them is trained" if gradients else "not asked for"
+        notes.append(f"{len(idle)} gradient quantizers left out: {why}")
+    return Verification(
+        quantizers=len(views),
+        runs=sum(view.times_run for view in views),
+        widths=tuple(widths),
+        largest_ratio=max(ratios, default=0.0),
+        unwitnessed=blind,
+        idle=tuple(sorted(name for _, name in idle)),
+        notes=tuple(notes),
+    )

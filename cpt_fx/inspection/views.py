@@ -1,0 +1,138 @@
+"""What is known of each quantizer, read from the graph's metadata, its widths, its running range and its record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from cpt_fx.formats import FULL_PRECISION, Format
+from cpt_fx.meta import QUANTIZER, STATE, Dial, Quantizer, get_attribute
+from cpt_fx.runtime import RANGE, WEIGHT, ZERO_POINT, Precision
+
+
+@dataclass(frozen=True)
+class QuantizerView:
+    """One quantize node as it stands now."""
+
+    node: str
+    """Its name in the graph."""
+    layer: str
+    """The layer it serves, the first one where several share it."""
+    layers: tuple[str, ...]
+    role: str
+    """`weight`, `activation`, `bias` or `gradient`."""
+    op: str
+    """The operator it serves, such as `conv2d`."""
+    operand: str
+    """The operator's name for the operand, such as `input`; `gradient` for its output gradient."""
+    format: Format
+    group: str
+    """Which elements share one range: `tensor`, `channel`, ..."""
+    bits: int
+    """The current width."""
+    dial: Dial
+    """Which width of the schedule it follows, and how."""
+    times_run: int
+    levels: dict[int, int]
+    """Width -> distinct levels seen in a sample at the first eager run at that width."""
+    error: dict[int, float]
+    """Width -> rounding error of that sample relative to its root mean square."""
+    range: tuple[float, float] | None
+    """The running (lowest, highest) value, where the format has an observer that has seen something."""
+    graph: int = 0
+    """Index of its graph in `cpt_fx.graphs(result)`."""
+
+    @property
+    def current_bits(self) -> int:
+        """The current width."""
+        return self.bits
+
+    @property
+    def runs(self) -> int:
+        """How often it ran."""
+        return self.times_run
+
+    @property
+    def seen(self) -> int | None:
+        """The width to speak of: the current one if levels were seen there, else the largest one seen."""
+        return self.bits if self.bits in self.levels else max(self.levels, default=None)
+
+    def __str__(self) -> str:
+        """Name it in one line."""
+        return f"{self.layer}: {self.role} quantizer {self.node} ({self.op}, {self.operand})"
+
+
+def quantizer_nodes(graph: fx.Graph) -> Iterator[tuple[fx.Node, Quantizer]]:
+    """Walk over the quantize nodes of a graph."""
+    for node in graph.nodes:
+        quantizer = node.meta.get(QUANTIZER)
+        if quantizer is not None:
+            yield node, quantizer
+
+
+def state_of(module: fx.GraphModule) -> Precision:
+    """Return the widths, ranges and records of one graph."""
+    state = module.get_submodule(STATE)
+    assert isinstance(state, Precision)
+    return state
+
+
+def views_of(modules: list[fx.GraphModule]) -> tuple[QuantizerView, ...]:
+    """Read every quantizer of every graph."""
+    return tuple(
+        _view(module, node, quantizer, index)
+        for index, module in enumerate(modules)
+        for node, quantizer in quantizer_nodes(module.graph)
+    )
+
+
+def _view(module: fx.GraphModule, node: fx.Node, quantizer: Quantizer, index: int) -> QuantizerView:
+    record = _record(module, quantizer)
+    levels = {bits: record[bits] for bits in range(1, FULL_PRECISION) if record[bits]}
+    return QuantizerView(
+        node=node.name,
+        layer=quantizer.layers[0],
+        layers=quantizer.layers,
+        role=quantizer.role,
+        op=quantizer.op,
+        operand=quantizer.operand,
+        format=quantizer.format,
+        group=quantizer.format.group.value,
+        bits=width_read_by(module, node, quantizer),
+        dial=quantizer.dial,
+        times_run=record[0],
+        levels=levels,
+        error={bits: record[FULL_PRECISION + bits] / 1e9 for bits in levels},
+        range=_range(module, quantizer),
+        graph=index,
+    )
+
+
+def width_read_by(module: fx.GraphModule, node: fx.Node, quantizer: Quantizer) -> int:
+    """Return the width a node gets: what its argument reads, which ought to be its dial."""
+    read: Any = node.args[1] if len(node.args) > 1 else None
+    if isinstance(read, fx.Node) and read.op == "get_attr":
+        return int(get_attribute(module, str(read.target)))
+    return int(state_of(module).bits.get_buffer(quantizer.dial.name))
+
+
+def _record(module: fx.GraphModule, quantizer: Quantizer) -> list[int]:
+    record = get_attribute(module, quantizer.record)
+    assert isinstance(record, torch.Tensor)
+    return [int(value) for value in record.tolist()]
+
+
+def _range(module: fx.GraphModule, quantizer: Quantizer) -> tuple[float, float] | None:
+    """Return the range that evaluation would use, None before anything was observed."""
+    if not quantizer.ranges:
+        return None
+    holder = get_attribute(state_of(module), quantizer.ranges)
+    low, width, weight = (float(getattr(holder, name).detach()) for name in (ZERO_POINT, RANGE, WEIGHT))
+    if weight == 0.0 and low == 0.0 and width == 0.0:
+        return None
+    scale = weight if quantizer.format.corrected and weight else 1.0
+    return low / scale, (low + width) / scale

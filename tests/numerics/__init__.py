@@ -1,0 +1,1 @@
+"""Tests of formats, recipes, quantizer arithmetic, ops, and evidence."""

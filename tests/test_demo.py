@@ -1,0 +1,209 @@
+"""The demo: what it trains, what it compares, and the page it writes."""
+
+import math
+import re
+import sys
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from cpt_fx import demo, report
+from cpt_fx.demo import Run, Settings
+from cpt_fx.inspection import inspect
+from cpt_fx.schedules import relative_cost
+
+pytest.importorskip("sklearn")
+SETTINGS = Settings(steps=24)
+
+
+def run(settings: Settings = SETTINGS) -> tuple[Run, Run]:
+    return demo.run_demo(settings, lambda name, count: None)
+
+
+@pytest.fixture(scope="module")
+def runs() -> tuple[Run, Run]:
+    return run()
+
+
+@pytest.fixture(scope="module")
+def written(runs: tuple[Run, Run], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("demo") / "new" / "folder"
+    return demo.write_report(runs, SETTINGS, inspect(runs[0].model), "29 ran & 2 < 3", folder)
+
+
+def test_it_learns_and_compares_like_with_like(runs: tuple[Run, Run]) -> None:
+    cyclic, static = runs
+    # The first batch is the same, so are the weights; only 3 and 8 bits make them differ.
+    assert cyclic.losses[0] == pytest.approx(static.losses[0], rel=0.2)
+    assert cyclic.losses[0] != static.losses[0]
+    assert all(one.losses[-1] < 0.6 * one.losses[0] for one in runs)
+    assert cyclic.accuracies[0] == pytest.approx(static.accuracies[0], abs=0.05)
+    assert [len(one.losses) for one in runs] == [24, 24]
+    assert cyclic.accuracy_steps == [*range(25)]
+
+
+def test_both_runs_see_the_same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[int]] = []
+
+    def spy(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        seen.append(labels.tolist())
+        return cross_entropy(scores, labels)
+
+    cross_entropy = demo.F.cross_entropy
+    monkeypatch.setattr(demo.F, "cross_entropy", spy)
+    run(Settings(steps=8))
+    assert seen[:8] == seen[8:]
+    assert seen[0] != seen[1]
+
+
+def test_costs_are_those_of_the_schedules(runs: tuple[Run, Run]) -> None:
+    for one in runs:
+        assert one.relative_cost == pytest.approx(relative_cost(one.schedule), rel=1e-12)
+        assert one.schedule.position == 24
+    assert runs[0].relative_cost < 0.8
+    assert runs[1].relative_cost == 1
+    assert runs[1].mean_bits == 8
+
+
+def test_the_quantizers_ran(runs: tuple[Run, Run]) -> None:
+    proof = inspect(runs[0].model).verify()
+    assert proof.proven
+    assert proof.widths == (3, 4, 7, 8)  # three steps a cycle do not reach every width
+
+
+def test_a_seed_decides_everything(runs: tuple[Run, Run]) -> None:
+    torch.rand(3)
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    again = run()
+    assert [one.losses for one in again] == [one.losses for one in runs]
+    assert [one.accuracies for one in again] == [one.accuracies for one in runs]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+    assert run(Settings(steps=8, seed=1))[0].losses[0] != runs[0].losses[0]
+
+
+def test_training_and_test_images_are_apart() -> None:
+    digits = demo.load_digits()
+    assert len(digits.train_labels) + len(digits.test_labels) == 1797
+    assert 0 <= digits.train_images.min() <= digits.train_images.max() <= 1
+    again = demo.load_digits()
+    assert torch.equal(again.test_images, digits.test_images)
+
+
+def test_without_scikit_learn_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(ImportError, match=r'pip install "cpt_fx\[demo\]"'):
+        demo.load_digits()
+
+
+@pytest.mark.parametrize(
+    ("field", "message"), [({"steps": 7}, "at least 8"), ({"schedule": "XX"}, "one of"), ({"seed": -1}, "at least 0")]
+)
+def test_bad_settings_are_refused(field: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Settings(**field)  # type: ignore[arg-type]
+
+
+class Page(HTMLParser):
+    """Collects what a page loads and holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.loads: list[str] = []
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.loads.extend(value or "" for name, value in attrs if name == "src")
+        self.links.extend(value or "" for name, value in attrs if name == "href")
+
+
+def test_the_page_stands_alone(written: Path) -> None:
+    text = written.read_text(encoding="utf-8")
+    page = Page()
+    page.feed(text)
+    assert page.tags.count("svg") == 3
+    assert "script" not in page.tags
+    assert page.loads
+    assert all(source.startswith("data:image/svg+xml;base64,") for source in page.loads)
+    assert not re.search(r"url\((?!#)|@import", text)
+    assert page.links == ["graph.html"]
+    assert (written.parent / "graph.html").stat().st_size > 1000
+    assert "29 ran &amp; 2 &lt; 3" in text
+
+
+def test_the_page_says_what_was_measured(written: Path, runs: tuple[Run, Run]) -> None:
+    text = written.read_text(encoding="utf-8")
+    for one in runs:
+        for cell in demo.results(one):
+            assert f"<td>{cell}</td>" in text
+
+
+def svg(**changes: object) -> ElementTree.Element:
+    line = report.Series(label="a <b>", x=[0, 1, 2], y=[1.0, 10.0, 100.0], colour=1)
+    fields = {"title": "T", "note": "", "x_label": "x", "y_label": "y", "series": [line], "x_range": (0, 2)} | changes
+    return ElementTree.fromstring(report.Chart(**fields).svg())  # type: ignore[arg-type]
+
+
+def points(root: ElementTree.Element) -> list[tuple[float, float]]:
+    (path,) = root.iter("path")
+    return [(float(x), float(y)) for x, y in re.findall(r"[ML]([\d.]+) ([\d.]+)", path.attrib["d"])]
+
+
+def test_a_line_lies_where_its_numbers_are() -> None:
+    (x0, y0), (x1, y1), (x2, y2) = points(svg(y_range=(0, 100)))
+    assert (x0, x2) == (report.LEFT, report.WIDTH - report.RIGHT)
+    assert x1 == pytest.approx((x0 + x2) / 2)
+    assert y2 == report.TOP
+    assert (y0 - y1) / (y0 - y2) == pytest.approx(9 / 99, abs=1e-3)
+
+
+def test_a_logarithmic_line_is_straight_for_powers() -> None:
+    (_, y0), (_, y1), (_, y2) = points(svg(log=True))
+    assert y0 - y1 == pytest.approx(y1 - y2, abs=0.02)
+    assert y0 > y1 > y2
+
+
+def test_ticks_stand_at_their_values() -> None:
+    root = svg(log=True, y_range=(0.5, 200))
+    ticks = [element for element in root.iter("text") if element.attrib["class"] == "tick"]
+    assert [tick.text for tick in ticks if tick.attrib["text-anchor"] == "end"] == ["1", "10", "100"]
+    heights = [float(tick.attrib["y"]) - 4 for tick in ticks[:3]]
+    assert heights == pytest.approx([y for _, y in points(root)], abs=0.02)
+
+
+def test_stairs_hold_their_value_until_the_next_step() -> None:
+    (path,) = svg(steps=True).iter("path")
+    assert re.fullmatch(r"M[\d.]+ [\d.]+(H[\d.]+V[\d.]+){2}", path.attrib["d"])
+
+
+def test_values_that_are_not_finite_are_gaps() -> None:
+    line = report.Series(label="a", x=range(5), y=[1.0, 2.0, math.nan, math.inf, 3.0], colour=1)
+    (path,) = svg(series=[line]).iter("path")
+    assert path.attrib["d"].count("M") == 2
+    assert not re.search("nan|inf", path.attrib["d"])
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: report.linear_ticks(0, 1600, 8), [0, 200, 400, 600, 800, 1000, 1200, 1400, 1600]),
+        (lambda: report.linear_ticks(95, 100.5, 5), [96, 98, 100]),
+        (lambda: report.linear_ticks(0.1, 0.5, 4), [0.1, 0.2, 0.3, 0.4, 0.5]),
+        (lambda: report.linear_ticks(2, 2, 5), [2]),
+        (lambda: report.log_ticks(0.004, 3), [0.01, 0.1, 1]),
+        (lambda: report.log_ticks(1.5, 30), [2, 5, 10, 20]),
+    ],
+)
+def test_ticks_are_round(make: Callable[[], list[float]], expected: list[float]) -> None:
+    assert make() == pytest.approx(expected)
+
+
+def test_smoothing_is_a_mean_of_the_last_few() -> None:
+    assert report.smooth([1, 3, math.nan, 5], 2) == [1, 2, 3, 5]
+    assert math.isnan(report.smooth([math.nan], 3)[0])

@@ -1,0 +1,387 @@
+"""What can be done with a transformed model: everything that can be done with the plain one."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+import cpt_fx
+from cpt_fx.runtime import precision_of
+from cpt_fx.schedules import Bits, Schedule, Static, named
+from tests.training import check_same, check_same_output, records, same, train_step, widths
+from tests.zoo import ZOO, Residual
+
+
+class Net(nn.Module):
+    """Convolution, norm, dropout, a product of activations, and parts that the graph never mentions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.spare = nn.Linear(3, 3)
+        self.block = Residual(3, 4)
+        self.drop = nn.Dropout(0.2)
+        self.head = nn.Linear(4, 5)
+        self.scale = nn.Parameter(torch.rand(5))
+        self.steps = nn.Buffer(torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps.add_(1)
+        y: Tensor = self.head(self.drop(self.block(x).mean((2, 3)))) * self.scale
+        return y @ y.transpose(0, 1)
+
+
+def schedule(**options: Any) -> Schedule:
+    return named("LR", q_min=3, q_max=8, total_steps=12, cycles=2, q_grad=(6, 8), **options)
+
+
+def batch(seed: int = 0) -> tuple[Tensor]:
+    return (torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(seed)),)
+
+
+def steps(model: nn.Module, *schedules: Schedule, first: int = 0, count: int = 2) -> list[Any]:
+    """Train for some steps on seeded batches; the noise of gradients is seeded too."""
+    done = []
+    for step in range(first, first + count):
+        done.append(train_step(model, batch(step), {}, seed=step))
+        for one in schedules:
+            one.step()
+    return done
+
+
+def check_equal_state(ours: nn.Module, theirs: nn.Module) -> None:
+    left, right = ours.state_dict(), theirs.state_dict()
+    assert list(left) == list(right)
+    assert [key for key in right if not same(left[key], right[key])] == []
+
+
+def through_save(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
+    "save": through_save,
+}
+
+
+OTHERS = ("tied_weights", "two_names", "dict_output", "namedtuple_output", "in_place", "einsums", "weight_normalised",
+          "functional_conv", "optional_mask_left_out")  # fmt: skip
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_trains_on_alone_and_alike(how: str) -> None:
+    plan = schedule()
+    result = cpt_fx.transform(Net(), plan)
+    steps(result, plan)
+    twin, twin_plan = COPIES[how]((result, plan))
+    assert twin_plan is not plan
+    owner: Any = precision_of(twin).schedule
+    assert owner is twin_plan
+    pointers = {t.data_ptr() for t in result.state_dict().values()}
+    assert pointers.isdisjoint(t.data_ptr() for t in twin.state_dict().values())
+    check_equal_state(twin, result)
+    before = {key: value.clone() for key, value in result.state_dict().items()}
+    theirs = steps(twin, twin_plan, first=2)
+    assert all(same(result.state_dict()[key], value) for key, value in before.items())
+    assert plan.position == 2 and twin_plan.position == 4
+    for mine, its in zip(steps(result, plan, first=2), theirs, strict=True):
+        check_same(mine, its)
+    check_equal_state(twin, result)
+    assert {name: int(r[0]) for name, r in records(twin).items()} == {n: int(r[0]) for n, r in records(result).items()}
+
+
+def test_a_deep_copy_follows_the_same_schedule() -> None:
+    plan = schedule()
+    result = cpt_fx.transform(Net(), plan)
+    twin = copy.deepcopy(result)
+    plan.step(5)
+    assert widths(result) == widths(twin) != widths(cpt_fx.transform(Net(), schedule()))
+    plan.unbind(twin)
+    plan.step(1)
+    assert widths(result) != widths(twin)
+
+
+def test_a_loaded_model_brings_its_schedule() -> None:
+    plan = schedule()
+    result = cpt_fx.transform(Net(), plan)
+    plan.step(4)
+    loaded = through_save(result)
+    own = precision_of(loaded).schedule
+    assert own == plan and own is not plan and own is not None and own.position == 4
+    own.step()
+    assert widths(loaded) != widths(result)
+    plan.step()
+    assert widths(loaded) == widths(result)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_of_other_graphs(name: str, how: str) -> None:
+    model, args, kwargs = ZOO[name]()
+    result = cpt_fx.transform(model, Static(5))
+    if how == "pickle":  # classes made in a function do not pickle, the result needs none of them
+        result.__dict__.pop("_cpt_fx_history")
+    twin = COPIES[how](result)
+    assert str(twin.graph) == str(result.graph)
+    for one in (result, twin):
+        one.train()
+    check_same(train_step(twin, args, kwargs), train_step(result, args, kwargs))
+    tied = [name for name, _ in result.named_parameters(remove_duplicate=False)]
+    assert [name for name, _ in twin.named_parameters(remove_duplicate=False)] == tied
+    assert len(list(twin.parameters())) == len(list(result.parameters()))
+
+
+def test_three_hundred_layers() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(300)))
+    result, x = cpt_fx.transform(model, Static(32)), torch.randn(2, 2)
+    for twin in (copy.deepcopy(result), through_save(result)):
+        assert torch.equal(twin(x), model(x))
+        assert torch.equal(cpt_fx.revert(twin)(x), model(x))
+
+
+def test_resume_in_the_middle() -> None:
+    def start() -> tuple[nn.Module, torch.optim.Optimizer, Schedule]:
+        plan = schedule()
+        result = cpt_fx.transform(Net(), plan)
+        return result, torch.optim.AdamW(result.parameters(), lr=0.01), plan
+
+    def run(result: nn.Module, optimizer: torch.optim.Optimizer, plan: Schedule, first: int, last: int) -> None:
+        for step in range(first, last):
+            optimizer.zero_grad()
+            F.mse_loss(result(*batch(step)), torch.eye(4)).backward()
+            optimizer.step()
+            plan.step()
+
+    torch.manual_seed(5)
+    whole = start()
+    run(*whole, 0, 9)
+    torch.manual_seed(5)
+    begun = start()
+    run(*begun, 0, 4)
+    saved = through_save({"states": [part.state_dict() for part in begun], "rng": torch.get_rng_state()})
+    resumed = start()
+    parts: tuple[Any, ...] = resumed
+    for part, state in zip(parts, saved["states"], strict=True):
+        part.load_state_dict(state)
+    assert widths(resumed[0]) == widths(begun[0])
+    torch.set_rng_state(saved["rng"])
+    run(*resumed, 4, 9)
+    check_equal_state(resumed[0], whole[0])
+    check_same_output(resumed[0].eval()(*batch()), whole[0].eval()(*batch()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_casts(dtype: torch.dtype) -> None:
+    plan = schedule()
+    model = Net()
+    result = cpt_fx.transform(model, plan)
+    steps(result, plan)
+    result = result.half() if dtype is torch.float16 else result.to(dtype)
+    for name, tensor in result.state_dict().items():
+        kind = torch.float32 if ".ranges." in name else torch.int64 if ".bits." in name or name.endswith(
+            ("num_batches_tracked", "steps")) else dtype  # fmt: skip
+        assert tensor.dtype is kind, name
+    assert all(record.dtype is torch.int64 for record in records(result).values())
+    plan.step()
+    assert widths(result)["weight"] == plan.bits(plan.position).weight
+    output = result(batch()[0].to(dtype))
+    assert output.dtype is dtype
+    output.float().sum().backward()
+    assert all(p.grad is None or p.grad.dtype is dtype for p in result.parameters())
+    assert cpt_fx.revert(result).get_parameter("head.weight").dtype is dtype
+
+
+def test_requires_grad_and_zero_grad() -> None:
+    model = Net()
+    result = cpt_fx.transform(model, Static(4))
+    result.get_submodule("block").requires_grad_(False)
+    assert not model.block.conv1.weight.requires_grad and model.head.weight.requires_grad
+    step = train_step(result, batch(), {})
+    assert step.gradients["block.conv1.weight"] is None and step.gradients["head.weight"] is not None
+    result.zero_grad()
+    assert model.head.weight.grad is None
+    result.requires_grad_(True)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_an_optimizer_of_the_plain_model_goes_on() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(*batch()).sum().backward()
+    optimizer.step()
+    result = cpt_fx.transform(model, Static(4))
+    assert [id(parameter) for parameter in result.parameters()] == [id(parameter) for parameter in model.parameters()]
+    other = torch.optim.SGD(result.parameters(), lr=0.1, momentum=0.9)
+    other.load_state_dict(optimizer.state_dict())
+    momentum = other.state[model.head.weight]["momentum_buffer"]
+    assert torch.equal(momentum, optimizer.state[model.head.weight]["momentum_buffer"])
+    result.zero_grad()
+    before = model.head.weight.detach().clone()
+    result(*batch()).sum().backward()
+    optimizer.step()
+    assert not torch.equal(before, result.get_parameter("head.weight"))
+
+
+def test_checkpointing() -> None:
+    """Recomputed quantizers see the same values; running ranges would count twice, so the model has none."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    result = cpt_fx.transform(model, Static(Bits(4, 4, 32)), recipe="integer")
+    x = torch.randn(3, 6, requires_grad=True)
+    result(x).square().sum().backward()
+    expected = [x.grad, *(parameter.grad for parameter in model.parameters())]
+    result.zero_grad()
+    x.grad = None
+    torch.utils.checkpoint.checkpoint(result, x, use_reentrant=False).square().sum().backward()
+    for ours, theirs in zip([x.grad, *(parameter.grad for parameter in model.parameters())], expected, strict=True):
+        assert same(ours, theirs)
+
+
+@pytest.mark.parametrize("bits", [4, 32])
+def test_functional_call(bits: int) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+    result, x = cpt_fx.transform(model, Static(Bits(bits, bits, 32))), torch.randn(3, 6)
+    state = {name: tensor.detach().clone() for name, tensor in result.named_parameters()}
+    doubled = {name: 2 * tensor for name, tensor in state.items()}
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    twin = copy.deepcopy(result)
+    twin.load_state_dict(doubled, strict=False)
+    assert torch.equal(torch.func.functional_call(result, doubled, (x,)), twin(x))
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+    # As with batch norm: running statistics are changed in training, so torch.func wants them as arguments too.
+    buffers = {name: tensor.clone() for name, tensor in result.named_buffers()}
+
+    def loss(parameters: dict[str, Tensor], *others: dict[str, Tensor]) -> Tensor:
+        output: Tensor = torch.func.functional_call(result, (parameters, *others), (x,))
+        return output.square().sum()
+
+    for mode, others in ((True, (buffers,)), (False, ())):
+        result.train(mode)
+        gradients = torch.func.grad(loss)(state, *others)
+        result.zero_grad()
+        result(x).square().sum().backward()
+        for name, parameter in result.named_parameters():
+            assert same(gradients[name], parameter.grad), (name, mode)
+
+
+def test_modes_switch_widths() -> None:
+    for eval_bits, expected in ((None, 8), (5, 5), ("current", 3)):
+        plan = schedule(eval_bits=eval_bits)
+        result = cpt_fx.transform(Net(), plan)
+        assert widths(result)["weight"] == 3
+        assert widths(result.eval())["weight"] == expected
+        assert widths(result)["activation"] == expected
+        plan.step(3)  # in evaluation mode: what a cycle says is taken up by train()
+        current = plan.bits(3).weight
+        assert current not in (3, 8)
+        assert widths(result)["weight"] == (current if eval_bits == "current" else expected)
+        assert widths(result.train())["weight"] == current
+
+
+def test_one_schedule_drives_two_models() -> None:
+    plan = schedule()
+    first, second = cpt_fx.transform(Net(), plan), cpt_fx.transform(nn.Sequential(nn.Linear(2, 2)), plan)
+    second.eval()
+    plan.step(2)
+    assert widths(first)["weight"] == plan.bits(2).weight != widths(second)["weight"] == 8
+    assert widths(second.train())["weight"] == plan.bits(2).weight
+
+
+def test_a_checkpoint_does_not_bring_the_widths_of_another_time() -> None:
+    """The schedule that drives a model, and its mode, decide: not those under which the checkpoint was written."""
+    plan = schedule()
+    saved = cpt_fx.transform(Net(), plan).state_dict()
+    plan.step(3)
+    saved = {key: value.clone() for key, value in saved.items()}
+    later, evaluated = cpt_fx.transform(Net(), schedule()), cpt_fx.transform(Net(), schedule(eval_bits=7)).eval()
+    later.load_state_dict(saved)
+    evaluated.load_state_dict(saved)
+    assert (widths(later)["weight"], widths(evaluated)["weight"]) == (3, 7)
+    evaluated.load_state_dict(Net().state_dict())
+    assert widths(evaluated)["weight"] == 7
+
+
+def test_another_schedule_takes_over() -> None:
+    plan, other = schedule(), Static(5)
+    result = cpt_fx.transform(Net(), plan)
+    other.bind(result)
+    assert widths(result)["weight"] == 5
+    plan.step(5)
+    assert widths(result)["weight"] == 5
+
+
+def test_a_part_in_evaluation_mode_keeps_its_ranges() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    result = cpt_fx.transform(model, Static(4))
+    ranges = precision_of(result).ranges
+    result(torch.randn(8, 4))
+    result.get_submodule("0").eval()
+    before = {name: tensor.clone() for name, tensor in ranges.named_buffers()}
+    result(5 * torch.randn(8, 4))
+    changed = {name.partition(".")[0] for name, tensor in ranges.named_buffers() if not same(tensor, before[name])}
+    assert changed == {"2"}
+
+
+def test_revert_gives_the_trained_model() -> None:
+    model = Net()
+    plan = schedule()
+    result = cpt_fx.transform(model, plan)
+    steps(result, plan)
+    plain = cpt_fx.revert(result)
+    assert plain is model and type(plain) is Net
+    assert int(model.steps) == 2 and int(model.block.bn1.num_batches_tracked) == 2  # type: ignore[arg-type]
+    moved = result.to(torch.float64)
+    moved.eval()
+    assert cpt_fx.revert(moved) is model
+    assert not model.training and not model.block.bn1.training
+    assert model.block.bn1.running_mean is moved.get_buffer("block.bn1.running_mean")
+    assert model.head.weight.dtype is torch.float64
+    assert not [name for name, _ in model.named_modules() if "cpt" in name]
+    assert not [key for key in model.state_dict() if "cpt" in key]
+    Static(32).bind(moved)
+    assert torch.equal(model(batch()[0].double()), moved(batch()[0].double()))
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_revert_of_a_copy_is_a_copy(how: str) -> None:
+    model, plan = Net(), schedule()
+    result = cpt_fx.transform(model, plan)
+    steps(result, plan)
+    twin = COPIES[how](result)
+    steps(twin, first=2)
+    plain = cpt_fx.revert(twin)
+    assert isinstance(plain, Net) and plain is not model
+    assert plain.get_parameter("head.weight") is twin.get_parameter("head.weight")
+    assert int(plain.steps) == 4 and int(model.steps) == 2
+    assert cpt_fx.revert(result) is model
+    again = cpt_fx.transform(plain, Static(6))
+    assert widths(again)["weight"] == 6
+
+
+def test_graphs_and_fx_tools() -> None:
+    model, args, _ = ZOO["in_place_modules"]()
+    result = cpt_fx.transform(model, Static(4))
+    (graph,) = cpt_fx.graphs(nn.Sequential(result))
+    assert graph is result and isinstance(result, fx.GraphModule)
+    result.eval()
+    result.graph.lint()
+    assert torch.equal(fx.Interpreter(result).run(*args), result(*args))
+    text = result.print_readable(print_output=False)
+    assert "torch.ops.cpt_fx.fake_quantize" in text and "torch.ops.cpt_fx.quantize_gradient" in text
+    result.recompile()
+    assert "fc.weight" in dict(result.named_parameters())
+    with pytest.raises(RuntimeError, match="this Linear runs inside the rewritten graph; call the transformed model"):
+        result.get_submodule("fc")(torch.ones(4))
