@@ -173,7 +173,7 @@ def train(name: str, schedule: Schedule, settings: Settings, digits: Digits, adv
     run = Run(name, schedule, model, price.relative, float(schedule.trajectory()[:, 0].mean()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.steps)
-    # A generator of its own: stochastic rounding draws from the global one, and would change the batches.
+    # A generator of its own: stochastic rounding draws from the global one, how often is up to the recipe.
     batches = torch.Generator().manual_seed(settings.seed)
     every = max(settings.steps // EVALUATIONS, 1)
     began = time.perf_counter()

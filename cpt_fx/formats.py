@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import TypeVar
 
@@ -119,6 +119,8 @@ class Format:
         ):
             object.__setattr__(self, field, choice(kind, getattr(self, field), f"Format.{field}"))
         check_grid(self.scheme, self.exponent, self.block)
+        if self.specials is not Specials.NONE and self.scheme is not Scheme.FLOAT:
+            raise ValueError(f"Format.specials belongs to scheme='float', got scheme={self.scheme.value!r}")
         if not 0.0 <= self.momentum < 1.0:
             raise ValueError(f"Format.momentum must be in [0, 1), got {self.momentum!r}")
         if not 0.0 < self.percentile <= 100.0:
@@ -130,6 +132,15 @@ class Format:
             )
         if self.range is Range.LEARNED and self.scheme is not Scheme.AFFINE:
             raise ValueError(f"Format.range='learned' needs scheme='affine', got {self.scheme.value!r}")
+
+    def __repr__(self) -> str:
+        """Show what differs from the defaults: a pipeline's repr holds dozens of formats."""
+        shown = (
+            f"{field.name}={(value.value if isinstance(value, Enum) else value)!r}"
+            for field in fields(self)
+            if (value := getattr(self, field.name)) != field.default
+        )
+        return f"Format({', '.join(shown)})"
 
     def __str__(self) -> str:
         """A short name for tables, such as `symmetric/channel` or `e4fn/tensor/observer/stochastic`."""

@@ -11,6 +11,13 @@ from torch import fx, nn
 from cpt_fx.meta import LEFT, PASS, QUANTIZER, SITE
 
 _GRAPH_ATTRIBUTES = ("_graph", "_code", "_lineno_map", "_prologue_start", "_codegen")
+STATE_DICT_HOOKS = (
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
+CALL_HOOKS = (
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks",
+)  # fmt: skip
 _KEPT_META = (SITE, LEFT, QUANTIZER, PASS)
 
 
@@ -42,10 +49,12 @@ def shell_of(module: nn.Module) -> Shell:
 
 
 def take_tensors(target: nn.Module, source: nn.Module) -> None:
-    """Let `target` share the parameters and buffers of `source`, under the same names and in the same order."""
+    """Let `target` share the parameters and buffers of `source`: same names, same order, same state_dict hooks."""
     target._parameters = source._parameters.copy()
     target._buffers = source._buffers.copy()
     target._non_persistent_buffers_set = source._non_persistent_buffers_set.copy()
+    for hooks in STATE_DICT_HOOKS:
+        getattr(target, hooks).update(getattr(source, hooks))
     target.training = source.training
 
 
@@ -115,6 +124,9 @@ def _flatten(graph: fx.Graph) -> list[tuple[Any, ...]]:
         target = _OpRef(node.target) if isinstance(node.target, torch._ops.OpOverload) else node.target
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: _NodeRef(positions[used]))  # type: ignore[arg-type, return-value]
         meta = {key: node.meta[key] for key in _KEPT_META if key in node.meta}
+        if "nn_module_stack" in node.meta:
+            # Names without classes: a class need not be importable where the pickle is read.
+            meta["nn_module_stack"] = {call: (path, None) for call, (path, _) in node.meta["nn_module_stack"].items()}
         rows.append((node.op, node.name, target, _plain(args), _plain(kwargs), node.type, meta))
     return rows
 

@@ -83,8 +83,10 @@ def percentile_extent(x: Tensor, percentile: float) -> Extent:
     # kthvalue, since torch.quantile refuses tensors of more than 2**24 elements.
     cut = int(values.numel() * (1 - percentile / 100) / 2)
     low, high = values.kthvalue(1 + cut).values, values.kthvalue(values.numel() - cut).values
+    # kthvalue sorts NaN to the end: one in a cut-off tail would go unseen. Adding nothing but a NaN keeps it.
+    poison = (values * 0).sum()
     dtype = working_dtype(x)
-    low, high = low.to(dtype), high.to(dtype)
+    low, high = (low + poison).to(dtype), (high + poison).to(dtype)
     return Extent(low, high - low, high)
 
 

@@ -75,7 +75,7 @@ def host_value(tensor: Tensor) -> int | None:
 
 def _quantize(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None, record: Tensor | None) -> Tensor:
     """Return a new tensor: `x` on the grid of its width."""
-    if x.numel() == 0:
+    if x.numel() == 0 or host_value(bits) in (0, FULL_PRECISION):
         result = x.clone()
     elif host_value(bits) is None:
         result = quantize_or_pass(x, bits.to(torch.int64), grid, extent)
@@ -128,7 +128,8 @@ def _straight_through(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None
     Without a node in the autograd graph, gradients of a tensor with several readers add up in the original's order,
     and floating point addition has the original's last bit.
     """
-    if host_value(bits) in (0, FULL_PRECISION):
+    # Under torch.func a record can only be written inside an autograd function.
+    if not torch._C._are_functorch_transforms_active() and host_value(bits) in (0, FULL_PRECISION):
         if record is not None:
             record[0].add_(1)
         return x
@@ -240,8 +241,10 @@ _KERNELS: dict[str, Callable[..., Any]] = {
 _LIBRARY = torch.library.Library("cpt_fx", "DEF")
 for _name, _schema in SCHEMAS.items():
     _LIBRARY.define(_name + _schema)
-    # One implementation for all keys: inference_mode skips the Autograd key, and torch.func opens the op first.
-    _LIBRARY.impl(_name, _KERNELS[_name], "FuncTorchDynamicLayerFrontMode")
+    # One implementation for all keys: inference_mode skips the Autograd key, and torch.func opens the op first. Not the
+    # gradient's: a hook on a batched tensor is never called, and grad of vmap must fail rather than quantize nothing.
+    if _name != "quantize_gradient":
+        _LIBRARY.impl(_name, _KERNELS[_name], "FuncTorchDynamicLayerFrontMode")
     _LIBRARY.impl(_name, _KERNELS[_name], "Autograd")
     _LIBRARY.impl(_name, _KERNELS[_name], "CompositeExplicitAutograd")
 

@@ -177,8 +177,8 @@ def range_test(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     make = optimizer if optimizer is not None else _adam
-    # Rewritten once; every width trains a copy of the result, from the weights the model has now.
-    rewritten = transform(copy.deepcopy(model), Static(FULL_PRECISION), recipe=recipe, **options)
+    # Rewritten once; every width trains a copy of the result. That one shares the model's weights and is not run.
+    rewritten = transform(model, Static(FULL_PRECISION), recipe=recipe, **options)
     devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)), _bar(progress, (len(tried) + 1) * steps) as advance:
         torch.manual_seed(seed)
@@ -277,17 +277,17 @@ def _take(data: Iterable[Any], steps: int) -> list[Any]:
     """Return `steps` batches, starting again where the data ends early and can be started again."""
     if not isinstance(data, Iterable):
         raise TypeError(f"data must be an iterable of batches, got {type(data).__name__}")
-    iterator = iter(data)
-    batches = list(islice(iterator, steps))
+    batches = list(islice(iter(data), steps))
     if not batches:
         raise ValueError("data is empty: range_test needs batches to train on")
-    if len(batches) < steps and False:
-        raise ValueError(
-            f"data is an iterator that ended after {len(batches)} of steps_per_width={steps} batches and cannot be "
-            "started again: pass a list or a DataLoader, or fewer steps_per_width"
-        )
     while len(batches) < steps:
-        batches.extend(islice(iter(data), steps - len(batches)))
+        again = list(islice(iter(data), steps - len(batches)))
+        if not again:
+            raise ValueError(
+                f"data ended after {len(batches)} of steps_per_width={steps} batches and cannot be started again, like "
+                "every iterator: pass a list or a DataLoader, or fewer steps_per_width"
+            )
+        batches.extend(again)
     return batches
 
 

@@ -144,9 +144,9 @@ class Precision(_State):
         """Copy the tensors; the copy follows the same schedule, unless that is being copied too."""
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        if self.schedule is not None:
-            memo.setdefault(id(self.schedule), self.schedule)
-        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        state = {key: value for key, value in self.__dict__.items() if key != "schedule"}
+        new.__dict__.update(copy.deepcopy(state, memo))
+        new.schedule = memo.get(id(self.schedule), self.schedule)
         new._rebind()
         return new
 

@@ -106,9 +106,12 @@ def _site(node: fx.Node, site: Site, nodes: dict[str, fx.Node]) -> Violations:
         quantizer = value.meta.get(QUANTIZER) if value is not None else None
         wanted = OP_OF_RANGE[operand.format.range]
         if value is None or quantizer is None or value.target is not wanted:
-            yield f"{site.layer}: the {operand.role} {operand.name} of {node.name} is not quantized"
-        elif quantizer.format != operand.format or quantizer.dial != site.dial(operand.role):
-            yield f"{site.layer}: the {operand.role} {operand.name} has {quantizer.format}, not {operand.format}"
+            yield f"{site.layer}: operand {operand.name} of {node.name} is not quantized"
+        elif quantizer.format != operand.format:
+            yield f"{site.layer}: operand {operand.name} has format {quantizer.format}, not {operand.format}"
+        elif quantizer.dial != site.dial(operand.role):
+            wanted_dial = site.dial(operand.role)
+            yield f"{site.layer}: operand {operand.name} follows {quantizer.dial.name}, not {wanted_dial.name}"
     if site.gradient is None:
         return
     output = nodes.get(site.gradient_name)

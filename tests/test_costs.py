@@ -100,8 +100,10 @@ def test_recurrent_layers_and_attention_are_counted() -> None:
     lstm = cost(nn.LSTM(4, 8), Static(8), (torch.randn(3, 2, 4),), steps=1)
     assert lstm.flops == 2 * 3 * 2 * (4 * 32 + 8 * 32)
     x = torch.randn(3, 5, 16)
-    attention = cost(nn.MultiheadAttention(16, 2, batch_first=True), Static(8), (x, x, x), steps=1)
-    assert attention.flops == 2 * 3 * 5 * 16 * (3 * 16 + 16) + 2 * (2 * 3 * 2 * 5 * 5 * 8)
+    for weights in (True, False):
+        layer, kwargs = nn.MultiheadAttention(16, 2, batch_first=True), {"need_weights": weights}
+        attention = cost(layer, Static(8), (x, x, x), example_kwargs=kwargs, steps=1)
+        assert attention.flops == 2 * 3 * 5 * 16 * (3 * 16 + 16) + 2 * (2 * 3 * 2 * 5 * 5 * 8)
 
 
 def test_own_operations_of_a_model_are_its_root() -> None:
@@ -222,6 +224,12 @@ def test_a_schedule_without_an_end_needs_steps() -> None:
         cost(Net(), Static(8), (images(),))
     found = cost(Net(), Static(8), (images(),), steps=7)
     assert (found.steps, found.relative, found.saving) == (7, 1.0, 0.0)
+
+
+def test_the_static_run_has_gradients_of_its_forward_width() -> None:
+    found = cost(Net(), named("CR", q_min=3, q_max=8, total_steps=80, q_grad=16), (images(),))
+    assert found.static_bits == (8, 8, 8)
+    assert found.static == 3 * 64 / 1024 / 3
 
 
 def test_a_schedule_whose_widest_is_not_known() -> None:

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from torch.nn import functional
 
 from cpt_fx import demo, report
 from cpt_fx.demo import Run, Settings
@@ -53,8 +54,8 @@ def test_both_runs_see_the_same_batches(monkeypatch: pytest.MonkeyPatch) -> None
         seen.append(labels.tolist())
         return cross_entropy(scores, labels)
 
-    cross_entropy = demo.F.cross_entropy
-    monkeypatch.setattr(demo.F, "cross_entropy", spy)
+    cross_entropy = functional.cross_entropy
+    monkeypatch.setattr(functional, "cross_entropy", spy)
     run(Settings(steps=8))
     assert seen[:8] == seen[8:]
     assert seen[0] != seen[1]
@@ -77,13 +78,23 @@ def test_the_quantizers_ran(runs: tuple[Run, Run]) -> None:
 
 def test_a_seed_decides_everything(runs: tuple[Run, Run]) -> None:
     torch.rand(3)
-    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    state = torch.get_rng_state()
     again = run()
     assert [one.losses for one in again] == [one.losses for one in runs]
     assert [one.accuracies for one in again] == [one.accuracies for one in runs]
     assert torch.equal(torch.get_rng_state(), state)
-    assert torch.get_num_threads() == threads
     assert run(Settings(steps=8, seed=1))[0].losses[0] != runs[0].losses[0]
+
+
+def test_it_trains_on_one_thread_and_gives_the_others_back() -> None:
+    before, seen = torch.get_num_threads(), set()
+    torch.set_num_threads(2)
+    try:
+        demo.run_demo(Settings(steps=8), lambda name, count: seen.add(torch.get_num_threads()))
+        assert seen == {1}
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_training_and_test_images_are_apart() -> None:

@@ -114,3 +114,9 @@ def test_a_percentile_range_is_used_in_training_and_averaged_for_evaluation() ->
     running = state["_cpt_fx.ranges.0.input.running_range"] / state["_cpt_fx.ranges.0.input.running_weight"]
     torch.testing.assert_close(running, percentile_extent(x, 90.0).range)
     assert running < 10
+
+
+def test_a_nan_spoils_a_percentile_range_visibly() -> None:
+    x = torch.randn(1000)
+    x[3] = math.nan
+    assert percentile_extent(x, 90.0).range.isnan()

@@ -32,6 +32,11 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 10))
 
 
+def make_model_of(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return make_model()
+
+
 def width_of(model: nn.Module) -> int:
     (state,) = [module for module in model.modules() if isinstance(module, Precision)]
     assert state.schedule is not None
@@ -130,6 +135,12 @@ def test_every_width_sees_the_same_batches_from_the_same_weights() -> None:
     assert seen[4][-1][1] != seen[8][-1][1]
 
 
+def test_a_width_measures_the_same_in_any_company() -> None:
+    options: dict[str, Any] = {"steps_per_width": 12, "threshold": 0.01}
+    alone = range_test(make_model_of(1), make_batches(), widths=[8], **options)
+    assert range_test(make_model_of(1), make_batches(), widths=[4, 6, 8], **options).losses[-1] == alone.losses[0]
+
+
 def test_widths_gradient_and_recipe_reach_the_model() -> None:
     bits = set()
 
@@ -204,7 +215,11 @@ def test_the_optimizer_is_the_users() -> None:
         ({"data": []}, ValueError, "data is empty"),
         ({"data": 3}, TypeError, "data must be an iterable of batches, got int"),
         ({"data": [torch.zeros(4, 32)]}, TypeError, "a batch must be .* got Tensor: pass loss="),
-        ({"data": iter(make_batches(3))}, ValueError, "ended after 3 of steps_per_width=50 batches"),
+        (
+            {"data": iter(make_batches(3))},
+            ValueError,
+            "ended after 3 of steps_per_width=50 batches and cannot be started again",
+        ),
         ({"data": [{"input": torch.zeros(4, 32)}]}, TypeError, "returned no loss: pass loss="),
         ({"model": len}, TypeError, "model must be a torch.nn.Module, got builtin_function_or_method"),
         ({"loss": lambda model, batch: 0.5}, TypeError, "loss must return a tensor with one element, got float"),

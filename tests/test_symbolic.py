@@ -134,6 +134,21 @@ def test_random_constants_are_refused() -> None:
     refused(model_of(forward, fc=nn.Linear(2, 2), calls=iter(range(100))), "differs from trace to trace")
 
 
+def test_draws_while_tracing_leave_the_generator_alone() -> None:
+    def unused(self: Any, x: Tensor) -> Any:
+        torch.normal(0.0, 1.0, (3,))
+        return self.fc(x)
+
+    def used(self: Any, x: Tensor) -> Any:
+        return self.fc(x) + torch.normal(0.0, 1.0, (2,))
+
+    model = model_of(unused, fc=nn.Linear(2, 2))
+    before = torch.get_rng_state()
+    captured(model)
+    assert torch.equal(torch.get_rng_state(), before)
+    refused(model_of(used, fc=nn.Linear(2, 2)), "differs from trace to trace: it is random")
+
+
 def test_operators_with_assignment_update_shared_memory() -> None:
     def forward(self: Any, x: Tensor) -> Any:
         y = self.fc(x)

@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 
 from cpt_fx.errors import TransformError
-from cpt_fx.graph_module import QuantizedGraphModule, Shell, blank, take_tensors
+from cpt_fx.graph_module import CALL_HOOKS, QuantizedGraphModule, Shell, blank, take_tensors
 from cpt_fx.meta import get_attribute
 
 
@@ -70,7 +70,10 @@ def assemble(root: nn.Module, graph: fx.Graph) -> QuantizedGraphModule:
     _graft(result, root, "", called, {id(root): result})
     for path, value in constants.items():
         _ensure(result, path, value)
-    result.training = root.training
+    # Tracing runs the root's forward, not its call: hooks on the model as a whole belong on the result.
+    for hooks in CALL_HOOKS:
+        getattr(result, hooks).update(getattr(root, hooks))
+    result._is_full_backward_hook = root._is_full_backward_hook
     result.graph = graph
     return result
 

@@ -186,6 +186,13 @@ def _trace(model: nn.Module, fixed: Mapping[str, object], *, mode: bool) -> tupl
     root.train(mode)
     names = {id(module): name for name, module in model.named_modules()}
     tracer = Tracer(fixed, names)
+    for name, module in root.named_modules():
+        hooked = module._backward_hooks or module._backward_pre_hooks
+        if name and hooked and not tracer.is_leaf_module(module, name):
+            raise CaptureError(
+                f"module {name!r} ({type(module).__name__}) has a backward hook: its operators become part of the "
+                "graph, where the hook would never be called"
+            )
     try:
         with warnings.catch_warnings(), tracer.recording_factories(), recording_updates(), watching_attributes():
             warnings.simplefilter("ignore")

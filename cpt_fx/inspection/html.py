@@ -114,7 +114,8 @@ def _stats(inspection: Inspection, views: tuple[QuantizerView, ...]) -> str:
     found = [
         ("quantizers", str(len(views)), ""),
         *((f"{role} bits", width_text(bits), role) for role, bits in widths_by_role(views).items()),
-        ("in full precision", str(left), "warn" if left else ""),
+        ("uncovered", str(left), "warn" if left else ""),
+        ("excluded", str(len(inspection.uncovered) - left), ""),
         ("never ran", str(silent), "warn" if silent else ""),
     ]
     return "".join(

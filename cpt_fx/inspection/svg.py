@@ -44,7 +44,9 @@ def drawing(inspection: Inspection, depth: int | None) -> str:
     body, placed = _painted(root, depth)
     widths = [f"{role} {width_text(bits)} bits" for role, bits in widths_by_role(views).items()]
     left = len([item for item in inspection.uncovered if not item.by_choice])
-    subtitle = " · ".join([f"{len(views)} quantizers", *widths, f"{left} in full precision"])
+    subtitle = " · ".join(
+        [f"{len(views)} quantizers", *widths, f"{left} uncovered, {len(inspection.uncovered) - left} excluded"]
+    )
     label = escape(f"{inspection.name}: {subtitle}")
     legend, legend_width = _legend([*widths_by_role(views)])
     width = max(placed.width + 48, len(subtitle) * 6.6 + 48, legend_width + 48)

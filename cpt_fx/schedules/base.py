@@ -1,10 +1,11 @@
 """What every schedule can do, given its widths as a function of the step."""
 
+import copy
 import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -181,6 +182,17 @@ class Schedule(ABC):
     def _update(self) -> None:
         for controller in self._controllers:
             controller.update()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Schedule":
+        """Copy the plan; the models that were copied earlier in the same call follow the copy."""
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        for twin in [memo[id(mine)] for mine in self._controllers if id(mine) in memo]:
+            self._controllers.discard(twin)
+            twin.attach(new)
+            new._controllers.add(twin)
+        return new
 
     def __getstate__(self) -> dict[str, object]:
         """Leave the models behind: a copy drives nothing until it is bound."""

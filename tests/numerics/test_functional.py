@@ -227,6 +227,21 @@ def test_torch_func(options: dict[str, Any]) -> None:
     )
 
 
+def test_a_gradient_quantizer_inside_vmap_is_refused() -> None:
+    """Its hook would never be called. The other way round, vmap of grad, it works: see above."""
+    x, weight = torch.randn(3, 8), torch.randn(3, 8)
+
+    def loss(x: Tensor) -> Tensor:
+        rows: Tensor = torch.func.vmap(lambda row: quantize_gradient(row, 4))(x)
+        return (rows * weight).sum()
+
+    refused = "Batching rule not implemented for cpt_fx::quantize_gradient"
+    with pytest.raises(RuntimeError, match=refused):
+        torch.func.grad(loss)(x)
+    with pytest.raises(RuntimeError, match=refused):
+        loss(x.requires_grad_())
+
+
 def test_vmap_draws_as_asked() -> None:
     x = torch.rand(1, 40).expand(2, 40)
     with pytest.warns(UserWarning, match="performance drop"):

@@ -152,12 +152,12 @@ BROKEN: dict[str, tuple[str, Edit, str]] = {
         "normalize", lambda m: call(m, torch.add, node(m, "tanh"), read(m, "fc.weight", "linear")),
         "read the same parameter"),
     "a decision without argument": ("annotate", add_operand, r"linear \(fc\) has no operand ghost"),
-    "an operand goes around": ("insert", bypass_input, "fc: the activation input of linear is not quantized"),
+    "an operand goes around": ("insert", bypass_input, "fc: operand input of linear is not quantized"),
     "another format": (
-        "insert", change_quantizer("fc_weight_q", format=Format()), "fc: the weight weight has affine/tensor"),
+        "insert", change_quantizer("fc_weight_q", format=Format()), "fc: operand weight has format affine/tensor, not symmetric/channel"),
     "another dial": (
-        "insert", change_quantizer("fc_weight_q", dial=Dial("weight", offset=2)), "fc: the weight weight"),
-    "plain where observed": ("insert", plain_for_observed, "the activation input of linear is not quantized"),
+        "insert", change_quantizer("fc_weight_q", dial=Dial("weight", offset=2)), "fc: operand weight follows weight_plus_2, not weight"),
+    "plain where observed": ("insert", plain_for_observed, "operand input of linear is not quantized"),
     "no gradient quantizer": ("insert", drop_gradient, "fc: the gradient of linear is not quantized"),
     "a reader of the raw output": ("insert", bypass_gradient, "fc: add bypasses the gradient quantizer of linear"),
     "an unknown quantizer": ("insert", orphan, "is a quantize op that no pass accounts for"),
