@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import platform
 import statistics
 import time
@@ -47,6 +48,7 @@ class Block(nn.Module):
         self.gate = nn.Linear(2, 2)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Two convolutions, a gate, a residual."""
         y = torch.relu(self.norm1(self.conv1(x)))
         y = self.norm2(self.conv2(y))
         gate = torch.sigmoid(self.gate(y.mean((2, 3))))
@@ -126,12 +128,11 @@ def verdicts(rows: list[dict[str, Any]]) -> list[str]:
         first, second = (by_size[min(by_size, key=lambda nodes: abs(nodes - size))] for size in (small, large))
         ratio = second["seconds"] / first["seconds"] * 10 / (second["nodes"] / first["nodes"])
         word = "met" if ratio <= RATIO_LIMIT else "MISSED"
-        lines.append(
-            f"{first['nodes']} -> {second['nodes']} nodes: {ratio:.1f} x per tenfold size, at most {RATIO_LIMIT:g}: {word}"
-        )
+        sizes = f"{first['nodes']:,} to {second['nodes']:,} nodes"
+        lines.append(f"{sizes}: {ratio:.1f} x per tenfold size, at most {RATIO_LIMIT:g}: {word}")
     largest = by_size[min(by_size, key=lambda nodes: abs(nodes - 10_000))]
     word = "met" if largest["seconds"] < SECONDS_LIMIT else "MISSED"
-    lines.append(f"{largest['nodes']} nodes: {largest['seconds']:.2f} s, under {SECONDS_LIMIT:g} s: {word}")
+    lines.append(f"{largest['nodes']:,} nodes: {largest['seconds']:.2f} s, under {SECONDS_LIMIT:g} s: {word}")
     return lines
 
 
@@ -148,6 +149,32 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"{row['capture_seconds']:.3f} | {row['peak_mib']:.1f} |"
         )
     return "\n".join(lines)
+
+
+def processor() -> str:
+    """Return the name of the processor, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def report(about: dict[str, Any]) -> str:
+    """Return the page with everything measured."""
+    lines = [
+        "# Transform time against graph size",
+        "",
+        f"{about['machine']}. {about['versions']}. `{about['command']}`",
+        "",
+        table(about["rows"]),
+        "",
+        *(f"* {verdict}" for verdict in about["verdicts"]),
+        "",
+        "![Seconds and memory against nodes](transform_scaling.png)",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -181,18 +208,18 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = measure(tuple(arguments.sizes), arguments.repeats)
     arguments.output.mkdir(parents=True, exist_ok=True)
-    about = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "machine": platform.machine(),
-        "repeats": arguments.repeats,
+    about: dict[str, Any] = {
+        "machine": f"{processor()}, {os.cpu_count()} cores, one thread",
+        "versions": f"Python {platform.python_version()}, torch {torch.__version__}",
+        "command": f"python benchmarks/transform_scaling.py --repeats {arguments.repeats}",
         "rows": rows,
         "verdicts": verdicts(rows),
     }
     (arguments.output / "transform_scaling.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     plot(rows, arguments.output / "transform_scaling.png")
-    print(table(rows))
-    print("\n".join(about["verdicts"]))
+    page = report(about)
+    (arguments.output / "transform_scaling.md").write_text(page, encoding="utf-8")
+    print(page)
 
 
 if __name__ == "__main__":

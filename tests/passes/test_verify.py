@@ -154,9 +154,11 @@ BROKEN: dict[str, tuple[str, Edit, str]] = {
     "a decision without argument": ("annotate", add_operand, r"linear \(fc\) has no operand ghost"),
     "an operand goes around": ("insert", bypass_input, "fc: operand input of linear is not quantized"),
     "another format": (
-        "insert", change_quantizer("fc_weight_q", format=Format()), "fc: operand weight has format affine/tensor, not symmetric/channel"),
+        "insert", change_quantizer("fc_weight_q", format=Format()),
+        "fc: operand weight has format affine/tensor, not symmetric/channel"),
     "another dial": (
-        "insert", change_quantizer("fc_weight_q", dial=Dial("weight", offset=2)), "fc: operand weight follows weight_plus_2, not weight"),
+        "insert", change_quantizer("fc_weight_q", dial=Dial("weight", offset=2)),
+        "fc: operand weight follows weight_plus_2, not weight"),
     "plain where observed": ("insert", plain_for_observed, "operand input of linear is not quantized"),
     "no gradient quantizer": ("insert", drop_gradient, "fc: the gradient of linear is not quantized"),
     "a reader of the raw output": ("insert", bypass_gradient, "fc: add bypasses the gradient quantizer of linear"),
