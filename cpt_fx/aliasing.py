@@ -2,9 +2,38 @@
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
 from torch import fx, nn
 
-from cpt_fx.meta import FRESH, VIEWS
+from cpt_fx.meta import FUSED, SPECS
+from cpt_fx.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_LEARNED, FAKE_QUANTIZE_OBSERVED, QUANTIZE_GRADIENT
+
+VIEWS: frozenset[Any] = frozenset({
+    "view", "reshape", "transpose", "permute", "t", "flatten", "unflatten", "squeeze", "unsqueeze", "expand",
+    "expand_as", "view_as", "contiguous", "chunk", "split", "unbind", "narrow", "select", "swapaxes", "movedim",
+    "detach", "to", "float", "half", "type_as", "mT", "T", torch.reshape, torch.transpose, torch.permute, torch.t,
+    torch.flatten, torch.unflatten, torch.squeeze, torch.unsqueeze, torch.chunk, torch.split, torch.unbind,
+    torch.narrow, torch.select, torch.swapaxes, torch.movedim, operator.getitem, getattr, F.dropout,
+    QUANTIZE_GRADIENT,
+})  # fmt: skip
+"""Results that may share memory with their first argument, and with no other."""
+
+_NEW = (
+    "add", "sub", "rsub", "mul", "div", "true_divide", "pow", "neg", "exp", "log", "sqrt", "rsqrt", "abs", "clamp",
+    "sin", "cos", "tanh", "sigmoid", "relu", "softmax", "log_softmax", "sum", "mean", "var", "std", "cat", "stack",
+    "where", "clone", "masked_fill", "square", "maximum", "minimum",
+)  # fmt: skip
+FRESH: frozenset[Any] = frozenset({
+    *(SPECS.keys() - {torch.einsum}), *FUSED, *_NEW, *(getattr(torch, name) for name in _NEW), FAKE_QUANTIZE,
+    FAKE_QUANTIZE_OBSERVED, FAKE_QUANTIZE_LEARNED, operator.add, operator.sub, operator.mul, operator.truediv,
+    operator.pow, operator.neg, F.relu, F.gelu, F.silu, F.elu, F.leaky_relu, F.softmax, F.log_softmax,
+    F.layer_norm, F.batch_norm, F.group_norm, F.cross_entropy, F.mse_loss,
+})  # fmt: skip
+"""Operators whose result is always a new tensor, unless they are told to write in place."""
 
 _OPERATORS = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift",
               "irshift", "imatmul", "setitem")  # fmt: skip
@@ -24,8 +53,8 @@ class Versions:
     """Walks a graph in order and knows, at each node, how often a value's memory has been overwritten so far.
 
     Two reads of a node see the same numbers only if its version is the same. A result counts as sharing memory with
-    everything it is made of, unless its operator is known to make a new tensor (`meta.FRESH`) or to look at its first
-    argument only (`meta.VIEWS`): the mistake that remains is a quantizer too many, never a number that is wrong.
+    everything it is made of, unless its operator is known to make a new tensor (`FRESH`) or to look at its first
+    argument only (`VIEWS`): the mistake that remains is a quantizer too many, never a number that is wrong.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from cpt_fx.formats import Format, Group, Range, group_dims
-from cpt_fx.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_LEARNED, FAKE_QUANTIZE_OBSERVED, QUANTIZE_GRADIENT
+from cpt_fx.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_LEARNED, FAKE_QUANTIZE_OBSERVED
 
 SITE = "cpt_fx_site"
 """On an operator: the `Site` that annotate decided."""
@@ -178,29 +178,6 @@ FUSED: dict[Target, str] = {
     torch.tensordot: "tensordot is not in the operator table",
 }
 """Functions that multiply and that no rule covers, with the reason that inspect shows."""
-
-VIEWS: frozenset[Any] = frozenset({
-    "view", "reshape", "transpose", "permute", "t", "flatten", "unflatten", "squeeze", "unsqueeze", "expand",
-    "expand_as", "view_as", "contiguous", "chunk", "split", "unbind", "narrow", "select", "swapaxes", "movedim",
-    "detach", "to", "float", "half", "type_as", "mT", "T", torch.reshape, torch.transpose, torch.permute, torch.t,
-    torch.flatten, torch.unflatten, torch.squeeze, torch.unsqueeze, torch.chunk, torch.split, torch.unbind,
-    torch.narrow, torch.select, torch.swapaxes, torch.movedim, operator.getitem, getattr, F.dropout,
-    QUANTIZE_GRADIENT,
-})  # fmt: skip
-"""Results that may share memory with their first argument, and with no other."""
-
-_NEW = (
-    "add", "sub", "rsub", "mul", "div", "true_divide", "pow", "neg", "exp", "log", "sqrt", "rsqrt", "abs", "clamp",
-    "sin", "cos", "tanh", "sigmoid", "relu", "softmax", "log_softmax", "sum", "mean", "var", "std", "cat", "stack",
-    "where", "clone", "masked_fill", "square", "maximum", "minimum",
-)  # fmt: skip
-FRESH: frozenset[Any] = frozenset({
-    *(SPECS.keys() - {torch.einsum}), *FUSED, *_NEW, *(getattr(torch, name) for name in _NEW), FAKE_QUANTIZE,
-    FAKE_QUANTIZE_OBSERVED, FAKE_QUANTIZE_LEARNED, operator.add, operator.sub, operator.mul, operator.truediv,
-    operator.pow, operator.neg, F.relu, F.gelu, F.silu, F.elu, F.leaky_relu, F.softmax, F.log_softmax,
-    F.layer_norm, F.batch_norm, F.group_norm, F.cross_entropy, F.mse_loss,
-})  # fmt: skip
-"""Operators whose result is always a new tensor, unless they are told to write in place."""
 
 
 @dataclass(frozen=True)

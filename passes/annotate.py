@@ -12,17 +12,13 @@ from torch import fx, nn
 
 from cpt_fx.formats import Format, Group
 from cpt_fx.graph_module import Shell
+from cpt_fx.graph_sites import counts_degrees, elementwise_spec, mean_after
 from cpt_fx.meta import (
-    ADDS,
-    DIVIDES,
-    FILLED,
     FUSED,
     HIDING,
     LEFT,
-    MULTIPLIES,
     QUANTIZER,
     SITE,
-    SUMS,
     Dial,
     Index,
     Operand,
@@ -42,11 +38,6 @@ from cpt_fx.runtime import Precision
 
 _MULTIPLY = ("conv", "linear", "matmul", "attention", "recurrent")
 """Families whose operators are reported when no rule covers them; the others multiply nothing by themselves."""
-
-_BIAS_ADD = OpSpec("bias_add", "add", ("input", "other"), ((0, "input"), (1, "input")))
-_SCALE = OpSpec("scale", "mul", ("input", "other"), ((0, "input"), (1, "input")))
-_WEIGHTED = OpSpec("aggregation", "mul", ("input", "other"), ((0, "input"), (1, "input")))
-_NEIGHBOURHOOD_SUM = OpSpec("aggregation", "sum", ("input", "dim"), ((0, "input"),))
 
 
 @dataclass(frozen=True)
@@ -106,8 +97,8 @@ class _Walk:
         self._note_modules(node)
         if self._is_weight(node):
             self.weights.add(node)
-        spec = spec_of(node) or self._elementwise(node)
-        if spec is not None and spec.family == "aggregation" and _counts_degrees(node, spec):
+        spec = spec_of(node) or elementwise_spec(node, self.recipe, self.weights)
+        if spec is not None and spec.family == "aggregation" and counts_degrees(node, spec):
             return
         if spec is None:
             self._report_hidden(node)
@@ -171,7 +162,7 @@ class _Walk:
             operands=tuple(operands),
             gradient=rule.gradient,
             dials=tuple(dials),
-            gradient_name=_mean_after(node).name if family == "aggregation" or rule.messages_only else node.name,
+            gradient_name=mean_after(node).name if family == "aggregation" or rule.messages_only else node.name,
             return_quantized=rule.return_quantized,
         )
         self.decided += 1
@@ -228,26 +219,6 @@ class _Walk:
         if spec.family == "matmul" and any(used in self.weights for used in node.all_input_nodes):
             return "linear"
         return spec.family
-
-    def _elementwise(self, node: fx.Node) -> OpSpec | None:
-        """Recognise the additions, products and sums that the published graph layers quantize."""
-        if node.op not in ("call_function", "call_method"):
-            return None
-        aggregates = self.recipe.aggregation is not None
-        if node.target in SUMS and aggregates and _is_weighted_sum(node, self.weights):
-            return _NEIGHBOURHOOD_SUM
-        tensors = [arg for arg in node.args[:2] if isinstance(arg, fx.Node)]
-        if len(tensors) != 2:
-            return None
-        parameters = sum(tensor in self.weights for tensor in tensors)
-        if _is(node, ADDS) and self.recipe.bias_add is not None and parameters == 1:
-            return _BIAS_ADD
-        if _is(node, MULTIPLIES) and parameters == 0:
-            if aggregates and any(_is_weighted_sum(user, self.weights) for user in node.users):
-                return _WEIGHTED
-            if self.recipe.scale is not None:
-                return _SCALE
-        return None
 
     def _layer(self, node: fx.Node, spec: OpSpec) -> str:
         """Name the layer of an operator: its module's path, and the operator's name and number where needed.
@@ -315,38 +286,5 @@ def _kind_of(module: nn.Module) -> type[nn.Module] | None:
     return None if isinstance(module, (Shell, Precision, fx.GraphModule)) else type(module)
 
 
-def _is(node: fx.Node, table: frozenset[Any]) -> bool:
-    """Whether a node calls one of these; `x += y` is recorded as a function of our own, under the operator's name."""
-    ours = getattr(node.target, "__module__", "") == "cpt_fx.capture.in_place"
-    return node.target in table or (ours and _name(node.target) in table)
-
-
 def _name(target: Any) -> str:
     return str(getattr(target, "__name__", target))
-
-
-def _is_weighted_sum(node: fx.Node, weights: set[fx.Node]) -> bool:
-    """Whether a node sums products of two activations over the neighbours of a (node, neighbour, feature) tensor."""
-    if node.target not in SUMS or not node.args or not isinstance(node.args[0], fx.Node):
-        return False
-    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    if dim not in (1, -2, (1,), [1], (-2,), [-2]):
-        return False
-    product = node.args[0]
-    factors = [arg for arg in product.args[:2] if isinstance(arg, fx.Node)]
-    return _is(product, MULTIPLIES) and len(factors) == 2 and not any(factor in weights for factor in factors)
-
-
-def _counts_degrees(node: fx.Node, spec: OpSpec) -> bool:
-    """Whether an aggregation adds up a constant: there is no message in it, and no gradient."""
-    index, _ = spec.operands[0]
-    value = node.args[index] if index < len(node.args) else None
-    return isinstance(value, fx.Node) and value.target in FILLED
-
-
-def _mean_after(node: fx.Node) -> fx.Node:
-    """Return the division that makes a sum over neighbours their mean, if that is its only use, else the sum."""
-    users = list(node.users)
-    if len(users) == 1 and _is(users[0], DIVIDES) and users[0].args and users[0].args[0] is node:
-        return users[0]
-    return node

@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cpt_fx.recipes",
         "cpt_fx.meta",
         "cpt_fx.aliasing",
+        "cpt_fx.graph_sites",
         "cpt_fx.overrides",
     ),
     ("cpt_fx.pass_base", "cpt_fx.spec", "cpt_fx.runtime", "cpt_fx.graph_module"),
