@@ -198,6 +198,8 @@ def _check_coverage(module: QuantizedGraphModule, history: History, strict: bool
         type(history.source).__name__, len(sites), quantizers, len(history.uncovered) - len(left), len(left),
         history.frontend,
     )  # fmt: skip
+    for note in history.notes:
+        LOGGER.warning("%s", note)
     for item in left:
         LOGGER.warning("in full precision: %s", item)
 

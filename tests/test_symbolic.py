@@ -312,3 +312,66 @@ def test_a_module_reached_by_a_bound_method_is_found() -> None:
     model.step = model.fc.forward  # type: ignore[assignment, union-attr]
     x = torch.randn(2, 4)
     assert torch.equal(captured(model)(x), model(x))
+
+
+class Contexts(nn.Module):
+    """Runs a layer inside something that a graph does not record."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "no_grad":
+            with torch.no_grad():
+                return self.inner(x)  # type: ignore[no-any-return]
+        if self.kind == "autocast":
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return self.inner(x)  # type: ignore[no-any-return]
+        if self.kind == "function":
+            return Doubled.apply(self.inner(x))  # type: ignore[no-any-return, no-untyped-call]
+        return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+class Doubled(torch.autograd.Function):
+    """Its backward is not the derivative of its forward: a trace of the forward would lose that."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 5
+
+
+@pytest.mark.parametrize(("kind", "name"), [
+    ("no_grad", "'inner' runs .* inside torch.no_grad"),
+    ("autocast", "'inner' runs .* inside torch.autocast"),
+    ("function", "forward runs .* inside torch.no_grad or a custom autograd.Function"),
+])  # fmt: skip
+def test_contexts_that_a_graph_would_lose_are_refused(kind: str, name: str) -> None:
+    with pytest.raises(cpt_fx.CaptureError, match=name):
+        cpt_fx.transform(Contexts(kind), Static(8))
+
+
+def test_a_checkpoint_inside_forward_is_dropped_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    plain, x = Contexts("checkpoint"), torch.randn(2, 3)
+    model = cpt_fx.transform(plain, Static(32))
+    assert "torch.utils.checkpoint inside forward is not kept" in caplog.text
+    assert torch.equal(model(x), plain(x))
+
+
+def test_a_backward_hook_on_a_layer_is_refused() -> None:
+    net = nn.Sequential(nn.Linear(3, 3))
+    net[0].register_full_backward_hook(lambda *_: None)
+    with pytest.raises(cpt_fx.CaptureError, match="module '0' \\(Linear\\) has a backward hook"):
+        cpt_fx.transform(net, Static(8))
+
+
+def test_hooks_on_the_whole_model_move_to_the_result() -> None:
+    net = nn.Sequential(nn.Linear(3, 3))
+    net.register_forward_hook(lambda module, inputs, output: output * 2)
+    x = torch.randn(2, 3)
+    assert torch.equal(cpt_fx.transform(net, Static(32))(x), net(x))

@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -16,7 +16,7 @@ from cpt_fx.aliasing import writes_in_place
 from cpt_fx.capture.base import Captured, CaptureError, assemble, clone_tree
 from cpt_fx.capture.in_place import recording_updates
 from cpt_fx.capture.modes import merge_modes
-from cpt_fx.meta import OPENED, get_attribute
+from cpt_fx.meta import OPENED, get_attribute, module_path
 
 FACTORIES = ("zeros", "ones", "full", "empty", "rand", "randn", "randint", "randperm", "arange", "linspace", "eye")
 """Functions of torch that make a tensor from nothing: they run in the graph, not once while tracing."""
@@ -33,6 +33,20 @@ class Tracer(fx.Tracer):
         self.fixed = dict(fixed)
         self.originals = originals
         self._tensor_paths: dict[int, str] | None = None
+        self._context = _context()
+        self.dropped_checkpoints = False
+
+    def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
+        """Refuse operators inside a context that changes them: a graph does not record `with` statements."""
+        node = super().create_node(kind, *args, **kwargs)
+        changed = [name for name, state in _context().items() if state != self._context[name]]
+        # Saved-tensor hooks change what is kept for the backward pass, not what is computed.
+        self.dropped_checkpoints |= torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        if changed and kind.startswith("call_"):
+            path, _ = module_path(node)
+            place = f"module {path!r}" if path else "the model's forward"
+            raise CaptureError(f"{place} runs {node.format_node()} inside {changed[0]}, which torch.fx would lose")
+        return node
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Keep torch.nn layers as calls, except those with products and those with computed parameters."""
@@ -128,6 +142,16 @@ def watching_attributes() -> Iterator[None]:
         nn.Module.__setattr__ = original  # type: ignore[method-assign]
 
 
+def _context() -> dict[str, object]:
+    """Return what `with` statements change about the operators inside them."""
+    return {
+        "torch.no_grad or a custom autograd.Function": torch.is_grad_enabled(),
+        "torch.autocast": [
+            (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
+        ],
+    }
+
+
 def expect(given: object, value: object, name: str) -> None:
     """Refuse a value that the graph was not captured for."""
     if given is not value and (isinstance(given, torch.Tensor) or given != value):
@@ -145,42 +169,54 @@ def capture_symbolic(
     optional = _optional_arguments(model)
     if example_inputs is not None or example_kwargs is not None:
         fixed = _constants_of(model, example_inputs or (), example_kwargs or {})
-        root, graph = _both_modes(model, fixed)
+        traced = _both_modes(model, fixed)
     else:
         # Code may test an optional argument. Where leaving it open and leaving it out give the same graph, it is
         # open; otherwise the graph is the one for its default, and says so when it is given.
         fixed = dict(optional)
-        root, graph = _both_modes(model, fixed)
+        traced = _both_modes(model, fixed)
         for name in optional:
             without = {key: value for key, value in fixed.items() if key != name}
             try:
-                opened_root, opened = _both_modes(model, without)
+                opened = _both_modes(model, without)
             except CaptureError:
                 continue
-            if _same_but_for(opened, graph, name, optional[name]):
-                fixed, root, graph = without, opened_root, opened
-    _drop_dead_constants(graph)
-    notes = tuple(f"captured for {name}={value!r}: the code branches on it" for name, value in fixed.items())
-    _restore_modes(root, model)
-    return Captured(assemble(root, graph), "symbolic", notes)
+            if _same_but_for(opened.graph, traced.graph, name, optional[name]):
+                fixed, traced = without, opened
+    _drop_dead_constants(traced.graph)
+    _restore_modes(traced.root, model)
+    notes = [f"captured for {name}={value!r}: the code branches on it" for name, value in fixed.items()]
+    if traced.dropped_checkpoints:
+        notes.append("torch.utils.checkpoint inside forward is not kept: activations stay in memory for backward")
+    return Captured(assemble(traced.root, traced.graph), "symbolic", tuple(notes))
 
 
-def _both_modes(model: nn.Module, fixed: Mapping[str, object]) -> tuple[nn.Module, fx.Graph]:
+class Traced(NamedTuple):
+    """A trace: the copy of the model it was made on, the graph, and whether checkpoints inside it were lost."""
+
+    root: nn.Module
+    graph: fx.Graph
+    dropped_checkpoints: bool
+
+
+def _both_modes(model: nn.Module, fixed: Mapping[str, object]) -> Traced:
     """Trace in training and in evaluation mode and merge: flags that code passes on become run-time values."""
     state = torch.random.get_rng_state()
-    root, training = _trace(model, fixed, mode=True)
-    other, evaluation = _trace(model, fixed, mode=False)
-    torch.random.set_rng_state(state)
-    merge_modes(training, evaluation)
-    for node in training.nodes:
+    try:
+        training = _trace(model, fixed, mode=True)
+        evaluation = _trace(model, fixed, mode=False)
+    finally:
+        torch.random.set_rng_state(state)
+    merge_modes(training.graph, evaluation.graph)
+    for node in training.graph.nodes:
         if node.op == "get_attr" and "_tensor_constant" in str(node.target):
-            first, second = (get_attribute(tree, str(node.target)) for tree in (root, other))
+            first, second = (get_attribute(trace.root, str(node.target)) for trace in (training, evaluation))
             if not torch.equal(first, second):
                 raise CaptureError(f"{node.name} differs from trace to trace: it is random or depends on outer state")
-    return root, training
+    return training
 
 
-def _trace(model: nn.Module, fixed: Mapping[str, object], *, mode: bool) -> tuple[nn.Module, fx.Graph]:
+def _trace(model: nn.Module, fixed: Mapping[str, object], *, mode: bool) -> Traced:
     clones: dict[int, nn.Module] = {}
     root = clone_tree(model, clones)
     root.train(mode)
@@ -204,7 +240,7 @@ def _trace(model: nn.Module, fixed: Mapping[str, object], *, mode: bool) -> tupl
             f"torch.fx cannot trace {type(model).__name__}: {type(error).__name__}: {error}".rstrip()
         ) from error
     _check_constants(graph)
-    return root, graph
+    return Traced(root, graph, tracer.dropped_checkpoints)
 
 
 def _check_constants(graph: fx.Graph) -> None:
