@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._dynamo import OptimizedModule
 
 from cpt_fx.capture import capture as capture_model
 from cpt_fx.errors import TransformError, check_choice
@@ -44,6 +45,9 @@ class History:
         return tuple(item for report in self.reports for item in report.uncovered)
 
 
+WRAPPERS = (OptimizedModule, nn.DataParallel, nn.parallel.DistributedDataParallel)
+"""Modules that go around a transformed model, not into it."""
+
 EXECUTIONS = ("simulated",)
 """How quantized products may run."""
 
@@ -75,8 +79,8 @@ def transform(
         example_kwargs: keyword arguments the model is called with.
         capture: `"symbolic"`, or `"auto"` for the first frontend that is faithful.
         exclude: module names, globs or types left in full precision.
-        overrides: name, glob or type -> fixed bits (`8`), an offset (`"+2"`), or a mapping of `bits`, `offset`,
-            `input`, `weight`, `bias`, `gradient`.
+        overrides: name, glob or type -> fixed bits (`8`, `(8, 8, 8)`), an offset (`"+2"`), a `Rule`, a `Recipe`, or a
+            mapping of `bits`, `offset`, `input`, `weight`, `bias`, `gradient`.
         execution: `"simulated"`.
         strict: raise where an operator that multiplies stays in full precision without having been excluded.
     """
@@ -84,7 +88,7 @@ def transform(
         raise TypeError(
             f"overrides must map module names, globs or types to what is different there, got {overrides!r}"
         )
-    pipeline = Pipeline.standard(recipe=recipe, exclude=_patterns(exclude), overrides=overrides)
+    pipeline = Pipeline.standard(recipe=recipe, exclude=exclude, overrides=overrides)
     return transform_with(
         pipeline, model, schedule, example_inputs=example_inputs, example_kwargs=example_kwargs, frontend=capture,
         execution=execution, strict=strict,
@@ -162,14 +166,19 @@ def _check(model: object, schedule: object, execution: str) -> None:
     """Refuse what cannot work before anything is done."""
     check_choice("execution", execution, EXECUTIONS)
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        raise TypeError(
+            f"model must be a torch.nn.Module, got {type(model).__name__}"
+            + (": transform the module it was exported from" if type(model).__name__ == "ExportedProgram" else "")
+        )
+    if isinstance(model, WRAPPERS):
+        raise TypeError(f"transform the model first and wrap the result: got a {type(model).__name__} around it")
     if not isinstance(schedule, Schedule):
         raise TypeError(
             f"schedule must be a schedule such as cpt_fx.schedules.named(...), got {type(schedule).__name__}"
         )
     if any(isinstance(module, Precision) for module in model.modules()):
         raise TransformError(
-            f"{type(model).__name__} is transformed already. Take cpt_fx.revert(model) to transform it anew, or "
+            f"this {_kind(model)} is transformed already. Take cpt_fx.revert(model) to transform it anew, or "
             "schedule.bind(model) to drive it by another schedule"
         )
     if hasattr(model, STATE):
@@ -182,6 +191,12 @@ def _check(model: object, schedule: object, execution: str) -> None:
         raise TransformError("transform was called under torch.no_grad(): leave it, the result is made for training")
 
 
+def _kind(model: nn.Module) -> str:
+    """Return the class of a model, of the plain one where it is transformed."""
+    history = model.__dict__.get(HISTORY)
+    return type(history.source if isinstance(history, History) else model).__name__
+
+
 def _check_coverage(module: QuantizedGraphModule, history: History, strict: bool) -> None:
     """Refuse a result that quantizes nothing, or, if strict, not everything; log what is covered."""
     sites = {node.meta[SITE].layer for node in module.graph.nodes if SITE in node.meta}
@@ -189,7 +204,8 @@ def _check_coverage(module: QuantizedGraphModule, history: History, strict: bool
     left = [item for item in history.uncovered if not item.by_choice]
     if not quantizers:
         shown = "".join(f"\n  {item}" for item in history.uncovered[:10])
-        raise TransformError(f"there is nothing to quantize in {type(history.source).__name__}{shown or '.'}")
+        name = type(history.source).__name__ + (":" if shown else "")
+        raise TransformError(f"there is nothing to quantize in {name}{shown}")
     if strict and left:
         shown = "".join(f"\n  {item}" for item in left)
         raise TransformError(f"strict=True, but {len(left)} operators or operands stay in full precision:{shown}")
@@ -198,16 +214,8 @@ def _check_coverage(module: QuantizedGraphModule, history: History, strict: bool
         type(history.source).__name__, len(sites), quantizers, len(history.uncovered) - len(left), len(left),
         history.frontend,
     )  # fmt: skip
-    for note in history.notes:
+    ineffective = [note for report in history.reports if report.name == "annotate" for note in report.notes]
+    for note in (*history.notes, *ineffective):
         LOGGER.warning("%s", note)
     for item in left:
         LOGGER.warning("in full precision: %s", item)
-
-
-def _patterns(exclude: object) -> tuple[Pattern, ...]:
-    """Accept one pattern as well as several: a string is not a list of letters."""
-    if isinstance(exclude, (str, type)):
-        return (exclude,)
-    if not isinstance(exclude, Iterable):
-        raise TypeError(f"exclude takes module names, globs and module types, got {exclude!r}")
-    return tuple(exclude)

@@ -13,29 +13,28 @@ counts as 32.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from rich import box
 from rich.console import ConsoleRenderable, Group
 from rich.table import Table
 from rich.text import Text
 from torch import nn
 
+from cpt_fx.api import history_of
 from cpt_fx.errors import check_choice, check_int
 from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.inspection.flops import Product, graph_products, module_products
 from cpt_fx.meta import Dial
-from cpt_fx.runtime import Precision
+from cpt_fx.runtime import Precision, dial_width
 from cpt_fx.schedules import Bits, mean_costs
 from cpt_fx.schedules.base import Schedule
 
 COUNTS = ("paper", "covered")
 ROOT = "(root)"
-Widths = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ def cost(
         steps: length of the run, for a schedule without a `total_steps`.
     """
     check_choice("count", count, COUNTS)
-    trajectory, static = _run(model, schedule, example_inputs, steps)
+    run, static = _run(model, schedule, example_inputs, steps)
     transformed = any(isinstance(module, Precision) for module in model.modules())
     if count == "covered" and not transformed:
         raise ValueError(f"count='covered' asks what is quantized, and {type(model).__name__} is not transformed")
@@ -146,11 +145,11 @@ def cost(
     products = (graph_products if transformed else module_products)(model, example_inputs, kwargs)
     if not any(product.flops for product in products):
         raise ValueError(
-            f"{type(model).__name__} does no matrix product, convolution or attention on these inputs: "
+            f"{type(history_of(model).source if transformed else model).__name__} does no matrix product, convolution or attention on these inputs: "
             "there are no FLOPs to count"
         )
     paper = count == "paper"
-    terms = [_costs(product, trajectory, paper) for product in products]
+    terms = [_costs(product, run, paper) for product in products]
     layers = tuple(_layers(products, terms, transformed))
     if paper:
         means = mean_costs(schedule, steps)
@@ -158,20 +157,20 @@ def cost(
         reference = static.weight * static.activation + (static.weight + static.activation) * static.gradient
         static_average = reference / FULL_PRECISION**2 / 3
     else:
-        total, length = sum(product.flops for product in products), len(trajectory)
+        total, length = sum(product.flops for product in products), run.total()
         forward = sum(term[0] for term in terms) / total / length
         backward = sum(term[1] for term in terms) / total / length
         average = (forward + backward) / 3
-        constant = np.array([static])
+        constant = Counter([static])
         static_average = sum(sum(_costs(product, constant, paper)) for product in products) / total / 3
-    return Cost(layers, len(trajectory), count, forward, backward, average, static_average, static,
+    return Cost(layers, run.total(), count, forward, backward, average, static_average, static,
                 average / static_average)  # fmt: skip
 
 
 def _run(
     model: nn.Module, schedule: Schedule, example_inputs: tuple[Any, ...], steps: int | None
-) -> tuple[NDArray[np.int64], Bits]:
-    """Check the arguments; return the widths per step and those of the static run to compare with."""
+) -> tuple[Counter[Bits], Bits]:
+    """Check the arguments; return how many steps have which widths, and those of the static run to compare with."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(schedule, Schedule):
@@ -188,10 +187,11 @@ def _run(
     best = schedule._widest() or Bits(*(int(width) for width in trajectory.max(axis=0)))
     weight, activation = best.weight or FULL_PRECISION, best.activation or FULL_PRECISION
     # As in the published ratios, the gradients of the static run have the forward width too.
-    return trajectory, Bits(weight, activation, max(weight, activation))
+    run = Counter(Bits(*row) for row in trajectory.tolist())
+    return run, Bits(weight, activation, max(weight, activation))
 
 
-def _costs(product: Product, trajectory: NDArray[np.int64], paper: bool) -> tuple[float, float]:
+def _costs(product: Product, run: Counter[Bits], paper: bool) -> tuple[float, float]:
     """Return the forward and backward BitOps of a product over a run."""
     dials: list[Dial | None]
     if paper:
@@ -202,25 +202,14 @@ def _costs(product: Product, trajectory: NDArray[np.int64], paper: bool) -> tupl
         site = product.site
         factors: list[Dial | None] = [site.dial(operand.role) for operand in site.operands if operand.role != "bias"]
         dials = [*[*factors, None, None][:2], site.dial("gradient") if site.gradient is not None else None]
-    first, second, gradient = (_widths(dial, trajectory) for dial in dials)
-    forward = float((first * second).sum()) / FULL_PRECISION**2
-    backward = float(((first + second) * gradient).sum()) / FULL_PRECISION**2
-    return product.flops * forward, product.flops * backward
-
-
-def _widths(dial: Dial | None, trajectory: NDArray[np.int64]) -> Widths:
-    """Return the width that a dial shows at every step, as `runtime.dial_width` does for one."""
-    if dial is None:
-        return np.full(len(trajectory), float(FULL_PRECISION))
-    widths = trajectory[:, Bits._fields.index(dial.role)].astype(np.float64)
-    if dial.offset:
-        moved = np.clip(widths + dial.offset, 1, FULL_PRECISION)
-        widths = np.where((widths > 0) & (widths < FULL_PRECISION), moved, widths)
-    if dial.fixed is not None:
-        widths = np.full(len(trajectory), float(dial.fixed))
-    if dial.with_forward:
-        widths = np.where(trajectory[:, 1] == 0, 0.0, widths)
-    return np.where(widths == 0, float(FULL_PRECISION), widths)
+    forward = backward = 0
+    for bits, steps in run.items():
+        # Not quantized and switched off are full precision alike.
+        widths = (dial and dial_width(dial, bits) for dial in dials)
+        first, second, gradient = (width or FULL_PRECISION for width in widths)
+        forward += steps * first * second
+        backward += steps * (first + second) * gradient
+    return product.flops * forward / FULL_PRECISION**2, product.flops * backward / FULL_PRECISION**2
 
 
 def _layers(products: list[Product], terms: list[tuple[float, float]], transformed: bool) -> Iterator[LayerCost]:

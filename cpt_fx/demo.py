@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from cpt_fx.api import transform
 from cpt_fx.costs import cost
 from cpt_fx.errors import check_choice, check_int
-from cpt_fx.inspection import Inspection
+from cpt_fx.inspection import Inspection, Verification
 from cpt_fx.report import Chart, Series, page, picture, smooth, table
 from cpt_fx.schedules import NAMES, Schedule, Static, named
 
@@ -206,7 +206,7 @@ def accuracy(model: nn.Module, digits: Digits) -> float:
     return float(right)
 
 
-RESULTS = ("test accuracy", "mean bits", "relative BitOps", "saving", "seconds")
+RESULTS = ("test accuracy", "mean bits", "BitOps, of static", "saving", "seconds")
 
 
 def results(run: Run) -> tuple[str, ...]:
@@ -215,14 +215,16 @@ def results(run: Run) -> tuple[str, ...]:
     return (f"{100 * run.accuracy:.2f} %", f"{run.mean_bits:.2f}", cost, saving, f"{run.seconds:.1f}")
 
 
-def write_report(runs: tuple[Run, Run], settings: Settings, inspection: Inspection, proof: str, folder: Path) -> Path:
+def write_report(
+    runs: tuple[Run, Run], settings: Settings, inspection: Inspection, proof: Verification, folder: Path
+) -> Path:
     """Write the page about both runs, and next to it the one on which the graph can be explored."""
     folder.mkdir(parents=True, exist_ok=True)
     inspection.html(folder / "graph.html")
     # One level of modules fits the width of a page; the other file opens the rest.
     drawing = inspection.svg(depth=1)
     graph = (
-        '<section><figcaption><h2>The rewritten graph</h2><a href="graph.html">open every module</a></figcaption>'
+        '<section><figcaption><h2>The rewritten graph</h2><a href="graph.html">explore the graph</a></figcaption>'
         f'{picture(drawing, "the rewritten graph")}<p class="note">{escape(proof)}.</p></section>'
     )
     first, second = runs

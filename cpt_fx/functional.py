@@ -94,12 +94,14 @@ def _checked(
     x: Tensor, bits: int | Tensor, keep: Sequence[int], over: Sequence[int] | None, rounding: str, scheme: str,
     exponent: int, specials: str, block: int,
 ) -> tuple[Tensor, dict[str, object]]:  # fmt: skip
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a tensor, got {type(x).__name__}")
     if not x.is_floating_point():
         raise TypeError(f"only floating point tensors are quantized, got {x.dtype}")
-    if over is not None and keep:
-        raise ValueError(f"give keep= or over=, not both: got keep={tuple(keep)}, over={tuple(over)}")
     check_dims("keep", keep, x.ndim)
     check_dims("over", over, x.ndim)
+    if over is not None and keep:
+        raise ValueError(f"give keep= or over=, not both: got keep={tuple(keep)}, over={tuple(over)}")
     kind = choice(Scheme, scheme, "scheme")
     check_grid(kind, exponent, block)
     if isinstance(bits, int) and 0 < bits < minimum_bits(kind):

@@ -106,28 +106,43 @@ class _NodeRef:
         self.position = position
 
 
-class _OpRef:
-    """An operator overload inside a pickled node, by name: overloads themselves do not pickle."""
+class _FunctionRef:
+    """A function inside a pickled node that does not pickle by itself, by the name torch.fx prints for it.
 
-    def __init__(self, overload: torch._ops.OpOverload) -> None:
-        self.namespace, _, self.name = overload._schema.name.partition("::")
-        self.overload = overload._overloadname
+    Operator overloads are such, and functions like `F.max_pool2d` that torch makes inside another function.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
 
     def load(self) -> Any:
-        return getattr(getattr(getattr(torch.ops, self.namespace), self.name), self.overload)
+        value: Any = torch
+        for name in self.path.split(".")[1:]:
+            value = getattr(value, name)
+        return value
+
+
+def _reference(target: Any) -> Any:
+    """Return what stands for a node's target in a pickle."""
+    if isinstance(target, torch._ops.OpOverload):
+        return _FunctionRef(f"torch.ops.{target}")
+    if "<locals>" in getattr(target, "__qualname__", ""):
+        path = fx.node._get_qualified_name(target)
+        if path.startswith("torch.") and _FunctionRef(path).load() is target:
+            return _FunctionRef(path)
+    return target
 
 
 def _flatten(graph: fx.Graph) -> list[tuple[Any, ...]]:
     positions = {node: position for position, node in enumerate(graph.nodes)}
     rows = []
     for node in graph.nodes:
-        target = _OpRef(node.target) if isinstance(node.target, torch._ops.OpOverload) else node.target
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: _NodeRef(positions[used]))  # type: ignore[arg-type, return-value]
         meta = {key: node.meta[key] for key in _KEPT_META if key in node.meta}
         if "nn_module_stack" in node.meta:
             # Names without classes: a class need not be importable where the pickle is read.
             meta["nn_module_stack"] = {call: (path, None) for call, (path, _) in node.meta["nn_module_stack"].items()}
-        rows.append((node.op, node.name, target, _plain(args), _plain(kwargs), node.type, meta))
+        rows.append((node.op, node.name, _reference(node.target), _plain(args), _plain(kwargs), node.type, meta))
     return rows
 
 
@@ -159,7 +174,7 @@ def _unflatten(rows: list[tuple[Any, ...]]) -> fx.Graph:
         return value
 
     for op, name, target, args, kwargs, kind, meta in rows:
-        loaded = target.load() if isinstance(target, _OpRef) else target
+        loaded = target.load() if isinstance(target, _FunctionRef) else target
         node = graph.create_node(op, loaded, resolve(args), resolve(kwargs), name, kind)
         node.meta.update(meta)
         nodes.append(node)

@@ -73,9 +73,15 @@ def host_value(tensor: Tensor) -> int | None:
     return int(tensor.item())
 
 
+def _passes(bits: Tensor) -> bool:
+    """Whether a width is known to leave a tensor alone."""
+    width = host_value(bits)
+    return width is not None and not 0 < width < FULL_PRECISION
+
+
 def _quantize(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None, record: Tensor | None) -> Tensor:
     """Return a new tensor: `x` on the grid of its width."""
-    if x.numel() == 0 or host_value(bits) in (0, FULL_PRECISION):
+    if x.numel() == 0 or _passes(bits):
         result = x.clone()
     elif host_value(bits) is None:
         result = quantize_or_pass(x, bits.to(torch.int64), grid, extent)
@@ -129,7 +135,7 @@ def _straight_through(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None
     and floating point addition has the original's last bit.
     """
     # Under torch.func a record can only be written inside an autograd function.
-    if not torch._C._are_functorch_transforms_active() and host_value(bits) in (0, FULL_PRECISION):
+    if not torch._C._are_functorch_transforms_active() and _passes(bits):
         if record is not None:
             record[0].add_(1)
         return x
@@ -192,6 +198,8 @@ def _observe(
         return Extent(zero_point, range)
     if training:
         batch = _extent(x, percentile)
+        if _is_recomputing():
+            return batch
         on = torch.ones_like(bits, dtype=torch.bool) if when_off else bits > 0
         values = (batch.zero_point, batch.range, torch.ones_like(weight))
         for state, value in zip(running, values, strict=True):
@@ -209,6 +217,11 @@ def _observe(
         torch.where(weight > 0, zero_point / weight, batch.zero_point.to(zero_point.dtype)),
         torch.where(weight > 0, range / weight, batch.range.to(range.dtype)),
     )
+
+
+def _is_recomputing() -> bool:
+    """Whether this forward runs inside a backward pass: checkpointing, which must not teach a range twice."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _extent(x: Tensor, percentile: float) -> Extent:
@@ -261,6 +274,9 @@ def as_bits(bits: int | Tensor, like: Tensor) -> Tensor:
     if isinstance(bits, Tensor):
         if bits.ndim:
             raise ValueError(f"bits must be an int or a 0-dim tensor, got a tensor of shape {tuple(bits.shape)}")
+        width = host_value(bits) if bits.dtype is not torch.bool else None
+        if bits.dtype is torch.bool or (width is not None and (width < 0 or bool(bits != width))):
+            raise ValueError(f"bits must hold a whole number that is not negative, got {bits!r}")
         return bits
     if isinstance(bits, bool) or not hasattr(bits, "__index__"):
         raise TypeError(f"bits must be an int or a 0-dim tensor, got {bits!r}")
@@ -271,6 +287,13 @@ def as_bits(bits: int | Tensor, like: Tensor) -> Tensor:
 
 def check_dims(name: str, dims: Sequence[int] | None, ndim: int) -> None:
     """Refuse dims the tensor does not have, naming the argument."""
-    for dim in dims or ():
+    if dims is None:
+        return
+    if not isinstance(dims, Sequence):
+        raise TypeError(f"{name} must be a sequence of dims such as (0,), got {dims!r}")
+    # `over` may: (0, -1) are the first and the last dim, whatever the rank.
+    if name == "keep" and len({dim % max(ndim, 1) for dim in dims if isinstance(dim, int)}) < len(dims):
+        raise ValueError(f"keep names a dim twice: {tuple(dims)}")
+    for dim in dims:
         if isinstance(dim, bool) or not isinstance(dim, int) or not -max(ndim, 1) <= dim < max(ndim, 1):
             raise ValueError(f"{name} names dim {dim!r}, but the tensor has {ndim} dims")

@@ -12,7 +12,7 @@ from torch import nn
 from cpt_fx.errors import check_int, nearest
 from cpt_fx.formats import FULL_PRECISION, Format
 from cpt_fx.meta import Dial
-from cpt_fx.recipes import OPERANDS, Rule
+from cpt_fx.recipes import OPERANDS, Recipe, Rule
 from cpt_fx.schedules import Bits
 
 Pattern = str | type[nn.Module]
@@ -22,20 +22,23 @@ Pattern = str | type[nn.Module]
 class Override:
     """Fixed widths, an offset to the schedule's widths, or other formats, for the layers a pattern selects.
 
-    `bits` and `offset` are an int for all roles or a `Bits`. `formats` maps `input`, `weight`, `bias`, `gradient` to
-    a Format, or to None for full precision.
+    `bits` and `offset` are an int for all roles or a `Bits`. `rules` is a Rule, or a Recipe whose rule for the layer's
+    family is taken. `formats` maps `input`, `weight`, `bias`, `gradient` to a Format, or to None for full precision.
     """
 
     bits: int | Bits | None = None
     offset: int | Bits | None = None
+    rules: Rule | Recipe | None = None
     formats: tuple[tuple[str, Format | None], ...] = ()
 
     @classmethod
     def of(cls, value: object) -> Override:
-        """Read the forms a user may write: 8, Bits(8, 8, 8), "+2", or a mapping of fields."""
+        """Read the forms a user may write: 8, (8, 8, 8), "+2", a Rule, a Recipe, or a mapping of fields."""
         if isinstance(value, Override):
             return value
-        if isinstance(value, Bits):
+        if isinstance(value, (Rule, Recipe)):
+            return cls(rules=value)
+        if isinstance(value, tuple) and len(value) == len(Bits._fields):
             return cls(bits=Bits(*(check_int("override", width, 0, FULL_PRECISION) for width in value)))
         if isinstance(value, str):
             if value[:1] not in "+-" or not value[1:].isdigit():
@@ -43,7 +46,12 @@ class Override:
             return cls(offset=int(value))
         if isinstance(value, Mapping):
             return cls._of_fields(value)
-        return cls(bits=check_int("override", value, 0, FULL_PRECISION))
+        if isinstance(value, (int, float)) or hasattr(value, "__index__"):
+            return cls(bits=check_int("override", value, 0, FULL_PRECISION))
+        raise TypeError(
+            'an override is fixed bits (8 or (8, 8, 8)), an offset ("+2"), a Rule, a Recipe, or a mapping of bits, '
+            f"offset, input, weight, bias, gradient; got {value!r}"
+        )
 
     @classmethod
     def _of_fields(cls, fields: Mapping[str, Any]) -> Override:
@@ -52,15 +60,17 @@ class Override:
             if name not in known:
                 raise ValueError(f"an override has fields {known}, got {name!r}.{nearest(name, known)}")
         for name in OPERANDS:
-            if not isinstance(fields.get(name), (Format, type(None))):
-                raise TypeError(f"override field {name!r} must be a Format or None, got {fields[name]!r}")
+            if not isinstance(fields.get(name), (Format, Mapping, type(None))):
+                raise TypeError(
+                    f"override field {name!r} must be a Format, a mapping of its fields or None, got {fields[name]!r}"
+                )
         bits, offset = fields.get("bits"), fields.get("offset")
         if bits is not None and offset is not None:
             raise ValueError(f"an override has bits or an offset, not both: got bits={bits!r}, offset={offset!r}")
         return cls(
             bits=None if bits is None else cls.of(bits).bits,
             offset=offset if isinstance(offset, Bits) or offset is None else check_int("override offset", offset),
-            formats=tuple((name, fields[name]) for name in OPERANDS if name in fields),
+            formats=tuple((name, _format(fields[name])) for name in OPERANDS if name in fields),
         )
 
     def dial(self, dial: Dial) -> Dial:
@@ -71,13 +81,31 @@ class Override:
             return Dial(dial.role, offset=self._for(self.offset, dial.role), with_forward=dial.with_forward)
         return dial
 
-    def rule(self, rule: Rule) -> Rule:
+    def rule(self, rule: Rule | None, family: str) -> Rule | None:
         """Return the rule of a layer as this override changes it."""
+        if self.rules is not None:
+            rule = self.rules.rule(family) if isinstance(self.rules, Recipe) else self.rules
+        if not self.formats:
+            return rule
+        rule = rule or Rule()
         return Rule(**{**rule.__dict__, **dict(self.formats)})
 
     @staticmethod
     def _for(value: int | Bits, role: str) -> int:
         return int(getattr(value, role)) if isinstance(value, Bits) else int(value)
+
+
+def _format(value: Any) -> Format | None:
+    return Format(**value) if isinstance(value, Mapping) else value
+
+
+def as_patterns(given: object) -> tuple[Pattern, ...]:
+    """Accept one pattern as well as several: a string is not a list of letters."""
+    if isinstance(given, (str, type)):
+        return (given,)
+    if not isinstance(given, Iterable):
+        raise TypeError(f"exclude takes module names, globs and module types, got {given!r}")
+    return tuple(given)
 
 
 class Patterns:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx, nn
 
 from cpt_fx.errors import nearest
-from cpt_fx.overrides import Pattern
+from cpt_fx.overrides import Pattern, as_patterns
 from cpt_fx.pass_base import Pass, Report
 from cpt_fx.passes.annotate import Annotate
 from cpt_fx.passes.bind import Bind
@@ -37,16 +37,22 @@ def _no_collection() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A list of passes. It does not change: `after`, `before`, `swap` and `drop` return another one."""
+    """A list of passes. It does not change: `after`, `before`, `replace` and `drop` return another one."""
 
     passes: tuple[Pass, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse what is not a pass."""
+        for step in self.passes:
+            if not isinstance(step, Pass):
+                raise TypeError(f"a pipeline is made of passes, got {step!r}")
 
     @classmethod
     def standard(
         cls,
         *,
         recipe: Recipe | str | None = None,
-        exclude: tuple[Pattern, ...] = (),
+        exclude: Iterable[Pattern] | Pattern = (),
         overrides: Mapping[Pattern, Any] | None = None,
         schedule: Schedule | None = None,
     ) -> Pipeline:
@@ -54,7 +60,7 @@ class Pipeline:
         return cls(
             (
                 Normalize(),
-                Annotate(resolve(recipe), exclude, dict(overrides or {})),
+                Annotate(resolve(recipe), as_patterns(exclude), dict(overrides or {})),
                 Insert(),
                 Share(),
                 Bind(schedule),
@@ -94,22 +100,22 @@ class Pipeline:
     def after(self, name: str, step: Pass) -> Pipeline:
         """Insert a pass after the one of that name."""
         place = self._index(name) + 1
-        return replace(self, passes=(*self.passes[:place], step, *self.passes[place:]))
+        return Pipeline((*self.passes[:place], step, *self.passes[place:]))
 
     def before(self, name: str, step: Pass) -> Pipeline:
         """Insert a pass before the one of that name."""
         place = self._index(name)
-        return replace(self, passes=(*self.passes[:place], step, *self.passes[place:]))
+        return Pipeline((*self.passes[:place], step, *self.passes[place:]))
 
-    def swap(self, name: str, step: Pass) -> Pipeline:
+    def replace(self, name: str, step: Pass) -> Pipeline:
         """Replace the pass of that name."""
         place = self._index(name)
-        return replace(self, passes=(*self.passes[:place], step, *self.passes[place + 1 :]))
+        return Pipeline((*self.passes[:place], step, *self.passes[place + 1 :]))
 
     def drop(self, name: str) -> Pipeline:
         """Leave out the pass of that name."""
         place = self._index(name)
-        return replace(self, passes=(*self.passes[:place], *self.passes[place + 1 :]))
+        return Pipeline((*self.passes[:place], *self.passes[place + 1 :]))
 
     def __iter__(self) -> Iterator[Pass]:
         """Iterate over the passes."""

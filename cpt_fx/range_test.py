@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from rich import box
-from rich.console import Console
+from rich.console import Console, ConsoleRenderable, Group
 from rich.progress import Progress
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor, nn
 
 from cpt_fx.api import transform
@@ -64,10 +65,14 @@ class RangeTest:
         """How much of the full-precision drop each width reached."""
         return tuple(drop / self.full_precision_drop for drop in self.drops)
 
+    @property
+    def at_lower_end(self) -> bool:
+        """Whether q_min may be lower still: the lowest width that was tried passes already."""
+        return self.q_min == self.widths[0] > 1
+
     def table(self) -> Table:
         """Return the measurement as a rich table."""
-        title = f"range test: q_min = {self.q_min}, at {100 * self.threshold:g} % of the progress in full precision"
-        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for heading in ("bits", "loss at the end", "drop", "progress", "trains"):
             table.add_column(heading, justify="right")
         for width, losses, drop, progress in zip(self.widths, self.losses, self.drops, self.progress, strict=True):
@@ -84,6 +89,7 @@ class RangeTest:
         """Return everything as plain data; a loss that is not finite becomes None, which JSON can hold."""
         return {
             "q_min": self.q_min,
+            "at_lower_end": self.at_lower_end,
             "threshold": self.threshold,
             "widths": list(self.widths),
             "progress": [_plain(value) for value in self.progress],
@@ -113,11 +119,18 @@ class RangeTest:
             ax.figure.figure.savefig(path)
         return ax
 
+    def __rich__(self) -> ConsoleRenderable:
+        """Show what follows, then the measurement."""
+        q_min = f"{self.q_min} or less: the lowest width tried passes" if self.at_lower_end else f"{self.q_min}"
+        share = f"(at least {100 * self.threshold:g} % of the progress in full precision)"
+        return Group(Text(f"range test: q_min = {q_min} {share}"), self.table())
+
     def __str__(self) -> str:
+        """Say the same as plain text."""
         console = Console(width=100, force_terminal=False, color_system=None)
         with console.capture() as capture:
-            console.print(self.table())
-        return capture.get().rstrip()
+            console.print(self)
+        return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
 
 
 def default_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -168,12 +181,7 @@ def range_test(
         progress: show a progress bar.
         options: further arguments of `cpt_fx.transform`, such as `exclude` or `example_inputs`.
     """
-    tried = _check_widths(widths)
-    steps = check_int("steps_per_width", steps_per_width, 4)
-    low = check_int("gradient", gradient, 1, FULL_PRECISION)
-    if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 < threshold <= 1:
-        raise ValueError(f"threshold must be a share above 0 and at most 1, got {threshold!r}")
-    check_int("seed", seed)
+    tried, steps, low = check_settings(widths, steps_per_width, threshold, gradient, seed)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     make = optimizer if optimizer is not None else _adam
@@ -266,11 +274,19 @@ def _smallest(widths: Sequence[int], progress: Sequence[float], threshold: float
     return q_min
 
 
-def _check_widths(widths: Iterable[int]) -> tuple[int, ...]:
+def check_settings(
+    widths: Iterable[int], steps: int, threshold: float, gradient: int, seed: int
+) -> tuple[tuple[int, ...], int, int]:
+    """Check what can be wrong before there is a model; return the widths in order, the steps and the gradient width."""
     checked = sorted({check_int("widths", width, 1, FULL_PRECISION - 1) for width in widths})
     if not checked:
         raise ValueError("widths must hold at least one number of bits, got none")
-    return tuple(checked)
+    length = check_int("steps_per_width", steps, 4)
+    low = check_int("gradient", gradient, 1, FULL_PRECISION)
+    if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 < threshold <= 1:
+        raise ValueError(f"threshold must be a share above 0 and at most 1, got {threshold!r}")
+    check_int("seed", seed)
+    return tuple(checked), length, low
 
 
 def _take(data: Iterable[Any], steps: int) -> list[Any]:

@@ -222,10 +222,10 @@ PAGE = """<!doctype html>
 """
 
 STYLE = """
-:root { --page: #fff; --ink: #16191d; --soft: #5b636e; --rule: #e4e7eb; --mark: #eef0f3; --c1: #1f5fd0; --c2: #c8500a; }
+:root { --page: #fff; --ink: #16191d; --soft: #5b636e; --rule: #e4e7eb; --mark: #b4bcc8; --c1: #1f5fd0; --c2: #c8500a; }
 @media (prefers-color-scheme: dark) {
   :root {
-    --page: #14171b; --ink: #e8eaed; --soft: #9aa3ae; --rule: #2c3138; --mark: #22262c; --c1: #7fb0ff; --c2: #ffa35c;
+    --page: #14171b; --ink: #e8eaed; --soft: #9aa3ae; --rule: #2c3138; --mark: #566070; --c1: #7fb0ff; --c2: #ffa35c;
   }
 }
 * { box-sizing: border-box; }

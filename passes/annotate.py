@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any, ClassVar
 
@@ -114,8 +114,7 @@ class _Walk:
         changes = [self.overrides[pattern] for pattern in self.changes.matches(layer, _around(node))]
         rule = self.recipe.rule(family)
         for change in changes:
-            if change.formats:
-                rule = change.rule(rule or Rule())
+            rule = change.rule(rule, family)
         if rule is None:
             if family in _MULTIPLY:
                 reason = f"recipe {self.recipe.name!r} leaves {family} in full precision"
@@ -203,15 +202,16 @@ class _Walk:
             return "the left operand is the adjacency, not a message"
         if chosen is None:
             return None if role == "bias" else f"the recipe has no format for the {role} of this family"
-        keep, over = group_of(spec, index, self._fitting(chosen, value))
-        return Operand(index, name, role, chosen, keep, over)
+        fitting = self._fitting(chosen, value)
+        keep, over = group_of(spec, index, fitting)
+        return Operand(index, name, role, fitting, keep, over)
 
     def _fitting(self, chosen: Format, value: fx.Node) -> Format:
         """Give a vector one range: a range per element would leave it unquantized."""
         if value.op == "get_attr" and chosen.group in (Group.ROW, Group.CHANNEL) and not chosen.block:
             tensor = get_attribute(self.module, str(value.target))
             if isinstance(tensor, torch.Tensor) and tensor.ndim < 2:
-                return Format(**{**chosen.__dict__, "group": Group.TENSOR})
+                return replace(chosen, group=Group.TENSOR)
         return chosen
 
     def _family(self, node: fx.Node, spec: OpSpec) -> str:

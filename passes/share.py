@@ -64,7 +64,7 @@ def _keys(module: fx.GraphModule) -> dict[fx.Node, Hashable]:
         if quantizer is not None and quantizer.role != "gradient":
             value = node.args[0]
             options = tuple(sorted((key, str(option)) for key, option in node.kwargs.items() if key != "record"))
-            what: Hashable = (value, versions.of(value), node.target, options, quantizer.dial)
+            what: Hashable = (value, versions.of(value), node.target, options, quantizer.format, quantizer.dial)
             if quantizer.ranges:
                 history[quantizer.ranges].append(what)
                 what = (what, len(history[quantizer.ranges]))

@@ -37,10 +37,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cpt_fx.inspection",
         "cpt_fx.costs",
         "cpt_fx.range_test",
-        "cpt_fx.export*",
-        "cpt_fx.ort",
     ),
-    ("cpt_fx.integrations", "cpt_fx.demo", "cpt_fx.report", "cpt_fx.cli"),
+    ("cpt_fx.demo", "cpt_fx.report", "cpt_fx.cli"),
     ("cpt_fx", "cpt_fx.__main__"),
 )
 

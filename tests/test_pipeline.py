@@ -70,7 +70,7 @@ def test_repr_is_the_full_record() -> None:
     )
     for part in ("exclude=('head',)", "overrides={'0': 8}", repr(paper()), repr(schedule)):
         assert part in text
-    assert repr(pipeline.swap("annotate", Annotate(recipe=integer()))) != text
+    assert repr(pipeline.replace("annotate", Annotate(recipe=integer()))) != text
 
 
 def test_a_transformed_model_keeps_the_record() -> None:
@@ -85,11 +85,11 @@ def test_edits_return_another_pipeline() -> None:
     assert names(standard.after("annotate", count)) == ["normalize", "annotate", "count", "insert", "share", "bind"]
     assert names(standard.before("bind", count)) == ["normalize", "annotate", "insert", "share", "count", "bind"]
     assert names(standard.drop("share")) == ["normalize", "annotate", "insert", "bind"]
-    assert names(standard.swap("share", count)) == ["normalize", "annotate", "insert", "count", "bind"]
+    assert names(standard.replace("share", count)) == ["normalize", "annotate", "insert", "count", "bind"]
     assert names(standard) == NAMES
 
 
-@pytest.mark.parametrize("edit", ["after", "before", "swap", "drop"])
+@pytest.mark.parametrize("edit", ["after", "before", "replace", "drop"])
 def test_a_wrong_name_gets_the_nearest(edit: str) -> None:
     options = () if edit == "drop" else (CountProducts(),)
     with pytest.raises(ValueError, match=r"no pass 'shares' in this pipeline; there are \['normalize'.*\"share\"\?"):

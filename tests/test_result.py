@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 
 import cpt_fx
 from cpt_fx.runtime import precision_of
@@ -389,3 +390,33 @@ def test_graphs_and_fx_tools() -> None:
     assert "fc.weight" in dict(result.named_parameters())
     with pytest.raises(RuntimeError, match="this Linear runs inside the rewritten graph; call the transformed model"):
         result.get_submodule("fc")(torch.ones(4))
+
+
+def test_a_checkpointed_step_teaches_the_ranges_once() -> None:
+    x = torch.randn(4, 6)
+    ranges = []
+    for reentrant in (None, False, True):
+        model = cpt_fx.transform(nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2)), Static(8))
+        inputs = x.clone().requires_grad_()
+        if reentrant is None:
+            model(inputs).sum().backward()
+        else:
+            checkpoint(model, inputs, use_reentrant=reentrant).sum().backward()  # type: ignore[union-attr]
+        ranges.append(model.state_dict()["_cpt_fx.ranges.0.input.running_range"])
+        assert model.state_dict()["_cpt_fx.ranges.0.input.running_weight"] == pytest.approx(0.1)
+    assert torch.equal(ranges[0], ranges[1])
+    assert torch.equal(ranges[0], ranges[2])
+
+
+class Pooled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.adaptive_max_pool2d(F.max_pool2d(x, 2), 1)
+
+
+def test_functions_that_torch_makes_inside_others_pickle() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
+    model = cpt_fx.transform(nn.Sequential(net, Pooled()), Static(8))
+    x = torch.randn(1, 3, 8, 8)
+    model(x)
+    model.eval()
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))

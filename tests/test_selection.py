@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import cpt_fx
-from cpt_fx import Format, TransformError
+from cpt_fx import Format, TransformError, recipes
 from cpt_fx.api import history_of
 from cpt_fx.formats import Group, Scheme
+from cpt_fx.recipes import Rule
 from cpt_fx.schedules import Bits, Schedule, Static, named
 from tests.training import records, same, train_step, widths
 
@@ -241,10 +242,10 @@ def test_an_excluded_layer_stays_excluded() -> None:
         ("", ValueError, "is an offset"),
         (Bits(8, 8, 40), ValueError, "got 40"),
         ({"bist": 8}, ValueError, r"an override has fields .*, got 'bist'\. Did you mean \"bits\"\?"),
-        ({"weight": 8}, TypeError, "override field 'weight' must be a Format or None, got 8"),
+        ({"weight": 8}, TypeError, "override field 'weight' must be a Format, a mapping of its fields or None, got 8"),
         ({"bits": 8, "offset": 1}, ValueError, "bits or an offset, not both: got bits=8, offset=1"),
         ({"offset": "up"}, TypeError, "override offset must be an integer, got 'up'"),
-        (None, TypeError, "override must be an integer from 0 to 32, got None"),
+        (None, TypeError, "an override is fixed bits .*; got None"),
     ],
 )
 def test_values_that_are_no_override(value: Any, error: type[Exception], message: str) -> None:
@@ -295,3 +296,15 @@ def test_strict_accepts_excluded_attention() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Hidden(recurrent=False))
     result = cpt_fx.transform(model, Static(4), strict=True, exclude=Hidden)
     assert quantized(result) == {"0"}
+
+
+def test_overrides_take_rules_recipes_and_plain_values() -> None:
+    def formats(value: Any) -> dict[str, str]:
+        net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        model = cpt_fx.transform(net, Static(4), overrides={"1": value})
+        return {view.role: str(view.format) for view in cpt_fx.inspect(model).quantizers if view.layer == "1"}
+
+    assert formats(Rule(weight=Format(group="row"))) == {"weight": "affine/row"}  # type: ignore[arg-type]
+    assert formats(recipes.fp8())["gradient"] == "e5ieee/tensor/stochastic"
+    assert formats({"weight": {"scheme": "affine"}})["weight"] == "affine/tensor"
+    assert formats((8, 8, 4)) == formats(8)

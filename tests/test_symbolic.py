@@ -270,7 +270,10 @@ def test_control_flow_on_data_is_refused() -> None:
         return self.fc(x) * float(x.max())
 
     for forward in (branch, loop, number):
-        refused(model_of(forward, fc=nn.Linear(4, 4)), rf"torch\.fx cannot trace {forward.__name__}: \w+")
+        refused(
+            model_of(forward, fc=nn.Linear(4, 4)),
+            rf"cannot trace {forward.__name__} at .*test_symbolic.py:\d+ .*torch.where",
+        )
 
 
 def test_a_given_graph_keeps_its_nodes() -> None:
@@ -349,7 +352,7 @@ class Doubled(torch.autograd.Function):
 @pytest.mark.parametrize(("kind", "name"), [
     ("no_grad", "'inner' runs .* inside torch.no_grad"),
     ("autocast", "'inner' runs .* inside torch.autocast"),
-    ("function", "forward runs .* inside torch.no_grad or a custom autograd.Function"),
+    ("function", "forward calls a custom autograd.Function"),
 ])  # fmt: skip
 def test_contexts_that_a_graph_would_lose_are_refused(kind: str, name: str) -> None:
     with pytest.raises(cpt_fx.CaptureError, match=name):

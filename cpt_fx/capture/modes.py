@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from cpt_fx.capture.base import CaptureError
-from cpt_fx.meta import module_path
+from cpt_fx.meta import module_path, module_stack
 
 
 def merge_modes(training: fx.Graph, evaluation: fx.Graph) -> None:
@@ -65,10 +65,19 @@ def _merge_arguments(graph: fx.Graph, node: fx.Node, other: fx.Node, matching: d
 
 
 def _differs(node: fx.Node, other: fx.Node | None) -> CaptureError:
-    path, _ = module_path(node)
-    place = f"module {path!r}" if path else "the model's forward"
-    instead = f" and {other.format_node()} in evaluation" if other is not None else ""
+    """Blame the innermost module that both operators came from: the branch is in its code."""
+    both = [one for one in (node, other) if one is not None and one.op != "output"]
+    stacks = [[path for path, _ in module_stack(one)] for one in both]
+    common = [path for path in stacks[0] if all(path in stack for stack in stacks)] if stacks else []
+    place = f"module {common[-1]!r}" if common and common[-1] else "the model's forward"
+    instead = f"{_said(node)} in training, {_said(other)} in evaluation" if other is not None else _said(node)
     return CaptureError(
-        f"{place} does something else in training than in evaluation ({node.format_node()}{instead}): a graph "
-        "traced once would be silently wrong in one of them"
+        f"{place} does something else in training than in evaluation ({instead}): a graph traced once would be "
+        "silently wrong in one of them"
     )
+
+
+def _said(node: fx.Node) -> str:
+    """Name an operator for people."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    return f"{name}({', '.join(map(str, (*node.args, *node.kwargs.values())))})"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
+from torch.nn.modules.conv import _ConvTransposeNd
 from torch.nn.utils import parametrize
 
 from cpt_fx.aliasing import writes_in_place
@@ -90,14 +93,21 @@ class Tracer(fx.Tracer):
         def recorded(function: Callable[..., Any]) -> Callable[..., fx.Proxy]:
             return lambda *args, **kwargs: self.create_proxy("call_function", function, args, kwargs)
 
-        originals = {name: getattr(torch, name) for name in FACTORIES}
-        try:
-            for name, function in originals.items():
-                setattr(torch, name, recorded(function))
+        with replaced({(torch, name): recorded(getattr(torch, name)) for name in FACTORIES}):
             yield
-        finally:
-            for name, function in originals.items():
-                setattr(torch, name, function)
+
+    @contextmanager
+    def recording_output_sizes(self) -> Iterator[None]:
+        """Let `conv_transpose(x, output_size=...)` work out its padding in the graph, from the input's size there."""
+        original = _ConvTransposeNd._output_padding
+
+        def recorded(layer: nn.Module, x: Any, output_size: Any, *args: Any) -> Any:
+            if output_size is None:
+                return original(layer, x, output_size, *args)  # type: ignore[arg-type]
+            return self.create_proxy("call_function", output_padding, (x, output_size, *args), {})
+
+        with replaced({(_ConvTransposeNd, "_output_padding"): recorded}):
+            yield
 
     def _proxy_placeholder(
         self, name: str, concrete_args: Any, sig: inspect.Signature, fn_for_analysis: Callable[..., Any]
@@ -112,6 +122,44 @@ class Tracer(fx.Tracer):
         return value
 
 
+_ABSENT = object()
+
+
+def output_padding(x: torch.Tensor, output_size: Any, *args: Any) -> list[int]:
+    """Return the padding that gives a transposed convolution its output size."""
+    return _ConvTransposeNd._output_padding(None, x, output_size, *args)  # type: ignore[arg-type]
+
+
+@contextmanager
+def replaced(functions: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
+    """Put other functions in the place of some of torch's, for as long as the block runs."""
+    # As they stand in the owner: getattr would bind a class method to the class it was looked up on.
+    originals = {(owner, name): vars(owner)[name] for owner, name in functions}
+    try:
+        for (owner, name), function in functions.items():
+            setattr(owner, name, function)
+        yield
+    finally:
+        for (owner, name), function in originals.items():
+            setattr(owner, name, function)
+
+
+@contextmanager
+def refusing_what_is_lost() -> Iterator[None]:
+    """Refuse calls that leave no node behind: a backward of one's own, and seeds set on every call."""
+
+    def apply(*args: Any, **_: Any) -> Any:
+        raise CaptureError(
+            "forward calls a custom autograd.Function: torch.fx would trace its forward and lose its backward"
+        )
+
+    def manual_seed(seed: Any) -> Any:
+        raise CaptureError(f"forward calls torch.manual_seed({seed}), which a graph would not do on every call")
+
+    with replaced({(torch.autograd.Function, "apply"): apply, (torch, "manual_seed"): manual_seed}):
+        yield
+
+
 @contextmanager
 def watching_attributes() -> Iterator[None]:
     """Refuse code that stores something in a module on every call: a graph would do it once, or not at all.
@@ -121,7 +169,7 @@ def watching_attributes() -> Iterator[None]:
     original = nn.Module.__setattr__
 
     def checked(module: nn.Module, name: str, value: Any) -> None:
-        before = module.__dict__.get(name, value)
+        before = module.__dict__.get(name, _ABSENT)
         if isinstance(value, fx.Proxy):
             source = value.node.args[0] if value.node.args else None
             in_place = name in module._buffers and writes_in_place(value.node, {})
@@ -135,17 +183,14 @@ def watching_attributes() -> Iterator[None]:
             "call. Return it, or keep it in a buffer that is updated in place"
         )
 
-    try:
-        nn.Module.__setattr__ = checked  # type: ignore[method-assign, assignment]
+    with replaced({(nn.Module, "__setattr__"): checked}):
         yield
-    finally:
-        nn.Module.__setattr__ = original  # type: ignore[method-assign]
 
 
 def _context() -> dict[str, object]:
     """Return what `with` statements change about the operators inside them."""
     return {
-        "torch.no_grad or a custom autograd.Function": torch.is_grad_enabled(),
+        "torch.no_grad": torch.is_grad_enabled(),
         "torch.autocast": [
             (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
         ],
@@ -230,17 +275,31 @@ def _trace(model: nn.Module, fixed: Mapping[str, object], *, mode: bool) -> Trac
                 "graph, where the hook would never be called"
             )
     try:
-        with warnings.catch_warnings(), tracer.recording_factories(), recording_updates(), watching_attributes():
+        with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            for context in (tracer.recording_factories, tracer.recording_output_sizes, recording_updates,
+                            refusing_what_is_lost, watching_attributes):  # fmt: skip
+                stack.enter_context(context())
             warnings.simplefilter("ignore")
             graph = tracer.trace(root)
     except CaptureError:
         raise
     except Exception as error:
         raise CaptureError(
-            f"torch.fx cannot trace {type(model).__name__}: {type(error).__name__}: {error}".rstrip()
+            f"torch.fx cannot trace {type(model).__name__}{_line_of(error)}: {type(error).__name__}: {error}. "
+            "Code that depends on a tensor's values or size cannot be one graph: compute both sides and choose with torch.where, "
+            "or keep the function as one call with torch.fx.wrap"
         ) from error
     _check_constants(graph)
     return Traced(root, graph, tracer.dropped_checkpoints)
+
+
+def _line_of(error: Exception) -> str:
+    """Say which line of the model's own code raised: the innermost one outside of torch and this library."""
+    ours = str(Path(__file__).parents[1])
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
+              if not frame.filename.startswith((ours, str(Path(torch.__file__).parent)))]  # fmt: skip
+    return f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
 
 
 def _check_constants(graph: fx.Graph) -> None:

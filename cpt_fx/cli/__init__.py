@@ -70,9 +70,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _fail(error: BaseException, code: int, show_traceback: bool) -> int:
     if show_traceback:
         traceback.print_exception(error)
-    text = " ".join(str(error).split()) or type(error).__name__
-    print(f"cpt-fx: error: {text}", file=sys.stderr)
+    print(f"cpt-fx: error: {_indented(error) or type(error).__name__}", file=sys.stderr)
     return code
+
+
+def _indented(message: object) -> str:
+    """Return the lines of a message, all but the first one indented by at least two."""
+    first, *rest = [line.rstrip() for line in str(message).strip().splitlines() if line.strip()] or [""]
+    return "\n".join((first, *(line if line.startswith("  ") else f"  {line}" for line in rest)))
 
 
 def _show_warning(
@@ -83,4 +88,4 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    print(f"cpt-fx: warning: {' '.join(str(message).split())}", file=sys.stderr)
+    print(f"cpt-fx: warning: {_indented(message)}", file=sys.stderr)

@@ -61,7 +61,7 @@ def show(renderable: object) -> None:
 def schedule_name(text: str) -> str:
     """Check a schedule's name as argparse wants it checked."""
     try:
-        return check_choice("schedule", text.upper(), NAMES)
+        return check_choice("schedule", text.upper() if text.upper() in NAMES else text, NAMES)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

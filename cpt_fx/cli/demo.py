@@ -60,10 +60,10 @@ def run(options: argparse.Namespace) -> None:
 
         runs = demo.run_demo(settings, advance)
     inspection = inspect(runs[0].model)
-    proof = str(inspection.verify())
+    proof = inspection.verify()
     path = demo.write_report(runs, settings, inspection, proof, options.output)
     if options.json:
-        print_json({"runs": [one.to_dict() for one in runs], "proof": proof, "report": str(path)})
+        print_json({"runs": [one.to_dict() for one in runs], "proof": proof.to_dict(), "report": str(path)})
         return
     print_table(("", *demo.RESULTS), [(one.name, *demo.results(one)) for one in runs])
     print(f"proven for {runs[0].name}: {proof}")

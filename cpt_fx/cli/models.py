@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import os
 import sys
@@ -93,6 +94,8 @@ def run_inspect(options: argparse.Namespace) -> None:
     result = transform(model, schedule, recipe=options.recipe, exclude=options.exclude, example_inputs=inputs)
     inspection = inspect(result)
     proof = inspection.verify(*inputs) if inputs else None
+    if proof is not None:
+        inspection = dataclasses.replace(inspection, shown=proof)
     for path, write in ((options.html, inspection.html), (options.svg, inspection.svg)):
         if path is not None:
             write(path)
@@ -102,7 +105,7 @@ def run_inspect(options: argparse.Namespace) -> None:
         return
     show(inspection)
     if proof is not None:
-        print(f"proven: {proof}")
+        print(f"{'proven' if proof.proven else 'not all proven'}, by a trial run: {proof}")
 
 
 def run_range_test(options: argparse.Namespace) -> None:
@@ -110,17 +113,22 @@ def run_range_test(options: argparse.Namespace) -> None:
     low, high = options.widths
     if low > high:
         raise UsageError(f"--widths takes the lowest width first, got {low} {high}")
+    from cpt_fx.range_test import check_settings, default_loss, range_test
+
+    widths = range(low, high + 1)
+    try:
+        check_settings(widths, options.steps, options.threshold, options.gradient, options.seed)
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error)) from error
     made = load(options.model)
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise ValueError(f"{options.model} must return (model, data) or (model, data, loss), got {_kind(made)}")
-    from cpt_fx.range_test import default_loss, range_test
-
     model, data, loss = made if len(made) == 3 else (*made, default_loss)
     result = range_test(
         model,
         data,
         loss=loss,
-        widths=range(low, high + 1),
+        widths=widths,
         steps_per_width=options.steps,
         threshold=options.threshold,
         gradient=options.gradient,
@@ -135,7 +143,7 @@ def run_range_test(options: argparse.Namespace) -> None:
     if options.json:
         print_json(result.to_dict())
     else:
-        show(result.table())
+        show(result)
 
 
 def load(reference: str) -> Any:
@@ -195,11 +203,14 @@ def _plain(inspection: Inspection, proof: Verification | None) -> dict[str, obje
                 "format": str(view.format),
                 "group": view.group,
                 "bits": view.bits,
+                "runs": view.runs,
+                "levels": view.levels,
+                "error": view.error,
             }
             for view in inspection.quantizers
         ],
         "uncovered": [str(item) for item in inspection.uncovered],
-        "proof": None if proof is None else str(proof),
+        "proof": None if proof is None else proof.to_dict(),
     }
 
 

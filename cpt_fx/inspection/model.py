@@ -40,6 +40,8 @@ class Inspection:
     """What a transformed model is: what is quantized, what is not, how it came about. Read when asked, not before."""
 
     model: nn.Module
+    shown: Verification | None = None
+    """A proof whose records are shown instead of those of the model: what its trial run saw."""
 
     @property
     def graphs(self) -> list[fx.GraphModule]:
@@ -53,8 +55,8 @@ class Inspection:
 
     @property
     def quantizers(self) -> tuple[QuantizerView, ...]:
-        """Every quantize node as it stands now."""
-        return views_of(self.graphs)
+        """Every quantize node as it stands now, or with `shown` as the trial run saw it."""
+        return views_of(self.graphs) if self.shown is None else self.shown.views
 
     @property
     def uncovered(self) -> tuple[Uncovered, ...]:
@@ -84,6 +86,8 @@ class Inspection:
             kwargs: keyword arguments of the model.
 
         Raises:
+            TypeError: where a tuple is given that holds the arguments: it is `verify(x)`, not `verify((x,))`.
+            ValueError: where the model does not run on the inputs.
             VerificationError: naming the layer of every quantizer that never ran, showed more than 2^b levels, is not
                 at its scheduled width, or has a running range that is not finite.
         """

@@ -338,6 +338,7 @@ document.getElementById("unfold").addEventListener("click", () => {
   const next = [...centres.keys()].filter(id => items[id].kids && !isOpen(id));
   next.forEach(id => opened.add(id));
   draw();
+  fit();
 });
 document.getElementById("larger").addEventListener("click", () => zoom(1.25));
 document.getElementById("smaller").addEventListener("click", () => zoom(0.8));

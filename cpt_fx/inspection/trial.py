@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 
 def eager_model(model: nn.Module) -> nn.Module:
@@ -74,7 +74,7 @@ def forward_and_backward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     weights are random because the gradient of a plain sum is one number, on which nothing can be seen.
     """
     with torch.inference_mode(False), torch.set_grad_enabled(gradients):
-        outputs = list(tensors_in(model(*args, **kwargs)))
+        outputs = list(tensors_in(_called(model, args, kwargs)))
         if not gradients:
             return
         candidates = [*model.parameters(), *tensors_in(args), *tensors_in(kwargs)]
@@ -83,3 +83,19 @@ def forward_and_backward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[s
         losses = [(out * torch.randn_like(out)).sum() for out in floating]
         if leaves and losses:
             torch.autograd.grad(losses, leaves, allow_unused=True)
+
+
+def _called(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a model; what goes wrong is said in a sentence, since torch's own may hold whole tensors."""
+    # A graph module's own __call__ prints its generated code before it raises.
+    call = nn.Module.__call__ if isinstance(model, fx.GraphModule) else type(model).__call__
+    try:
+        return call(model, *args, **kwargs)
+    except Exception as error:
+        if len(args) == 1 and not kwargs and isinstance(args[0], (tuple, list)):
+            raise TypeError("verify takes the model's arguments themselves: verify(x), not verify((x,))") from None
+        said = (str(error).splitlines() or [""])[0].partition("tensor(")[0].strip()
+        said = f"{type(error).__name__}: {said}" if said else type(error).__name__
+        raise ValueError(f"the model does not run on the inputs given to verify: {said[:300]}") from (
+            None if "tensor(" in str(error) else error
+        )

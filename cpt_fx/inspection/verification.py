@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,7 @@ from cpt_fx.errors import TransformError
 from cpt_fx.evidence import SAMPLE
 from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.inspection.trial import eager_model, forward_and_backward, trial
-from cpt_fx.inspection.views import QuantizerView, quantizer_nodes, state_of
+from cpt_fx.inspection.views import QuantizerView, quantizer_nodes, state_of, views_of
 from cpt_fx.meta import get_attribute
 from cpt_fx.passes.verify import Verify
 from cpt_fx.runtime import dial_width
@@ -48,6 +48,8 @@ class Verification:
     idle: tuple[str, ...] = ()
     """Gradient quantizers that had nothing to do: nothing before them is trained, or gradients were not asked for."""
     notes: tuple[str, ...] = ()
+    views: tuple[QuantizerView, ...] = field(default=(), repr=False)
+    """What the proof rests on: every quantizer with its record, that of the trial run where there was one."""
 
     @property
     def proven(self) -> bool:
@@ -58,11 +60,30 @@ class Verification:
         """Say it in a few lines."""
         widths = ", ".join(map(str, self.widths)) or "none"
         counted = self.quantizers - len(self.idle)
-        first = (
-            f"{counted} quantizers ran, {self.runs} times in total; levels counted at widths {widths}; "
-            f"at most {self.largest_ratio:.0%} of the 2^b levels were used"
-        )
+        first = f"{counted} quantizers ran, {self.runs} times in total; levels counted at widths {widths}; {self.most}"
         return "\n".join((first, *self.notes))
+
+    @property
+    def most(self) -> str:
+        """The largest number of levels seen, in words."""
+        if not self.widths:
+            return "no levels to count"
+        # Rounded down: 100 % are all levels there are, not nearly all.
+        percent = math.floor(100 * self.largest_ratio)
+        return "never more than 2^b levels" + (f", at most {percent} % of them" if percent < 100 else "")
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the proof as plain data."""
+        return {
+            "proven": self.proven,
+            "quantizers": self.quantizers,
+            "runs": self.runs,
+            "widths": list(self.widths),
+            "largest_ratio": self.largest_ratio,
+            "unwitnessed": list(self.unwitnessed),
+            "idle": list(self.idle),
+            "notes": list(self.notes),
+        }
 
 
 def verify(inspection: Inspection, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: bool) -> Verification:
@@ -72,9 +93,9 @@ def verify(inspection: Inspection, args: tuple[Any, ...], kwargs: dict[str, Any]
         *_broken_promises(inspection),
         *_wrong_widths(inspection),
         *_bad_ranges(inspection),
-        *_too_many_levels(inspection.quantizers),
+        *_too_many_levels(views_of(inspection.graphs)),
     ]
-    views = inspection.quantizers
+    views = views_of(inspection.graphs)
     if args or kwargs:
         views, more = _try(inspection, args, kwargs, gradients)
         problems += [problem for problem in more if problem not in problems]
@@ -90,6 +111,7 @@ def _try(
 ) -> tuple[tuple[QuantizerView, ...], list[str]]:
     """Run at the current widths, then at `PROBE` bits; return what was recorded and what is wrong with it."""
     model = eager_model(inspection.model)
+    widths = [view.bits for view in views_of(inspection.graphs)]
     with trial(inspection.model):
         modules = inspection.graphs
         for module in modules:
@@ -101,7 +123,8 @@ def _try(
             for width in state_of(module).bits.buffers():
                 width.fill_(PROBE)
         forward_and_backward(model, args, kwargs, gradients=gradients)
-        views = inspection.quantizers
+        views = views_of(inspection.graphs)
+    views = tuple(replace(view, bits=width) for view, width in zip(views, widths, strict=True))
     return views, [*problems, *_too_many_levels(views)]
 
 
@@ -119,7 +142,7 @@ def _broken_promises(inspection: Inspection) -> list[str]:
 def _wrong_widths(inspection: Inspection) -> list[str]:
     """Compare the width each quantizer reads with what its dial says for the schedule's position."""
     problems = []
-    for view in inspection.quantizers:
+    for view in views_of(inspection.graphs):
         state = state_of(inspection.graphs[view.graph])
         if state.schedule is None:
             continue
@@ -135,7 +158,7 @@ def _wrong_widths(inspection: Inspection) -> list[str]:
 def _bad_ranges(inspection: Inspection) -> list[str]:
     return [
         f"{view.layer}: the running range of {view.operand} is {view.range}: a NaN or an infinity went through it"
-        for view in inspection.quantizers
+        for view in views_of(inspection.graphs)
         if view.range is not None and not all(map(math.isfinite, view.range))
     ]
 
@@ -211,4 +234,5 @@ def _summary(
         unwitnessed=blind,
         idle=tuple(sorted(name for _, name in idle)),
         notes=tuple(notes),
+        views=views,
     )
