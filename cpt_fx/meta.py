@@ -182,7 +182,10 @@ FUSED: dict[Target, str] = {
 
 @dataclass(frozen=True)
 class Operand:
-    """One tensor that an operator multiplies: where it stands, what it is, and how it is quantized."""
+    """One tensor that an operator multiplies: where it stands, what it is, and how it is quantized.
+
+    `node` names the node that takes it, where that is not the operator itself: a bias added after a product.
+    """
 
     index: Index
     name: str
@@ -190,6 +193,7 @@ class Operand:
     format: Format
     keep: tuple[int, ...]
     over: tuple[int, ...] | None
+    node: str = ""
 
 
 @dataclass(frozen=True)
@@ -273,6 +277,23 @@ OP_OF_RANGE = {
     Range.LEARNED: FAKE_QUANTIZE_LEARNED,
 }
 """The op that quantizes an operand, by where its range comes from. All but the first keep state in the layer."""
+
+
+def einsum_group(equation: str, position: int, format: Format) -> Groups | None:
+    """Return `(keep, over)` of an operand of a two-operand einsum, as the product that the equation spells has them.
+
+    A channel range spans what is summed over. A vector is what `matmul` has along its last dim: on the left what is
+    summed over, on the right what is left over. None where the equation does not tell, or the group does not ask.
+    """
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    names = inputs.split(",")
+    if not arrow or "." in equation or len(names) != 2 or format.group not in (Group.CHANNEL, Group.VECTOR):
+        return None
+    mine, other = names[position], names[1 - position]
+    summed = tuple(dim for dim, name in enumerate(mine) if name in other and name not in output)
+    free = tuple(dim for dim, name in enumerate(mine) if name not in other)
+    over = free if format.group is Group.VECTOR and position == 1 else summed
+    return ((), over) if over else None
 
 
 def group_of(spec: OpSpec, index: Index, format: Format) -> Groups:

@@ -77,12 +77,13 @@ def _normalized(module: fx.GraphModule) -> Violations:
 
 def _annotated(module: fx.GraphModule) -> Violations:
     """Every operator of the table was decided about, and decisions point at arguments that are there."""
+    nodes = {node.name: node for node in module.graph.nodes}
     for node in module.graph.nodes:
         site: Site | None = node.meta.get(SITE)
         if site is None and LEFT not in node.meta and spec_of(node):
             yield f"{node.name} came after annotate: nobody decided about it, it would stay in full precision unnoticed"
         for operand in site.operands if site else ():
-            if _value(node, operand) is None:
+            if _value(nodes.get(operand.node, node), operand) is None:
                 yield f"{node.name} ({site.layer if site else ''}) has no operand {operand.name}"
 
 
@@ -102,7 +103,7 @@ def _inserted(module: fx.GraphModule) -> Violations:
 
 def _site(node: fx.Node, site: Site, nodes: dict[str, fx.Node]) -> Violations:
     for operand in site.operands:
-        value = _value(node, operand)
+        value = _value(nodes.get(operand.node, node), operand)
         quantizer = value.meta.get(QUANTIZER) if value is not None else None
         wanted = OP_OF_RANGE[operand.format.range]
         if value is None or quantizer is None or value.target is not wanted:

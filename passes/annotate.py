@@ -14,6 +14,7 @@ from cpt_fx.formats import Format, Group
 from cpt_fx.graph_module import Shell
 from cpt_fx.graph_sites import counts_degrees, elementwise_spec, mean_after
 from cpt_fx.meta import (
+    ADDS,
     FUSED,
     HIDING,
     LEFT,
@@ -25,6 +26,7 @@ from cpt_fx.meta import (
     OpSpec,
     Site,
     Uncovered,
+    einsum_group,
     get_attribute,
     group_of,
     module_path,
@@ -80,6 +82,7 @@ class _Walk:
         self.changes = changes
         self.overrides = {pattern: Override.of(value) for pattern, value in overrides.items()}
         self.weights: set[fx.Node] = set()
+        self.trained: set[fx.Node] = set()
         self.layers: list[str] = []
         self.uncovered: list[Uncovered] = []
         self.decided = 0
@@ -97,6 +100,8 @@ class _Walk:
         self._note_modules(node)
         if self._is_weight(node):
             self.weights.add(node)
+        if self._is_trained(node):
+            self.trained.add(node)
         spec = spec_of(node) or elementwise_spec(node, self.recipe, self.weights)
         if spec is not None and spec.family == "aggregation" and counts_degrees(node, spec):
             return
@@ -145,9 +150,14 @@ class _Walk:
             if isinstance(operand, Operand):
                 operands.append(operand)
             elif operand:
-                self.uncovered.append(Uncovered(layer, spec.name, operand, name))
+                self.uncovered.append(Uncovered(layer, spec.name, operand, name, by_choice=rule.messages_only))
+        added = self._bias_after(node) if spec.family == "matmul" and family == "linear" and rule.bias else None
+        if added is not None and rule.bias is not None:
+            index = 0 if added.args[1] is node else 1
+            operands.append(Operand(index, "bias", "bias", rule.bias, (), None, added.name))
         if not operands and rule.gradient is None:
             return
+        output = _mean_after_or_self(node, family, rule) if added is None else added
         dials = []
         for role in ("weight", "activation", "gradient"):
             dial = Dial(role, with_forward=role == "gradient" and rule.gradient_with_forward)
@@ -161,10 +171,22 @@ class _Walk:
             operands=tuple(operands),
             gradient=rule.gradient,
             dials=tuple(dials),
-            gradient_name=mean_after(node).name if family == "aggregation" or rule.messages_only else node.name,
+            gradient_name=output.name,
             return_quantized=rule.return_quantized,
         )
         self.decided += 1
+
+    def _bias_after(self, node: fx.Node) -> fx.Node | None:
+        """Return the addition of a vector of parameters that completes a product to a linear layer, if it is one."""
+        users = list(node.users)
+        if self.recipe.bias_add is not None or len(users) != 1 or users[0].target not in ADDS or users[0].kwargs:
+            return None
+        others = [arg for arg in users[0].args if arg is not node]
+        other = others[0] if len(others) == 1 else None
+        if not isinstance(other, fx.Node) or other.op != "get_attr" or len(users[0].args) != 2:
+            return None
+        value = get_attribute(self.module, str(other.target))
+        return users[0] if isinstance(value, nn.Parameter) and value.ndim == 1 else None
 
     def _operands(self, node: fx.Node, spec: OpSpec) -> list[tuple[Index, str, str]]:
         """List the tensors an operator multiplies, as (index, name, kind)."""
@@ -198,12 +220,19 @@ class _Walk:
             role, chosen = ("bias", rule.bias) if spec.family == "bias_add" else ("weight", rule.weight)
         else:
             role, chosen = "activation", rule.input
-        if rule.messages_only and kind == "either" and name in ("input", "mat1", "operand0"):
+        left = kind == "either" and name in ("input", "mat1", "operand0")
+        if rule.messages_only and left and value not in self.trained:
             return "the left operand is the adjacency, not a message"
         if chosen is None:
             return None if role == "bias" else f"the recipe has no format for the {role} of this family"
         fitting = self._fitting(chosen, value)
-        keep, over = group_of(spec, index, fitting)
+        groups = group_of(spec, index, fitting)
+        if spec.name == "einsum" and isinstance(index, int) and isinstance(node.args[0], str):
+            groups = einsum_group(node.args[0], index - 1, fitting) or groups
+        if fitting.group is Group.ROW and is_weight and _is_transposed(value):
+            # As stored, dim 0: after a transpose it is the last.
+            groups = ((-1,), None)
+        keep, over = groups
         return Operand(index, name, role, fitting, keep, over)
 
     def _fitting(self, chosen: Format, value: fx.Node) -> Format:
@@ -243,6 +272,12 @@ class _Walk:
             return False
         used = node.all_input_nodes
         return bool(used) and all(value in self.weights for value in used)
+
+    def _is_trained(self, node: fx.Node) -> bool:
+        """Whether a value depends on a parameter: coefficients do, an adjacency matrix does not."""
+        if node in self.weights or any(used in self.trained for used in node.all_input_nodes):
+            return True
+        return node.op == "call_module" and any(True for _ in self.module.get_submodule(str(node.target)).parameters())
 
     def _note_modules(self, node: fx.Node) -> None:
         for path, kind in module_stack(node):
@@ -284,6 +319,21 @@ def _around(node: fx.Node) -> list[tuple[str, type[nn.Module] | None]]:
 def _kind_of(module: nn.Module) -> type[nn.Module] | None:
     """Return a module's class, if it has one to show: what a shell stands for comes from the nodes."""
     return None if isinstance(module, (Shell, Precision, fx.GraphModule)) else type(module)
+
+
+def _mean_after_or_self(node: fx.Node, family: str, rule: Rule) -> fx.Node:
+    """Return the node whose gradient is the operator's."""
+    return mean_after(node) if family == "aggregation" or rule.messages_only else node
+
+
+def _is_transposed(value: fx.Node) -> bool:
+    """Whether a value is a stored matrix with its two dims exchanged."""
+    if not value.args or not isinstance(value.args[0], fx.Node) or value.args[0].op != "get_attr":
+        return False
+    if value.target is getattr:
+        return value.args[1] in ("T", "mT")
+    swapped = value.target in ("transpose", torch.transpose) and set(value.args[1:]) in ({0, 1}, {-1, -2})
+    return swapped or value.target in ("t", torch.t)
 
 
 def _name(target: Any) -> str:

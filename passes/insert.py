@@ -47,7 +47,7 @@ class Insert(Pass):
         for node in sites:
             site: Site = node.meta[SITE]
             for operand in site.operands:
-                editor.quantize_operand(node, site, operand)
+                editor.quantize_operand(nodes[operand.node] if operand.node else node, site, operand)
             if site.gradient is not None:
                 editor.quantize_gradient(nodes[site.gradient_name], node, site)
         counts = ", ".join(f"{count} {role}" for role, count in editor.counts.items())

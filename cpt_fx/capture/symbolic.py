@@ -287,8 +287,8 @@ def _trace(model: nn.Module, fixed: Mapping[str, object], *, mode: bool) -> Trac
     except Exception as error:
         raise CaptureError(
             f"torch.fx cannot trace {type(model).__name__}{_line_of(error)}: {type(error).__name__}: {error}. "
-            "Code that depends on a tensor's values or size cannot be one graph: compute both sides and choose with torch.where, "
-            "or keep the function as one call with torch.fx.wrap"
+            "Code that depends on a tensor's values or size cannot be one graph: compute both sides and choose with "
+            "torch.where, or keep the function as one call with torch.fx.wrap"
         ) from error
     _check_constants(graph)
     return Traced(root, graph, tracer.dropped_checkpoints)
