@@ -30,7 +30,7 @@ from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.inspection.flops import Product, graph_products, module_products
 from cpt_fx.meta import Dial
 from cpt_fx.runtime import Precision, dial_width
-from cpt_fx.schedules import Bits, mean_costs
+from cpt_fx.schedules import Bits, Static, mean_costs
 from cpt_fx.schedules.base import Schedule
 
 COUNTS = ("paper", "covered")
@@ -134,9 +134,11 @@ def cost(
         example_kwargs: keyword arguments of the model.
         count: `"paper"`, every operation at the schedule's widths; `"covered"`, only what a transformed model really
             quantizes, at the widths it has there.
-        steps: length of the run, for a schedule without a `total_steps`.
+        steps: length of the run, for a schedule without a `total_steps`. A static one then counts a single step.
     """
     check_choice("count", count, COUNTS)
+    if steps is None and isinstance(schedule, Static):
+        steps = schedule.total_steps or 1
     run, static = _run(model, schedule, example_inputs, steps)
     transformed = any(isinstance(module, Precision) for module in model.modules())
     if count == "covered" and not transformed:
@@ -144,8 +146,9 @@ def cost(
     kwargs = dict(example_kwargs or {})
     products = (graph_products if transformed else module_products)(model, example_inputs, kwargs)
     if not any(product.flops for product in products):
+        source = history_of(model).source if transformed else model
         raise ValueError(
-            f"{type(history_of(model).source if transformed else model).__name__} does no matrix product, convolution or attention on these inputs: "
+            f"{type(source).__name__} does no matrix product, convolution or attention on these inputs: "
             "there are no FLOPs to count"
         )
     paper = count == "paper"

@@ -206,11 +206,13 @@ def accuracy(model: nn.Module, digits: Digits) -> float:
     return float(right)
 
 
-RESULTS = ("test accuracy", "mean bits", "BitOps, of static", "saving", "seconds")
+def headings(settings: Settings) -> tuple[str, ...]:
+    """Return the headings of the results table, but for the first one, of the names."""
+    return ("test accuracy", "mean bits", f"BitOps, of static {settings.q_max} bits", "saving", "seconds")
 
 
 def results(run: Run) -> tuple[str, ...]:
-    """Return a run's line of the results table, in the order of `RESULTS`. Costs are relative to static q_max."""
+    """Return a run's line of the results table, in the order of `headings`. Costs are relative to static q_max."""
     cost, saving = f"{run.relative_cost:.3f}", f"{100 * (1 - run.relative_cost):.1f} %"
     return (f"{100 * run.accuracy:.2f} %", f"{run.mean_bits:.2f}", cost, saving, f"{run.seconds:.1f}")
 
@@ -223,9 +225,10 @@ def write_report(
     inspection.html(folder / "graph.html")
     # One level of modules fits the width of a page; the other file opens the rest.
     drawing = inspection.svg(depth=1)
+    said = f"Proven for {runs[0].name}, with evaluations among the runs: " + "; ".join(str(proof).splitlines())
     graph = (
         '<section><figcaption><h2>The rewritten graph</h2><a href="graph.html">explore the graph</a></figcaption>'
-        f'{picture(drawing, "the rewritten graph")}<p class="note">{escape(proof)}.</p></section>'
+        f'{picture(drawing, "the rewritten graph")}<p class="note">{escape(said)}.</p></section>'
     )
     first, second = runs
     lead = (
@@ -239,8 +242,11 @@ def write_report(
         f"one small net: a single test image is {image:.2f} %, so a difference of a few tenths says little. Low "
         "precision is simulated: BitOps are counted by the published formula, and the seconds do not show the saving."
     )
-    headings = ("", *RESULTS)
-    sections = [table(headings, [(run.name, *results(run)) for run in runs]), *_charts(runs, settings), graph]
+    sections = [
+        table(("", *headings(settings)), [(run.name, *results(run)) for run in runs]),
+        *_charts(runs, settings),
+        graph,
+    ]
     path = folder / "index.html"
     path.write_text(page("Cyclic precision training, a demonstration", lead, sections, foot), encoding="utf-8")
     return path

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-Loss = Callable[[nn.Module, Any], Tensor]
+Loss = Callable[[nn.Module, Any], Tensor] | Callable[..., Tensor] | nn.Module
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Advance = Callable[[str, int], None]
 
@@ -121,9 +121,9 @@ class RangeTest:
 
     def __rich__(self) -> ConsoleRenderable:
         """Show what follows, then the measurement."""
-        q_min = f"{self.q_min} or less: the lowest width tried passes" if self.at_lower_end else f"{self.q_min}"
-        share = f"(at least {100 * self.threshold:g} % of the progress in full precision)"
-        return Group(Text(f"range test: q_min = {q_min} {share}"), self.table())
+        bound = " or less: the lowest width tried passes" if self.at_lower_end else ""
+        share = f"at {100 * self.threshold:g} % of the progress in full precision"
+        return Group(Text(f"range test: q_min = {self.q_min}{bound}, {share}"), self.table())
 
     def __str__(self) -> str:
         """Say the same as plain text."""
@@ -158,7 +158,7 @@ def range_test(
     gradient: int = 8,
     recipe: Recipe | str | None = None,
     seed: int = 0,
-    progress: bool = False,
+    progress: bool = True,
     **options: Any,
 ) -> RangeTest:
     """Train copies of `model` for a few steps at each width and return the smallest width that makes progress.
@@ -169,7 +169,8 @@ def range_test(
         model: any module that `cpt_fx.transform` takes.
         data: batches, of which `steps_per_width` are used, the same for every width. A list or a `DataLoader` that
             is shorter is started again; an iterator cannot be.
-        loss: a function of the model and a batch; by default cross entropy of `(inputs, labels)` batches.
+        loss: a function of the model and a batch; by default cross entropy of `(inputs, labels)` batches. One of
+            torch's own (`F.mse_loss`, `nn.CrossEntropyLoss()`) is applied to the model's output and the batch's target.
         optimizer: makes an optimizer from parameters; by default Adam with a learning rate of 0.003. Best is the one
             that the real training starts with.
         widths: the forward widths to try.
@@ -178,7 +179,7 @@ def range_test(
         gradient: the width of gradients, in every run but the one in full precision.
         recipe: as for `cpt_fx.transform`.
         seed: of everything random, the order of a shuffling `DataLoader` included.
-        progress: show a progress bar.
+        progress: show a progress bar, on stderr.
         options: further arguments of `cpt_fx.transform`, such as `exclude` or `example_inputs`.
     """
     tried, steps, low = check_settings(widths, steps_per_width, threshold, gradient, seed)
@@ -202,7 +203,13 @@ def range_test(
 
 
 def _train(
-    rewritten: nn.Module, bits: Bits, batches: list[Any], loss: Loss, make: MakeOptimizer, seed: int, advance: Advance
+    rewritten: nn.Module,
+    bits: Bits,
+    batches: list[Any],
+    loss: Loss,
+    make: MakeOptimizer,
+    seed: int,
+    advance: Advance,
 ) -> tuple[float, ...]:
     """Train a copy on the batches and return the loss of every step; once it is not finite, it stays that way."""
     copied = copy.deepcopy(rewritten)
@@ -213,7 +220,7 @@ def _train(
     torch.manual_seed(seed)
     curve: list[float] = []
     for batch in batches:
-        value = loss(copied, batch)
+        value = _criterion(loss, copied, batch)
         if not isinstance(value, Tensor) or value.numel() != 1:
             shown = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise TypeError(f"loss must return a tensor with one element, got {shown}")
@@ -287,6 +294,15 @@ def check_settings(
         raise ValueError(f"threshold must be a share above 0 and at most 1, got {threshold!r}")
     check_int("seed", seed)
     return tuple(checked), length, low
+
+
+def _criterion(loss: Loss, model: nn.Module, batch: Any) -> Any:
+    """Call the loss: torch's own take an output and a target, all others the model and the batch."""
+    if not isinstance(loss, nn.Module) and getattr(loss, "__module__", "") != "torch.nn.functional":
+        return loss(model, batch)
+    if not isinstance(batch, Sequence) or len(batch) != 2:
+        raise TypeError(f"a loss of torch needs (inputs, targets) batches, got {type(batch).__name__}: {PASS_LOSS}")
+    return loss(model(batch[0]), batch[1])
 
 
 def _take(data: Iterable[Any], steps: int) -> list[Any]:

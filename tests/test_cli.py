@@ -25,6 +25,9 @@ def make():
 def with_inputs():
     return make(), (torch.randn(16, 4),)
 
+def unfit_input():
+    return make(), torch.randn(16, 5)
+
 def bare_input():
     return make(), torch.randn(16, 4)
 
@@ -38,6 +41,9 @@ def to_train_with_loss():
 
 def fails():
     raise KeyError("no data")
+
+def fails_at_length():
+    raise ValueError("two problems:\\n  one\\nanother")
 
 def number():
     return 3
@@ -183,10 +189,17 @@ def test_plot_without_matplotlib_names_the_extra(capsys: Capture, monkeypatch: p
         (["cost", "--q-min", "0"], "q_min must be an integer from 1 to 32, got 0"),
         (["cost", "--steps", "4"], "cycles must not exceed total_steps"),
         (["cost", "--q-min", "three"], "invalid int value: 'three'"),
+        (["demo", "--schedule", "static"], "got 'static'"),
         (["inspect"], "required: REFERENCE"),
         (["inspect", "cli_models"], "a reference looks like package.module:callable, got 'cli_models'"),
         (["inspect", "cli_models.py:make"], "a reference looks like"),
         (["range-test", "cli_models:to_train", "--widths", "8", "2"], "lowest width first, got 8 2"),
+        (["range-test", "cli_models:to_train", "--threshold", "90"], "at most 1, got 90.0"),
+        (
+            ["range-test", "cli_models:to_train", "--steps", "2"],
+            "steps_per_width must be an integer of at least 4, got 2",
+        ),
+        (["range-test", "cli_models:to_train", "--gradient", "40"], "gradient must be an integer from 1 to 32, got 40"),
         (["demo", "--steps", "3"], "steps must be an integer of at least 8, got 3"),
     ],
 )
@@ -206,6 +219,7 @@ def test_wrong_usage_is_code_2(arguments: list[str], message: str, capsys: Captu
         ("cli_models:needs", "raised TypeError: needs() missing 1 required positional argument"),
         ("cli_models:number", "must return a model or (model, example_inputs), got int"),
         ("cli_models:to_train", "must return example_inputs as a tuple, got list"),
+        ("cli_models:unfit_input", "RuntimeError: mat1 and mat2 shapes cannot be multiplied (16x5 and 4x8)"),
         ("cli_models:nothing", "there is nothing to quantize in ReLU"),
     ],
 )
@@ -213,6 +227,12 @@ def test_what_fails_says_why_in_a_line(reference: str, message: str, capsys: Cap
     code, line = refused(capsys, "inspect", reference)
     assert code == 1
     assert message in line
+
+
+def test_what_is_said_in_lines_stays_in_lines(capsys: Capture, models: Path) -> None:
+    code, out, err = call(capsys, "inspect", "cli_models:fails_at_length")
+    expected = "cpt-fx: error: cli_models:fails_at_length raised ValueError: two problems:\n  one\n  another\n"
+    assert (code, out, err) == (1, "", expected)
 
 
 def test_a_traceback_is_shown_on_request(capsys: Capture, models: Path) -> None:
@@ -238,8 +258,18 @@ def test_inspect_shows_the_quantizers(capsys: Capture, models: Path) -> None:
 def test_inspect_proves_with_inputs(reference: str, capsys: Capture, models: Path) -> None:
     code, out, _ = call(capsys, "inspect", reference, "--html", "a.html", "--svg", "a.svg")
     assert code == 0
-    assert "proven: 8 quantizers ran" in out
-    assert "<html" in (models / "a.html").read_text()
+    assert "\nproven, by a trial run: 8 quantizers ran, 16 times in total; " in out
+    # Table, page and data show the run that the proof is about, at the widths the model has.
+    assert "never" not in out.partition("\nproven")[0]
+    assert "bits now: weight 3, activation 3, bias 3, gradient 8" in out
+    page = (models / "a.html").read_text()
+    assert "<html" in page
+    assert "<b>0</b><span>never ran</span>" in page
+    found = data(capsys, "inspect", reference)
+    proof = found["proof"]
+    assert (proof["proven"], proof["quantizers"], proof["widths"]) == (True, 8, [2, 3, 8])
+    assert proof["runs"] == sum(row["runs"] for row in found["quantizers"]) == 16
+    assert all(set(row["levels"]) == {"2", str(row["bits"])} for row in found["quantizers"])
     assert (models / "a.svg").read_text().lstrip().startswith("<svg")
 
 
@@ -267,13 +297,14 @@ def test_the_demo_writes_a_report_and_prints_its_numbers(capsys: Capture, tmp_pa
     folder = tmp_path / "report"
     code, out, _ = call(capsys, "demo", "--fast", "--steps", "16", "--schedule", "rr", "--output", str(folder))
     assert code == 0
-    assert "proven for RR: 29 quantizers ran" in out
+    assert "proven for RR, with evaluations among the runs: 29 quantizers ran" in out
     assert f"report: {folder / 'index.html'}" in out.replace("\n", "")
     assert "test accuracy" in (folder / "index.html").read_text()
     found = data(capsys, "demo", "--steps", "8", "--output", str(folder), "--seed", "2")
     assert [one["name"] for one in found["runs"]] == ["CR", "static 8"]
     assert [len(one["losses"]) for one in found["runs"]] == [8, 8]
     assert found["runs"][1]["saving"] == 0
+    assert (found["proof"]["proven"], found["proof"]["quantizers"]) == (True, 29)
     (tmp_path / "file").write_text("")
     assert refused(capsys, "demo", "--output", str(tmp_path / "file"))[0] == 2
 

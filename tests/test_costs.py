@@ -170,7 +170,7 @@ def test_an_operand_without_a_quantizer_counts_in_full() -> None:
 
 
 def test_widths_of_a_layer_are_those_the_dials_show() -> None:
-    """The vectorised widths, step by step against what runtime writes."""
+    """The widths that are counted, step by step against what runtime writes."""
     schedule = named("CT", q_min=3, q_max=8, total_steps=40, cycles=4)
     model = cpt_fx.transform(Net(), schedule, overrides={"head": "-1", "stem": 7}, recipe="paper")
     expected = dict.fromkeys(("head", "stem", "blocks.0.conv1"), 0.0)
@@ -220,9 +220,9 @@ def test_it_shows_itself() -> None:
 
 
 def test_a_schedule_without_an_end_needs_steps() -> None:
-    with pytest.raises(ValueError, match=r"Static\(bits=8\) has no end: pass the length of the run, as in cost"):
-        cost(Net(), Static(8), (images(),))
-    found = cost(Net(), Static(8), (images(),), steps=7)
+    with pytest.raises(ValueError, match=r"Piecewise\(.*\) has no end: pass the length of the run, as in cost"):
+        cost(Net(), Piecewise({0: 8}), (images(),))
+    found = cost(Net(), Piecewise({0: 8}), (images(),), steps=7)
     assert (found.steps, found.relative, found.saving) == (7, 1.0, 0.0)
 
 
@@ -258,6 +258,18 @@ def test_bad_input(change: dict[str, Any], error: type[Exception], message: str)
         cost(**arguments)
 
 
+def test_a_transformed_model_is_called_by_its_own_name() -> None:
+    model = transformed(nn.Sequential(nn.Linear(4, 4)))
+    with pytest.raises(ValueError, match=r"^Sequential does no matrix product, .*no FLOPs to count"):
+        cost(model, Static(8), (torch.zeros(0, 4),), steps=1)
+
+
 def test_a_missing_input_of_a_transformed_model() -> None:
     with pytest.raises(TypeError, match="the model needs the argument 'x', which the example inputs leave out"):
         cost(transformed(), Static(8), (), steps=1)
+
+
+def test_a_static_schedule_needs_no_length() -> None:
+    cost = cpt_fx.cost(nn.Linear(3, 2), Static(8), (torch.randn(1, 3),))
+    assert cost.relative == 1.0
+    assert cost.steps == 1

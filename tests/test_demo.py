@@ -14,11 +14,12 @@ from torch.nn import functional
 
 from cpt_fx import demo, report
 from cpt_fx.demo import Run, Settings
-from cpt_fx.inspection import inspect
+from cpt_fx.inspection import Verification, inspect
 from cpt_fx.schedules import relative_cost
 
 pytest.importorskip("sklearn")
 SETTINGS = Settings(steps=24)
+PROOF = Verification(quantizers=29, runs=90, widths=(3, 8), largest_ratio=0.5, notes=("2 < 3 & more",))
 
 
 def run(settings: Settings = SETTINGS) -> tuple[Run, Run]:
@@ -33,7 +34,7 @@ def runs() -> tuple[Run, Run]:
 @pytest.fixture(scope="module")
 def written(runs: tuple[Run, Run], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("demo") / "new" / "folder"
-    return demo.write_report(runs, SETTINGS, inspect(runs[0].model), "29 ran & 2 < 3", folder)
+    return demo.write_report(runs, SETTINGS, inspect(runs[0].model), PROOF, folder)
 
 
 def test_it_learns_and_compares_like_with_like(runs: tuple[Run, Run]) -> None:
@@ -145,7 +146,8 @@ def test_the_page_stands_alone(written: Path) -> None:
     assert not re.search(r"url\((?!#)|@import", text)
     assert page.links == ["graph.html"]
     assert (written.parent / "graph.html").stat().st_size > 1000
-    assert "29 ran &amp; 2 &lt; 3" in text
+    assert "evaluations among the runs: 29 quantizers ran, 90 times in total; levels counted at widths 3, 8" in text
+    assert "at most 50 % of them; 2 &lt; 3 &amp; more." in text
 
 
 def test_the_page_says_what_was_measured(written: Path, runs: tuple[Run, Run]) -> None:
@@ -153,6 +155,20 @@ def test_the_page_says_what_was_measured(written: Path, runs: tuple[Run, Run]) -
     for one in runs:
         for cell in demo.results(one):
             assert f"<td>{cell}</td>" in text
+    assert "<th>BitOps, of static 8 bits</th>" in text
+
+
+def test_marks_can_be_seen_and_stay_behind() -> None:
+    """At least as strong as the rules they cross, weaker than the text, light and dark."""
+    pages, rules, marks, texts = (
+        [sum(int(colour[at : at + 2], 16) for at in (0, 2, 4)) / 765 for colour in found]
+        for found in (
+            ["ffffff", "14171b"],
+            *(re.findall(rf"--{name}: #([0-9a-f]{{6}});", report.STYLE) for name in ("rule", "mark", "soft")),
+        )
+    )
+    for page, rule, mark, text in zip(pages, rules, marks, texts, strict=True):
+        assert 2 * abs(rule - page) < abs(mark - page) < abs(text - page)
 
 
 def svg(**changes: object) -> ElementTree.Element:

@@ -78,7 +78,7 @@ def test_linear_layers_as_products(case: Case, form: str) -> None:
         y = model(x)
         close(y, expected)
     y.backward(data["grad_y"])
-    close(x.grad, data["grad_x"])  # type: ignore[arg-type]
+    close(x.grad, data["grad_x"])
     close(plain.weight.grad, data["grad_weight"])  # type: ignore[arg-type]
     if plain.bias is not None:
         close(plain.bias.grad, data["grad_bias"])  # type: ignore[arg-type]

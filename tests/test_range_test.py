@@ -245,7 +245,7 @@ def test_it_shows_and_saves(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     result = scripted({2: 0.5})
     text = str(result)
-    assert "q_min = 3, at 80 % of the progress" in text
+    assert text.startswith("range test: q_min = 3, at 80 % of the progress in full precision\n")
     assert [line.split()[0] for line in text.splitlines() if "%" in line][1:] == [
         "2",
         "3",
@@ -263,6 +263,20 @@ def test_it_shows_and_saves(tmp_path: Path) -> None:
     assert json.loads(json.dumps(result.to_dict()))["progress"][0] == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize(
+    ("progress", "widths", "lower"),
+    [({}, (3, 4), True), ({3: 0.5}, (3, 4), False), ({}, (1, 2), False), ({}, (5,), True)],
+)
+def test_where_the_lowest_width_passes_q_min_is_a_bound(
+    progress: dict[int, float], widths: tuple[int, ...], lower: bool
+) -> None:
+    """Below one bit there is nothing left to try."""
+    result = scripted(progress, widths=widths)
+    assert result.at_lower_end is lower
+    assert result.to_dict()["at_lower_end"] is lower
+    assert (f"q_min = {result.q_min} or less: the lowest width tried passes" in str(result)) is lower
+
+
 def test_the_result_is_frozen_and_public() -> None:
     assert cpt_fx.schedules.range_test is range_test
     assert cpt_fx.schedules.RangeTest is RangeTest
@@ -275,3 +289,14 @@ def test_the_progress_bar_is_on_stderr(capsys: pytest.CaptureFixture[str]) -> No
     shown = capsys.readouterr()
     assert shown.out == ""
     assert "range test" in shown.err
+
+
+def test_losses_of_torch_are_applied_to_output_and_target() -> None:
+    batches = [(torch.randn(16, 4), torch.randint(0, 3, (16,))) for _ in range(3)]
+    batches = [(x, x[:, :3].argmax(1)) for x, _ in batches]
+    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 3))
+    results = [
+        range_test(model, batches, widths=(8,), steps_per_width=30, progress=False, loss=loss).losses
+        for loss in (nn.functional.cross_entropy, nn.CrossEntropyLoss(), default_loss)
+    ]
+    assert results[0] == results[1] == results[2]

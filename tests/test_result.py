@@ -401,7 +401,7 @@ def test_a_checkpointed_step_teaches_the_ranges_once() -> None:
         if reentrant is None:
             model(inputs).sum().backward()
         else:
-            checkpoint(model, inputs, use_reentrant=reentrant).sum().backward()  # type: ignore[union-attr]
+            checkpoint(model, inputs, use_reentrant=reentrant).sum().backward()
         ranges.append(model.state_dict()["_cpt_fx.ranges.0.input.running_range"])
         assert model.state_dict()["_cpt_fx.ranges.0.input.running_weight"] == pytest.approx(0.1)
     assert torch.equal(ranges[0], ranges[1])

@@ -352,7 +352,7 @@ class Doubled(torch.autograd.Function):
 @pytest.mark.parametrize(("kind", "name"), [
     ("no_grad", "'inner' runs .* inside torch.no_grad"),
     ("autocast", "'inner' runs .* inside torch.autocast"),
-    ("function", "forward calls a custom autograd.Function"),
+    ("function", "forward calls the autograd.Function Doubled"),
 ])  # fmt: skip
 def test_contexts_that_a_graph_would_lose_are_refused(kind: str, name: str) -> None:
     with pytest.raises(cpt_fx.CaptureError, match=name):
@@ -378,3 +378,19 @@ def test_hooks_on_the_whole_model_move_to_the_result() -> None:
     net.register_forward_hook(lambda module, inputs, output: output * 2)
     x = torch.randn(2, 3)
     assert torch.equal(cpt_fx.transform(net, Static(32))(x), net(x))
+
+
+@pytest.mark.parametrize("kind", ["list", "dict"])
+def test_what_forward_puts_into_containers_is_refused(kind: str) -> None:
+    def to_list(self: Any, x: Tensor) -> Any:
+        self.outputs.append(self.fc(x))
+        return self.outputs[-1]
+
+    def to_dict(self: Any, x: Tensor) -> Any:
+        self.outputs["last"] = self.fc(x)
+        return self.outputs["last"]
+
+    empty: Any = [] if kind == "list" else {}
+    model = model_of(to_list if kind == "list" else to_dict, fc=nn.Linear(4, 4), outputs=empty)
+    refused(model, "changes self.outputs")
+    assert not empty

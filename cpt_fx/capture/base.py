@@ -41,7 +41,7 @@ def clone_tree(module: nn.Module, clones: dict[int, nn.Module] | None = None) ->
     new = type(module).__new__(type(module))
     clones[id(module)] = new
     new.__dict__ = {
-        key: value.copy() if type(value) in (dict, set) or key.endswith("_hooks") else value
+        key: value.copy() if type(value) in (dict, list, set) or key.endswith("_hooks") else value
         for key, value in module.__dict__.items()
     }
     for name, child in module._modules.items():

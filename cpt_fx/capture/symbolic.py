@@ -148,15 +148,16 @@ def replaced(functions: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
 def refusing_what_is_lost() -> Iterator[None]:
     """Refuse calls that leave no node behind: a backward of one's own, and seeds set on every call."""
 
-    def apply(*args: Any, **_: Any) -> Any:
+    def apply(cls: type, *args: Any, **_: Any) -> Any:
         raise CaptureError(
-            "forward calls a custom autograd.Function: torch.fx would trace its forward and lose its backward"
+            f"forward calls the autograd.Function {cls.__name__}: torch.fx would trace its forward, its backward "
+            "would be lost"
         )
 
     def manual_seed(seed: Any) -> Any:
         raise CaptureError(f"forward calls torch.manual_seed({seed}), which a graph would not do on every call")
 
-    with replaced({(torch.autograd.Function, "apply"): apply, (torch, "manual_seed"): manual_seed}):
+    with replaced({(torch.autograd.Function, "apply"): classmethod(apply), (torch, "manual_seed"): manual_seed}):
         yield
 
 
@@ -291,6 +292,7 @@ def _trace(model: nn.Module, fixed: Mapping[str, object], *, mode: bool) -> Trac
             "torch.where, or keep the function as one call with torch.fx.wrap"
         ) from error
     _check_constants(graph)
+    _check_containers(model, root)
     return Traced(root, graph, tracer.dropped_checkpoints)
 
 
@@ -300,6 +302,24 @@ def _line_of(error: Exception) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__)
               if not frame.filename.startswith((ours, str(Path(torch.__file__).parent)))]  # fmt: skip
     return f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
+
+
+def _identities(container: Any) -> list[Any]:
+    """Return what a container holds, by identity: tensors do not compare."""
+    return [*map(id, container), *map(id, container.values() if isinstance(container, dict) else ())]
+
+
+def _check_containers(model: nn.Module, root: nn.Module) -> None:
+    """Refuse code that puts something into a list or dict of a module on every call: a graph would not do it."""
+    for (name, before), after in zip(model.named_modules(), root.modules(), strict=True):
+        for key, value in vars(before).items():
+            watched = type(value) in (dict, list, set) and not key.startswith("_")
+            if watched and _identities(value) != _identities(vars(after)[key]):
+                place = f"module {name!r}" if name else "the model"
+                raise CaptureError(
+                    f"the forward of {place} changes self.{key}, which a graph would not do on every call. Return the "
+                    "value instead"
+                )
 
 
 def _check_constants(graph: fx.Graph) -> None:

@@ -252,7 +252,7 @@ function reveal(id) {
 }
 
 const idAt = event => event.target.closest?.("[data-id]")?.dataset.id;
-let drag = null;
+let drag = null, quiet = false;
 stage.addEventListener("pointerdown", event => { drag = { x: event.clientX, y: event.clientY, from: { ...view }, moved: false, id: event.pointerId }; });
 addEventListener("pointermove", event => {
   if (!drag) return;
@@ -264,6 +264,7 @@ addEventListener("pointerup", () => { if (drag?.moved) addEventListener("click",
 addEventListener("pointercancel", () => { drag = null; });
 stage.addEventListener("click", event => {
   const id = idAt(event);
+  hover.hidden = quiet = true;
   if (!id) return show(null);
   const inFrame = event.target.closest("[data-id]").classList.contains("frame");
   if (inFrame && !event.target.closest(".bar, .fold, text")) return show(id);
@@ -276,15 +277,23 @@ stage.addEventListener("wheel", event => {
 }, { passive: false });
 stage.addEventListener("pointerover", event => {
   const id = idAt(event);
-  if (!id || drag?.moved || isOpen(id)) { hover.hidden = true; return; }
+  if (!id || quiet || drag?.moved || isOpen(id)) { hover.hidden = true; return; }
   const item = items[id];
   hover.innerHTML = `<b>${text(item.t)}</b>${item.f.slice(0, 10).map(([k, v]) => `${text(k)}: ${text(v)}`).join("<br>")}`;
   hover.hidden = false;
+  beside(event);
 });
+// Below and to the right of the pointer, on its other side where there is no room: always inside, never under it.
+function beside(event) {
+  const spot = (at, size, room) => Math.max(8, at + 14 + size + 8 <= room ? at + 14 : Math.min(at - 14, room - 8) - size);
+  hover.style.left = hover.style.top = "0";
+  hover.style.left = `${spot(event.clientX, hover.offsetWidth, innerWidth)}px`;
+  hover.style.top = `${spot(event.clientY, hover.offsetHeight, innerHeight)}px`;
+}
 stage.addEventListener("pointermove", event => {
-  if (hover.hidden) return;
-  hover.style.left = `${Math.min(event.clientX + 14, innerWidth - hover.offsetWidth - 8)}px`;
-  hover.style.top = `${Math.min(event.clientY + 14, innerHeight - hover.offsetHeight - 8)}px`;
+  // What a click has opened or shown in the panel stays free until the pointer goes to another box.
+  if (event.movementX || event.movementY) quiet = false;
+  if (!hover.hidden) beside(event);
 });
 stage.addEventListener("pointerleave", () => { hover.hidden = true; });
 

@@ -94,8 +94,10 @@ def _called(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     except Exception as error:
         if len(args) == 1 and not kwargs and isinstance(args[0], (tuple, list)):
             raise TypeError("verify takes the model's arguments themselves: verify(x), not verify((x,))") from None
+        # An operator that is given the wrong type shows the value, in full, after its first line.
+        shows_values = "tensor(" in str(error) or "instead found type" in str(error)
         said = (str(error).splitlines() or [""])[0].partition("tensor(")[0].strip()
         said = f"{type(error).__name__}: {said}" if said else type(error).__name__
         raise ValueError(f"the model does not run on the inputs given to verify: {said[:300]}") from (
-            None if "tensor(" in str(error) else error
+            None if shows_values else error
         )

@@ -58,19 +58,13 @@ class Verification:
 
     def __str__(self) -> str:
         """Say it in a few lines."""
-        widths = ", ".join(map(str, self.widths)) or "none"
-        counted = self.quantizers - len(self.idle)
-        first = f"{counted} quantizers ran, {self.runs} times in total; levels counted at widths {widths}; {self.most}"
+        levels = "no levels counted"
+        if self.widths:
+            levels = f"levels counted at widths {', '.join(map(str, self.widths))}: never more than 2^b levels"
+            percent = math.ceil(100 * self.largest_ratio)
+            levels += f", at most {percent} % of them" if percent < 100 else ""
+        first = f"{self.quantizers - len(self.idle)} quantizers ran, {self.runs} times in total; {levels}"
         return "\n".join((first, *self.notes))
-
-    @property
-    def most(self) -> str:
-        """The largest number of levels seen, in words."""
-        if not self.widths:
-            return "no levels to count"
-        # Rounded down: 100 % are all levels there are, not nearly all.
-        percent = math.floor(100 * self.largest_ratio)
-        return "never more than 2^b levels" + (f", at most {percent} % of them" if percent < 100 else "")
 
     def to_dict(self) -> dict[str, object]:
         """Return the proof as plain data."""

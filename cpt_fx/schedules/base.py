@@ -88,7 +88,7 @@ class Schedule(ABC):
         first = check_int("start", start, 0)
         if length is None:
             if self.total_steps is None:
-                raise ValueError(f"{self!r} has no total_steps: pass the length of the run, as in length=1000")
+                raise ValueError(f"{self!r} has no total_steps: pass a length, as in length=1000")
             length = max(self.total_steps - first, 0)
         count = check_int("length", length, 0)
         return self._rounded(self._within_run(np.arange(first, first + count, dtype=np.int64)))

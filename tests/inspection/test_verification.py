@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import cpt_fx
-from cpt_fx.inspection import VerificationError
+from cpt_fx.inspection import Verification, VerificationError
 from cpt_fx.inspection.trial import eager_model, tensors_in, trial
 from cpt_fx.meta import STATE
 from cpt_fx.runtime import precision_of
@@ -29,7 +30,34 @@ def test_a_trained_model_is_proven() -> None:
     assert proof.proven
     assert (proof.quantizers, proof.runs, proof.widths) == (22, 22, (3, 8))
     assert 0.1 < proof.largest_ratio <= 1.0
-    assert str(proof).startswith("22 quantizers ran, 22 times in total; levels counted at widths 3, 8; at most")
+    assert str(proof).startswith("22 quantizers ran, 22 times in total; levels counted at widths 3, 8: never more")
+    assert proof.views == cpt_fx.inspect(model).quantizers
+
+
+@pytest.mark.parametrize(
+    ("ratio", "said"),
+    [(1.0, "never more than 2^b levels"), (0.996, "never more than 2^b levels"), (0.29, "at most 29 % of them")],
+)
+def test_the_share_of_levels_is_said_where_it_is_below_all(ratio: float, said: str) -> None:
+    text = str(Verification(quantizers=3, runs=5, widths=(4,), largest_ratio=ratio))
+    assert text.endswith(said)
+    assert "never more than 2^b levels" in text
+
+
+def test_a_proof_can_be_shown_instead_of_the_records() -> None:
+    model = transformed()
+    inspection = cpt_fx.inspect(model)
+    proof = inspection.verify(images())
+    assert all(view.times_run == 0 for view in inspection.quantizers)
+    shown = replace(inspection, shown=proof)
+    assert sum(view.times_run for view in shown.quantizers) == proof.runs == 44
+    # The trial has gone down to 2 bits; the model has not.
+    assert [view.bits for view in shown.quantizers] == [view.bits for view in inspection.quantizers]
+    assert {view.bits for view in shown.quantizers} == {3, 8}
+    assert "never" not in str(shown) and "<b>0</b><span>never ran</span>" in shown.html()
+    # Asked again, it looks at the model.
+    with pytest.raises(VerificationError, match="never ran"):
+        shown.verify()
 
 
 @pytest.mark.parametrize("build", ZOO.values(), ids=ZOO.keys())
@@ -175,6 +203,52 @@ def test_a_compiled_model_is_counted_but_not_witnessed() -> None:
     assert cpt_fx.inspect(compiled).verify(torch.randn(4, 6)).proven
 
 
+# Inputs that do not fit.
+
+
+@pytest.mark.parametrize("wrap", [tuple, list])
+def test_arguments_in_a_tuple_are_pointed_out(wrap: Any) -> None:
+    with pytest.raises(TypeError) as caught:
+        cpt_fx.inspect(transformed()).verify(wrap([images()]))
+    assert str(caught.value) == "verify takes the model's arguments themselves: verify(x), not verify((x,))"
+    # The error underneath shows the tensor.
+    assert caught.value.__suppress_context__
+
+
+def test_a_model_that_takes_a_tuple_gets_one() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+            result: Tensor = self.inner(pair[0] + pair[1])
+            return result
+
+    assert cpt_fx.inspect(transformed(Pair())).verify((torch.randn(3, 4), torch.randn(3, 4))).proven
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "said"),
+    [
+        ((torch.zeros(4, 5, 8, 8),), {}, "RuntimeError: Given groups=1, .* but got 5 channels instead"),
+        ((torch.zeros(1), torch.zeros(1)), {}, r"TypeError: forward\(\) takes 2 positional arguments but 3 were given"),
+        ((), {"x": (torch.zeros(4, 3, 8, 8),)}, "RuntimeError: .* instead found type 'tuple'"),
+        ((), {"x": [[0.0]]}, "RuntimeError: .* instead found type 'list'"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_told_in_a_sentence(
+    args: Any, kwargs: Any, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ValueError, match=f"^the model does not run on the inputs given to verify: {said}") as caught:
+        cpt_fx.inspect(transformed()).verify(*args, **kwargs)
+    assert "\n" not in str(caught.value)
+    cause = caught.value.__cause__
+    assert (cause is None) == ("instead found" in said)
+    assert cause is not None or caught.value.__suppress_context__
+    assert capsys.readouterr().err == ""
+
+
 # No traces.
 
 
@@ -213,7 +287,7 @@ def test_a_trial_leaves_no_trace(training: bool, gradients: bool) -> None:
 def test_no_trace_when_the_model_fails() -> None:
     model, wrong = trained(), torch.randn(4, 5, 8, 8)
     before = snapshot(model)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(ValueError, match="does not run on the inputs"):
         cpt_fx.inspect(model).verify(wrong)
     assert same(snapshot(model), before)
 

@@ -259,7 +259,7 @@ def test_plot_draws_what_is_scheduled(tmp_path: Path) -> None:
     assert drawn == {"forward": cr().trajectory()[:, 0].tolist(), "gradient": [6] * 80}
     Piecewise({0: 3, 5: Bits(4, 6, 8)}).plot(tmp_path / "table.png", length=10)
     assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match="pass a length"):
+    with pytest.raises(ValueError, match=r"pass a length, as in length=1000$"):
         Static(8).plot(tmp_path / "endless.png")
 
 
