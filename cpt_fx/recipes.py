@@ -16,8 +16,8 @@ class Rule:
 
     `gradient_with_forward`: at 0 forward bits the gradient is left alone too (published convolutions).
     `return_quantized`: where an operand is also an output of the model, the quantized one is returned (published
-    attention probabilities). `messages_only`: of a product's operands only the right one is quantized; the left one
-    is an adjacency matrix.
+    attention probabilities). `messages_only`: the left operand of a product is an adjacency matrix, and is left alone,
+    where it depends on no parameter.
     """
 
     input: Format | None = None

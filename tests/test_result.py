@@ -420,3 +420,17 @@ def test_functions_that_torch_makes_inside_others_pickle() -> None:
     model(x)
     model.eval()
     assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
+
+
+def test_a_nan_in_training_is_told_with_the_layers_name() -> None:
+    model = cpt_fx.transform(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)), Static(8))
+    model(torch.full((2, 3), torch.nan))
+    with pytest.warns(UserWarning, match=r"running range of 0\.input, 2\.input is not finite"):
+        model.eval()
+
+
+def test_what_goes_around_a_model_is_put_on_afterwards() -> None:
+    net = nn.Sequential(nn.Linear(3, 3))
+    for wrapped in (torch.compile(net, backend="eager"), nn.DataParallel(net)):
+        with pytest.raises(TypeError, match="transform the model first and wrap the result"):
+            cpt_fx.transform(cast(nn.Module, wrapped), Static(8))

@@ -102,6 +102,11 @@ def functional_conv(self: Any, x: Tensor, y: Tensor) -> Any:
     return one, torch.conv2d(y, self.w2, None, 2), three
 
 
+@zoo(normal(2, 3, 5, 5), make=lambda: {"up": nn.ConvTranspose2d(3, 4, 3, stride=2)})
+def conv_transpose_output_size(self: Any, x: Tensor) -> Any:
+    return self.up(x, output_size=[12, 12])
+
+
 @zoo(normal(2, 3, 5), image(), make=lambda: {"w1": Parameter(torch.randn(3, 4, 3)), "b": Parameter(torch.randn(4)),
      "w2": Parameter(torch.randn(3, 4, 3, 3)), "w3": Parameter(torch.randn(4, 2, 1, 2, 2))})  # fmt: skip
 def functional_conv_transpose(self: Any, x: Tensor, y: Tensor) -> Any:

@@ -352,3 +352,29 @@ def test_the_public_defaults_are_the_published_quantizer() -> None:
     step = (x.max() - x.min()) / 7
     assert not torch.equal(spread, quantized(x, 3))
     assert bool(((spread - x).abs() < step * (1 + 1e-5)).all())
+
+
+@pytest.mark.parametrize("bits", [torch.tensor(4.5), torch.tensor(-1), torch.tensor(True)])
+def test_a_width_tensor_holds_a_whole_number(bits: Tensor) -> None:
+    with pytest.raises(ValueError, match="bits must hold a whole number that is not negative"):
+        fake_quantize(torch.randn(4), bits)
+
+
+def test_widths_beyond_full_precision_are_the_identity() -> None:
+    x = torch.randn(8)
+    assert torch.equal(fake_quantize(x, torch.tensor(40)), x)
+
+
+@pytest.mark.parametrize(("keep", "error", "message"), [
+    ((0, -2), ValueError, "keep names a dim twice"),
+    (0, TypeError, r"keep must be a sequence of dims such as \(0,\), got 0"),
+    ((2,), ValueError, "keep names dim 2"),
+])  # fmt: skip
+def test_keep_is_checked(keep: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        fake_quantize(torch.randn(3, 4), 4, keep=keep)
+
+
+def test_only_tensors_are_quantized() -> None:
+    with pytest.raises(TypeError, match="x must be a tensor, got list"):
+        fake_quantize([1.0, 2.0], 4)  # type: ignore[arg-type]
