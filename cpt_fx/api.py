@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._dynamo import OptimizedModule
 
 from cpt_fx.capture import capture as capture_model
 from cpt_fx.errors import TransformError, check_choice
@@ -45,8 +44,8 @@ class History:
         return tuple(item for report in self.reports for item in report.uncovered)
 
 
-WRAPPERS = (OptimizedModule, nn.DataParallel, nn.parallel.DistributedDataParallel)
-"""Modules that go around a transformed model, not into it."""
+WRAPPERS = ("OptimizedModule", "DataParallel", "DistributedDataParallel")
+"""Modules that go around a transformed model, not into it: by name, since torch's compiler is slow to import."""
 
 EXECUTIONS = ("simulated",)
 """How quantized products may run."""
@@ -170,8 +169,8 @@ def _check(model: object, schedule: object, execution: str) -> None:
             f"model must be a torch.nn.Module, got {type(model).__name__}"
             + (": transform the module it was exported from" if type(model).__name__ == "ExportedProgram" else "")
         )
-    if isinstance(model, WRAPPERS):
-        raise TypeError(f"transform the model first and wrap the result: got a {type(model).__name__} around it")
+    if type(model).__name__ in WRAPPERS:
+        raise TypeError(f"transform the model first and wrap the result; got it inside {type(model).__name__}")
     if not isinstance(schedule, Schedule):
         raise TypeError(
             f"schedule must be a schedule such as cpt_fx.schedules.named(...), got {type(schedule).__name__}"

@@ -124,7 +124,7 @@ class _FunctionRef:
 
 def _reference(target: Any) -> Any:
     """Return what stands for a node's target in a pickle."""
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return _FunctionRef(f"torch.ops.{target}")
     if "<locals>" in getattr(target, "__qualname__", ""):
         path = fx.node._get_qualified_name(target)

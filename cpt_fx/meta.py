@@ -287,11 +287,17 @@ def einsum_group(equation: str, position: int, format: Format) -> Groups | None:
     """
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     names = inputs.split(",")
-    if not arrow or "." in equation or len(names) != 2 or format.group not in (Group.CHANNEL, Group.VECTOR):
+    if len(names) != 2 or format.group not in (Group.CHANNEL, Group.VECTOR):
         return None
+    if not arrow:  # every letter that occurs once
+        output = "".join(letter for letter in inputs if inputs.count(letter) == 1)
     mine, other = names[position], names[1 - position]
-    summed = tuple(dim for dim, name in enumerate(mine) if name in other and name not in output)
-    free = tuple(dim for dim, name in enumerate(mine) if name not in other)
+    # Letters after an ellipsis are counted from the end.
+    before, dots, after = mine.partition("...")
+    dims = dict(zip(before, range(len(before)), strict=True))
+    dims |= dict(zip(after, range(-len(after), 0), strict=True)) if dots else {}
+    summed = tuple(dim for letter, dim in dims.items() if letter in other and letter not in output)
+    free = tuple(dim for letter, dim in dims.items() if letter not in other)
     over = free if format.group is Group.VECTOR and position == 1 else summed
     return ((), over) if over else None
 

@@ -274,8 +274,9 @@ def as_bits(bits: int | Tensor, like: Tensor) -> Tensor:
     if isinstance(bits, Tensor):
         if bits.ndim:
             raise ValueError(f"bits must be an int or a 0-dim tensor, got a tensor of shape {tuple(bits.shape)}")
-        width = host_value(bits) if bits.dtype is not torch.bool else None
-        if bits.dtype is torch.bool or (width is not None and (width < 0 or bool(bits != width))):
+        finite = not bits.is_floating_point() or host_value(bits.isfinite()) != 0
+        width = host_value(bits) if bits.dtype is not torch.bool and finite else None
+        if not finite or bits.dtype is torch.bool or (width is not None and (width < 0 or bool(bits != width))):
             raise ValueError(f"bits must hold a whole number that is not negative, got {bits!r}")
         return bits
     if isinstance(bits, bool) or not hasattr(bits, "__index__"):

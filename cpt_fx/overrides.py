@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -38,7 +38,7 @@ class Override:
             return value
         if isinstance(value, (Rule, Recipe)):
             return cls(rules=value)
-        if isinstance(value, tuple) and len(value) == len(Bits._fields):
+        if isinstance(value, (tuple, list)) and len(value) == len(Bits._fields):
             return cls(bits=Bits(*(check_int("override", width, 0, FULL_PRECISION) for width in value)))
         if isinstance(value, str):
             if value[:1] not in "+-" or not value[1:].isdigit():
@@ -54,24 +54,31 @@ class Override:
         )
 
     @classmethod
-    def _of_fields(cls, fields: Mapping[str, Any]) -> Override:
+    def _of_fields(cls, given: Mapping[str, Any]) -> Override:
         known = ("bits", "offset", *OPERANDS)
-        for name in fields:
+        for name in given:
             if name not in known:
                 raise ValueError(f"an override has fields {known}, got {name!r}.{nearest(name, known)}")
         for name in OPERANDS:
-            if not isinstance(fields.get(name), (Format, Mapping, type(None))):
+            if not isinstance(given.get(name), (Format, Mapping, type(None))):
                 raise TypeError(
-                    f"override field {name!r} must be a Format, a mapping of its fields or None, got {fields[name]!r}"
+                    f"override field {name!r} must be a Format, a mapping of its fields or None, got {given[name]!r}"
                 )
-        bits, offset = fields.get("bits"), fields.get("offset")
+        bits, offset = given.get("bits"), given.get("offset")
         if bits is not None and offset is not None:
             raise ValueError(f"an override has bits or an offset, not both: got bits={bits!r}, offset={offset!r}")
         return cls(
-            bits=None if bits is None else cls.of(bits).bits,
-            offset=offset if isinstance(offset, Bits) or offset is None else check_int("override offset", offset),
-            formats=tuple((name, _format(fields[name])) for name in OPERANDS if name in fields),
+            bits=None if bits is None else cls._widths(bits),
+            offset=None if offset is None else _offset(offset),
+            formats=tuple((name, _format(given[name])) for name in OPERANDS if name in given),
         )
+
+    @classmethod
+    def _widths(cls, bits: object) -> int | Bits:
+        found = cls.of(bits).bits if not isinstance(bits, str) else None
+        if found is None:
+            raise TypeError(f"override field 'bits' must be a width such as 8 or (8, 8, 8), got {bits!r}")
+        return found
 
     def dial(self, dial: Dial) -> Dial:
         """Return the dial of a role as this override changes it."""
@@ -96,7 +103,22 @@ class Override:
 
 
 def _format(value: Any) -> Format | None:
-    return Format(**value) if isinstance(value, Mapping) else value
+    if not isinstance(value, Mapping):
+        return value  # type: ignore[no-any-return]
+    known = tuple(field.name for field in fields(Format))
+    for name in value:
+        if name not in known:
+            raise ValueError(f"a format in an override has fields {known}, got {name!r}.{nearest(name, known)}")
+    return Format(**value)
+
+
+def _offset(value: Any) -> int | Bits:
+    """Read an offset: an int, text such as "+2", or one number for each role."""
+    if isinstance(value, (tuple, list)) and len(value) == len(Bits._fields):
+        return Bits(*(check_int("override offset", number) for number in value))
+    if isinstance(value, str) and value[:1] in ("+", "-") and value[1:].isdigit():
+        return int(value)
+    return check_int("override offset", value)
 
 
 def as_patterns(given: object) -> tuple[Pattern, ...]:

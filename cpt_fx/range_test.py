@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -298,7 +299,11 @@ def check_settings(
 
 def _criterion(loss: Loss, model: nn.Module, batch: Any) -> Any:
     """Call the loss: torch's own take an output and a target, all others the model and the batch."""
-    if not isinstance(loss, nn.Module) and getattr(loss, "__module__", "") != "torch.nn.functional":
+    if isinstance(loss, type):
+        raise TypeError(f"loss must be a function or an instance, got the class {loss.__name__}: call it first")
+    function = loss.func if isinstance(loss, partial) else loss
+    home = type(function).__module__ if isinstance(function, nn.Module) else getattr(function, "__module__", "")
+    if home not in ("torch.nn.modules.loss", "torch.nn.functional"):
         return loss(model, batch)
     if not isinstance(batch, Sequence) or len(batch) != 2:
         raise TypeError(f"a loss of torch needs (inputs, targets) batches, got {type(batch).__name__}: {PASS_LOSS}")

@@ -151,7 +151,8 @@ class _Walk:
                 operands.append(operand)
             elif operand:
                 self.uncovered.append(Uncovered(layer, spec.name, operand, name, by_choice=rule.messages_only))
-        added = self._bias_after(node) if spec.family == "matmul" and family == "linear" and rule.bias else None
+        complete = spec.family != "matmul" and (spec.name != "linear" or any(item.role == "bias" for item in operands))
+        added = self._bias_after(node) if family == "linear" and rule.bias and not complete else None
         if added is not None and rule.bias is not None:
             index = 0 if added.args[1] is node else 1
             operands.append(Operand(index, "bias", "bias", rule.bias, (), None, added.name))
@@ -196,7 +197,11 @@ class _Walk:
                 found.append((index, spec.arguments[index], kind))
         if spec.variadic is not None:
             first = node.args[spec.variadic] if len(node.args) > spec.variadic else ()
-            if isinstance(first, (list, tuple)):
+            if spec.name == "einsum" and node.args and isinstance(node.args[0], fx.Node):
+                # The sublist form: tensor, axes, tensor, axes, ..., axes of the result.
+                tensors = range(0, len(node.args) - 1, 2)
+                found += [(i, f"operand{i // 2}", "either") for i in tensors]
+            elif isinstance(first, (list, tuple)):
                 found += [((spec.variadic, i), f"operand{i}", "either") for i in range(len(first))]
             else:
                 rest = range(spec.variadic, len(node.args))
@@ -229,7 +234,7 @@ class _Walk:
         groups = group_of(spec, index, fitting)
         if spec.name == "einsum" and isinstance(index, int) and isinstance(node.args[0], str):
             groups = einsum_group(node.args[0], index - 1, fitting) or groups
-        if fitting.group is Group.ROW and is_weight and _is_transposed(value):
+        if fitting.group is Group.ROW and is_weight and self._is_transposed(value):
             # As stored, dim 0: after a transpose it is the last.
             groups = ((-1,), None)
         keep, over = groups
@@ -279,6 +284,18 @@ class _Walk:
             return True
         return node.op == "call_module" and any(True for _ in self.module.get_submodule(str(node.target)).parameters())
 
+    def _is_transposed(self, value: fx.Node) -> bool:
+        """Whether a value is a stored matrix with its two dims exchanged."""
+        source = value.args[0] if value.args else None
+        if not isinstance(source, fx.Node) or source.op != "get_attr":
+            return False
+        if get_attribute(self.module, str(source.target)).ndim != 2:
+            return False
+        if value.target is getattr:
+            return value.args[1] in ("T", "mT")
+        exchanging = value.target in ("transpose", "permute", "swapaxes", torch.transpose, torch.permute)
+        return exchanging or value.target in ("t", torch.t)
+
     def _note_modules(self, node: fx.Node) -> None:
         for path, kind in module_stack(node):
             if kind is not None:
@@ -324,16 +341,6 @@ def _kind_of(module: nn.Module) -> type[nn.Module] | None:
 def _mean_after_or_self(node: fx.Node, family: str, rule: Rule) -> fx.Node:
     """Return the node whose gradient is the operator's."""
     return mean_after(node) if family == "aggregation" or rule.messages_only else node
-
-
-def _is_transposed(value: fx.Node) -> bool:
-    """Whether a value is a stored matrix with its two dims exchanged."""
-    if not value.args or not isinstance(value.args[0], fx.Node) or value.args[0].op != "get_attr":
-        return False
-    if value.target is getattr:
-        return value.args[1] in ("T", "mT")
-    swapped = value.target in ("transpose", torch.transpose) and set(value.args[1:]) in ({0, 1}, {-1, -2})
-    return swapped or value.target in ("t", torch.t)
 
 
 def _name(target: Any) -> str:

@@ -6,12 +6,20 @@ import math
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+import cpt_fx
 from cpt_fx.recipes import paper
+from cpt_fx.schedules import Static
 from tests.golden_data import Case, case_id, cases, tensors
 from tests.paper_models import SelfAttention
 from tests.test_golden_layers import check_gradients, close, load, quantized
+
+
+def graph_of(model: nn.Module) -> fx.graph._node_list:
+    """Return the nodes of a transformed model."""
+    (graph,) = cpt_fx.graphs(model)
+    return graph.graph.nodes
 
 
 class EinsumAttention(SelfAttention):
@@ -82,3 +90,52 @@ def test_linear_layers_as_products(case: Case, form: str) -> None:
     close(plain.weight.grad, data["grad_weight"])  # type: ignore[arg-type]
     if plain.bias is not None:
         close(plain.bias.grad, data["grad_bias"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("equation", ["ni,oi->no", "...i,oi->...o", "ni, oi -> no", "no,io", "ni,oi"])
+def test_einsum_finds_the_output_axis_however_it_is_spelled(equation: str) -> None:
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.einsum(equation, x, self.weight)
+
+    model = cpt_fx.transform(Product(), Static(4))
+    (weight,) = [node for node in graph_of(model) if node.name == "einsum_operand1_q"]
+    summed = equation.replace(" ", "").partition("->")[0].split(",")[1].index("o" if equation == "no,io" else "i")
+    assert weight.kwargs["over"] == [summed] or weight.kwargs["over"] == [summed - 2]
+
+
+def test_the_sublist_form_of_einsum_is_quantized() -> None:
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.einsum(x, [0, 1], self.weight, [1, 2], [0, 2])
+
+    model = cpt_fx.transform(Product(), Static(4))
+    assert [view.role for view in cpt_fx.inspect(model).quantizers] == ["activation", "weight", "gradient"]
+    model(torch.randn(3, 4)).sum().backward()
+
+
+def test_a_bias_after_a_layer_without_one_belongs_to_it() -> None:
+    class Split(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 3, bias=False)
+            self.bias = nn.Parameter(torch.randn(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.fc(x) + self.bias
+            return y
+
+    plain = Split()
+    whole = nn.Sequential(nn.Linear(4, 3))
+    whole.load_state_dict({"0.weight": plain.fc.weight, "0.bias": plain.bias})
+    x = torch.randn(5, 4)
+    results = [cpt_fx.transform(net, Static(3), recipe=paper(gradient_rounding="nearest"))(x) for net in (plain, whole)]
+    close(results[0].detach(), results[1].detach())

@@ -1,6 +1,7 @@
 """The range test: it finds the width at which training starts to work, and touches nothing."""
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Iterable, Iterator
@@ -300,3 +301,13 @@ def test_losses_of_torch_are_applied_to_output_and_target() -> None:
         for loss in (nn.functional.cross_entropy, nn.CrossEntropyLoss(), default_loss)
     ]
     assert results[0] == results[1] == results[2]
+
+
+def test_a_loss_of_torch_may_be_partial_but_not_a_class() -> None:
+    batches = [(torch.randn(16, 4), torch.randint(0, 2, (16,)))] * 3
+    net = nn.Sequential(nn.Linear(4, 2))
+    partial = functools.partial(nn.functional.cross_entropy, label_smoothing=0.1)
+    found = range_test(net, batches, widths=(8,), steps_per_width=20, progress=False, loss=partial)
+    assert found.q_min == 8
+    with pytest.raises(TypeError, match="got the class CrossEntropyLoss: call it first"):
+        range_test(net, batches, widths=(8,), progress=False, loss=nn.CrossEntropyLoss)  # type: ignore[arg-type]

@@ -434,3 +434,16 @@ def test_what_goes_around_a_model_is_put_on_afterwards() -> None:
     for wrapped in (torch.compile(net, backend="eager"), nn.DataParallel(net)):
         with pytest.raises(TypeError, match="transform the model first and wrap the result"):
             cpt_fx.transform(cast(nn.Module, wrapped), Static(8))
+
+
+def test_operator_packets_pickle() -> None:
+    class Packet(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.ops.aten.relu(self.fc(x))  # type: ignore[no-any-return]
+
+    graph = cpt_fx.graphs(cpt_fx.transform(Packet(), Static(8)))[0]
+    assert pickle.loads(pickle.dumps(graph.__reduce__()[2]["nodes"]))

@@ -308,3 +308,29 @@ def test_overrides_take_rules_recipes_and_plain_values() -> None:
     assert formats(recipes.fp8())["gradient"] == "e5ieee/tensor/stochastic"
     assert formats({"weight": {"scheme": "affine"}})["weight"] == "affine/tensor"
     assert formats((8, 8, 4)) == formats(8)
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        ({"bits": "+2"}, TypeError, "override field 'bits' must be a width such as 8"),
+        ({"bits": Rule()}, TypeError, "override field 'bits' must be a width"),
+        ({"offset": (1, "x", 1)}, TypeError, "override offset must be an integer"),
+        (
+            {"weight": {"grp": 1}},
+            ValueError,
+            r"a format in an override has fields .*, got 'grp'\. Did you mean \"group\"",
+        ),
+    ],
+)
+def test_nested_values_that_are_no_override(value: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        cpt_fx.transform(nn.Sequential(nn.Linear(3, 3)), Static(8), overrides={"0": value})
+
+
+@pytest.mark.parametrize("value", [[7, 7, 6], {"bits": [7, 7, 6]}, {"offset": (2, 2, 1)}, {"offset": "+2"}])
+def test_widths_may_be_lists_and_offsets_text(value: Any) -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model = cpt_fx.transform(net, Static(Bits(5, 5, 5)), overrides={"1": value})
+    found = {view.role: view.bits for view in cpt_fx.inspect(model).quantizers if view.layer == "1"}
+    assert found == {"weight": 7, "activation": 7, "bias": 7, "gradient": 7 if value == {"offset": "+2"} else 6}

@@ -351,7 +351,7 @@ class Doubled(torch.autograd.Function):
 
 @pytest.mark.parametrize(("kind", "name"), [
     ("no_grad", "'inner' runs .* inside torch.no_grad"),
-    ("autocast", "'inner' runs .* inside torch.autocast"),
+    ("autocast", "forward enters torch.autocast"),
     ("function", "forward calls the autograd.Function Doubled"),
 ])  # fmt: skip
 def test_contexts_that_a_graph_would_lose_are_refused(kind: str, name: str) -> None:
@@ -394,3 +394,77 @@ def test_what_forward_puts_into_containers_is_refused(kind: str) -> None:
     model = model_of(to_list if kind == "list" else to_dict, fc=nn.Linear(4, 4), outputs=empty)
     refused(model, "changes self.outputs")
     assert not empty
+
+
+class Reversal(torch.autograd.Function):
+    """Its forward leaves no operator behind."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+bound = Reversal.apply
+
+
+def test_a_bound_apply_is_refused_too() -> None:
+    def forward(self: Any, x: Tensor) -> Any:
+        return bound(self.fc(x))  # type: ignore[no-untyped-call]
+
+    refused(model_of(forward, fc=nn.Linear(4, 4)), "forward calls the autograd.Function Reversal")
+    x = torch.ones(2, requires_grad=True)
+    bound(x).sum().backward()  # type: ignore[no-untyped-call]
+    assert torch.equal(x.grad, -torch.ones(2))  # type: ignore[arg-type]
+
+
+def test_state_in_a_tuple_is_refused() -> None:
+    def forward(self: Any, x: Tensor) -> Any:
+        h = self.fc(x) if self.state is None else self.fc(x) + self.state[0]
+        self.state = (h.detach(),)
+        return h
+
+    refused(model_of(forward, fc=nn.Linear(4, 4), state=None), "stores a tensor in self.state")
+
+
+def test_private_and_nested_containers_are_watched_and_put_back() -> None:
+    def forward(self: Any, x: Tensor) -> Any:
+        y = self.fc(x)
+        self._seen["outputs"].append(y)
+        return y
+
+    model = model_of(forward, fc=nn.Linear(4, 4), _seen={"outputs": [1, 2]})
+    refused(model, "forward changes self._seen")
+    assert model._seen == {"outputs": [1, 2]}
+
+
+def test_a_cache_that_is_filled_already_is_fine() -> None:
+    def forward(self: Any, x: Tensor) -> Any:
+        if 4 not in self.cache:
+            self.cache[4] = torch.ones(4)
+        return self.fc(x) * self.cache[4]
+
+    model = model_of(forward, fc=nn.Linear(4, 4), cache={})
+    refused(model, "a cache that one call of the model fills is fine")
+    x = torch.randn(2, 4)
+    expected = model(x)
+    assert torch.equal(captured(model)(x), expected)
+
+
+def test_other_threads_go_on_with_torch_as_it_is() -> None:
+    from threading import Thread
+
+    kinds = []
+
+    def forward(self: Any, x: Tensor) -> Any:
+        thread = Thread(target=lambda: kinds.append(type(torch.zeros(1))))
+        thread.start()
+        thread.join()
+        return self.fc(x)
+
+    captured(model_of(forward, fc=nn.Linear(4, 4)))
+    assert set(kinds) == {Tensor}
+    assert type(torch.zeros(1)) is Tensor

@@ -16,6 +16,10 @@ class CaptureError(TransformError):
     """A model's code cannot be turned into a graph that does the same."""
 
 
+MODULE_OWN = frozenset(key for key, value in vars(nn.Module()).items() if isinstance(value, (dict, set)))
+"""Attributes in which nn.Module itself keeps parameters, buffers, children and hooks."""
+
+
 @dataclass(frozen=True)
 class Captured:
     """One graph that does what the model does, how it was made, and what a user should know about it."""
@@ -40,10 +44,7 @@ def clone_tree(module: nn.Module, clones: dict[int, nn.Module] | None = None) ->
         )
     new = type(module).__new__(type(module))
     clones[id(module)] = new
-    new.__dict__ = {
-        key: value.copy() if type(value) in (dict, list, set) or key.endswith("_hooks") else value
-        for key, value in module.__dict__.items()
-    }
+    new.__dict__ = {key: value.copy() if key in MODULE_OWN else value for key, value in module.__dict__.items()}
     for name, child in module._modules.items():
         new._modules[name] = None if child is None else clone_tree(child, clones)
     return new

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -12,17 +13,23 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
+from torch.autograd.function import _SingleLevelFunction
 from torch.nn.modules.conv import _ConvTransposeNd
 from torch.nn.utils import parametrize
+from torch.utils import _pytree as pytree
 
 from cpt_fx.aliasing import writes_in_place
 from cpt_fx.capture.base import Captured, CaptureError, assemble, clone_tree
+from cpt_fx.capture.containers import unchanged_containers
 from cpt_fx.capture.in_place import recording_updates
 from cpt_fx.capture.modes import merge_modes
 from cpt_fx.meta import OPENED, get_attribute, module_path
 
 FACTORIES = ("zeros", "ones", "full", "empty", "rand", "randn", "randint", "randperm", "arange", "linspace", "eye")
 """Functions of torch that make a tensor from nothing: they run in the graph, not once while tracing."""
+
+_TRACING = threading.RLock()
+"""One trace at a time: tracing replaces functions of torch for its thread."""
 
 PLAIN = (bool, int, float, str, type(None))
 """Argument values that Python code branches on: they become constants of the graph."""
@@ -91,7 +98,14 @@ class Tracer(fx.Tracer):
         """
 
         def recorded(function: Callable[..., Any]) -> Callable[..., fx.Proxy]:
-            return lambda *args, **kwargs: self.create_proxy("call_function", function, args, kwargs)
+            def record(*args: Any, **kwargs: Any) -> fx.Proxy:
+                if kwargs.get("generator") is not None:
+                    raise CaptureError(
+                        "forward draws from a torch.Generator: its state would not start anew at each call"
+                    )
+                return self.create_proxy("call_function", function, args, kwargs)
+
+            return record
 
         with replaced({(torch, name): recorded(getattr(torch, name)) for name in FACTORIES}):
             yield
@@ -125,6 +139,10 @@ class Tracer(fx.Tracer):
 _ABSENT = object()
 
 
+def _holds_proxy(value: Any) -> bool:
+    return any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves(value))
+
+
 def output_padding(x: torch.Tensor, output_size: Any, *args: Any) -> list[int]:
     """Return the padding that gives a transposed convolution its output size."""
     return _ConvTransposeNd._output_padding(None, x, output_size, *args)  # type: ignore[arg-type]
@@ -133,11 +151,16 @@ def output_padding(x: torch.Tensor, output_size: Any, *args: Any) -> list[int]:
 @contextmanager
 def replaced(functions: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
     """Put other functions in the place of some of torch's, for as long as the block runs."""
-    # As they stand in the owner: getattr would bind a class method to the class it was looked up on.
-    originals = {(owner, name): vars(owner)[name] for owner, name in functions}
+    thread = threading.get_ident()
+
+    def here_only(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+        """Other threads go on with the original."""
+        return lambda *args, **kwargs: (function if threading.get_ident() == thread else original)(*args, **kwargs)
+
+    originals = {place: vars(place[0])[place[1]] for place in functions}
     try:
         for (owner, name), function in functions.items():
-            setattr(owner, name, function)
+            setattr(owner, name, here_only(function, originals[owner, name]))
         yield
     finally:
         for (owner, name), function in originals.items():
@@ -146,19 +169,36 @@ def replaced(functions: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
 
 @contextmanager
 def refusing_what_is_lost() -> Iterator[None]:
-    """Refuse calls that leave no node behind: a backward of one's own, and seeds set on every call."""
+    """Refuse calls that leave nothing behind in a graph: a backward of one's own, seeds, autocast regions."""
 
-    def apply(cls: type, *args: Any, **_: Any) -> Any:
+    def manual_seed(seed: Any) -> Any:
+        raise CaptureError(f"forward calls torch.manual_seed({seed}), which a graph would not do on every call")
+
+    def enter(_: Any) -> Any:
+        raise CaptureError("forward enters torch.autocast: torch.fx would lose the region, also a disabled one")
+
+    with replaced({(torch, "manual_seed"): manual_seed, (torch.autocast, "__enter__"): enter}), _refusing_functions():
+        yield
+
+
+@contextmanager
+def _refusing_functions() -> Iterator[None]:
+    """Refuse custom autograd functions, also where the code holds on to a bound `apply`: below all of them."""
+    thread = threading.get_ident()
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
         raise CaptureError(
             f"forward calls the autograd.Function {cls.__name__}: torch.fx would trace its forward, its backward "
             "would be lost"
         )
 
-    def manual_seed(seed: Any) -> Any:
-        raise CaptureError(f"forward calls torch.manual_seed({seed}), which a graph would not do on every call")
-
-    with replaced({(torch.autograd.Function, "apply"): classmethod(apply), (torch, "manual_seed"): manual_seed}):
+    try:
+        setattr(_SingleLevelFunction, "apply", classmethod(apply))  # noqa: B010  (torch does not declare it)
         yield
+    finally:
+        delattr(_SingleLevelFunction, "apply")
 
 
 @contextmanager
@@ -176,9 +216,11 @@ def watching_attributes() -> Iterator[None]:
             in_place = name in module._buffers and writes_in_place(value.node, {})
             if in_place and isinstance(source, fx.Node) and str(source.target).rpartition(".")[2] == name:
                 return
+        elif _holds_proxy(value):
+            pass
         elif not isinstance(value, PLAIN) or (type(value) is type(before) and value == before):
             return original(module, name, value)  # type: ignore[arg-type]
-        what = "a tensor" if isinstance(value, fx.Proxy) else repr(value)
+        what = "a tensor" if _holds_proxy(value) else repr(value)
         raise CaptureError(
             f"the forward of {type(module).__name__} stores {what} in self.{name}, which a graph would not do on every "
             "call. Return it, or keep it in a buffer that is updated in place"
@@ -276,7 +318,7 @@ def _trace(model: nn.Module, fixed: Mapping[str, object], *, mode: bool) -> Trac
                 "graph, where the hook would never be called"
             )
     try:
-        with ExitStack() as stack:
+        with _TRACING, unchanged_containers(model), ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             for context in (tracer.recording_factories, tracer.recording_output_sizes, recording_updates,
                             refusing_what_is_lost, watching_attributes):  # fmt: skip
@@ -286,40 +328,28 @@ def _trace(model: nn.Module, fixed: Mapping[str, object], *, mode: bool) -> Trac
     except CaptureError:
         raise
     except Exception as error:
-        raise CaptureError(
-            f"torch.fx cannot trace {type(model).__name__}{_line_of(error)}: {type(error).__name__}: {error}. "
-            "Code that depends on a tensor's values or size cannot be one graph: compute both sides and choose with "
+        control_flow = isinstance(error, fx.proxy.TraceError) or "Proxy" in str(error)
+        advice = (
+            ". Code that depends on a tensor's values or size cannot be one graph: compute both sides and choose with "
             "torch.where, or keep the function as one call with torch.fx.wrap"
+        )
+        raise CaptureError(
+            f"torch.fx cannot trace {type(model).__name__}{_line_of(error)}: {type(error).__name__}: "
+            f"{str(error).rstrip('.')}{advice if control_flow else ''}"
         ) from error
     _check_constants(graph)
-    _check_containers(model, root)
     return Traced(root, graph, tracer.dropped_checkpoints)
 
 
 def _line_of(error: Exception) -> str:
     """Say which line of the model's own code raised: the innermost one outside of torch and this library."""
-    ours = str(Path(__file__).parents[1])
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
-              if not frame.filename.startswith((ours, str(Path(torch.__file__).parent)))]  # fmt: skip
+    inner = (Path(__file__).parents[1], Path(torch.__file__).parent)
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not any(Path(frame.filename).is_relative_to(folder) for folder in inner)
+    ]
     return f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
-
-
-def _identities(container: Any) -> list[Any]:
-    """Return what a container holds, by identity: tensors do not compare."""
-    return [*map(id, container), *map(id, container.values() if isinstance(container, dict) else ())]
-
-
-def _check_containers(model: nn.Module, root: nn.Module) -> None:
-    """Refuse code that puts something into a list or dict of a module on every call: a graph would not do it."""
-    for (name, before), after in zip(model.named_modules(), root.modules(), strict=True):
-        for key, value in vars(before).items():
-            watched = type(value) in (dict, list, set) and not key.startswith("_")
-            if watched and _identities(value) != _identities(vars(after)[key]):
-                place = f"module {name!r}" if name else "the model"
-                raise CaptureError(
-                    f"the forward of {place} changes self.{key}, which a graph would not do on every call. Return the "
-                    "value instead"
-                )
 
 
 def _check_constants(graph: fx.Graph) -> None:
