@@ -6,248 +6,25 @@ import inspect
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
-from torch.autograd.function import _SingleLevelFunction
-from torch.nn.modules.conv import _ConvTransposeNd
-from torch.nn.utils import parametrize
-from torch.utils import _pytree as pytree
 
 from cpt_fx.aliasing import writes_in_place
 from cpt_fx.capture.base import Captured, CaptureError, assemble, clone_tree
 from cpt_fx.capture.containers import unchanged_containers
+from cpt_fx.capture.guards import PLAIN, refusing_what_is_lost, watching_attributes
 from cpt_fx.capture.in_place import recording_updates
 from cpt_fx.capture.modes import merge_modes
-from cpt_fx.meta import OPENED, get_attribute, module_path
-
-FACTORIES = ("zeros", "ones", "full", "empty", "rand", "randn", "randint", "randperm", "arange", "linspace", "eye")
-"""Functions of torch that make a tensor from nothing: they run in the graph, not once while tracing."""
+from cpt_fx.capture.tracer import Tracer, expect
+from cpt_fx.meta import get_attribute
 
 _TRACING = threading.RLock()
 """One trace at a time: tracing replaces functions of torch for its thread."""
-
-PLAIN = (bool, int, float, str, type(None))
-"""Argument values that Python code branches on: they become constants of the graph."""
-
-
-class Tracer(fx.Tracer):
-    """Traces through the layers that normalize would open, so that their weights are graph values from the start."""
-
-    def __init__(self, fixed: Mapping[str, object], originals: Mapping[int, str]) -> None:
-        super().__init__(param_shapes_constant=False)
-        self.fixed = dict(fixed)
-        self.originals = originals
-        self._tensor_paths: dict[int, str] | None = None
-        self._context = _context()
-        self.dropped_checkpoints = False
-
-    def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
-        """Refuse operators inside a context that changes them: a graph does not record `with` statements."""
-        node = super().create_node(kind, *args, **kwargs)
-        changed = [name for name, state in _context().items() if state != self._context[name]]
-        # Saved-tensor hooks change what is kept for the backward pass, not what is computed.
-        self.dropped_checkpoints |= torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        if changed and kind.startswith("call_"):
-            path, _ = module_path(node)
-            place = f"module {path!r}" if path else "the model's forward"
-            raise CaptureError(f"{place} runs {node.format_node()} inside {changed[0]}, which torch.fx would lose")
-        return node
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Keep torch.nn layers as calls, except those with products and those with computed parameters."""
-        if isinstance(m, OPENED) or parametrize.is_parametrized(m) or isinstance(m, parametrize.ParametrizationList):
-            return False
-        if m._forward_hooks or m._forward_pre_hooks:
-            return False
-        return super().is_leaf_module(m, module_qualified_name)
-
-    def path_of_module(self, mod: nn.Module) -> str:
-        """Find a module also when the code reaches the original through a bound method or a closure."""
-        if id(mod) in self.originals:
-            return self.originals[id(mod)]
-        return super().path_of_module(mod)
-
-    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
-        """Turn parameters and buffers into graph values, by identity (fx searches the whole model for each one).
-
-        Buffers too: code that updates one in place must do so when the graph runs, not while it is traced.
-        """
-        if not isinstance(attr_val, torch.Tensor):
-            return attr_val
-        if self._tensor_paths is None:
-            named = (*self.root.named_parameters(), *self.root.named_buffers())
-            self._tensor_paths = {id(value): name for name, value in named}
-        name = self._tensor_paths.get(id(attr_val))
-        if name is None:
-            return attr_val
-        if name not in parameter_proxy_cache:
-            parameter_proxy_cache[name] = self.create_proxy("get_attr", name, (), {})
-        return parameter_proxy_cache[name]
-
-    @contextmanager
-    def recording_factories(self) -> Iterator[None]:
-        """Record `torch.zeros(...)` and its like as nodes while tracing.
-
-        Run once at trace time, their result would be a constant: shared between calls where the code fills it in
-        place, and the same at every call where it is random.
-        """
-
-        def recorded(function: Callable[..., Any]) -> Callable[..., fx.Proxy]:
-            def record(*args: Any, **kwargs: Any) -> fx.Proxy:
-                if kwargs.get("generator") is not None:
-                    raise CaptureError(
-                        "forward draws from a torch.Generator: its state would not start anew at each call"
-                    )
-                return self.create_proxy("call_function", function, args, kwargs)
-
-            return record
-
-        with replaced({(torch, name): recorded(getattr(torch, name)) for name in FACTORIES}):
-            yield
-
-    @contextmanager
-    def recording_output_sizes(self) -> Iterator[None]:
-        """Let `conv_transpose(x, output_size=...)` work out its padding in the graph, from the input's size there."""
-        original = _ConvTransposeNd._output_padding
-
-        def recorded(layer: nn.Module, x: Any, output_size: Any, *args: Any) -> Any:
-            if output_size is None:
-                return original(layer, x, output_size, *args)  # type: ignore[arg-type]
-            return self.create_proxy("call_function", output_padding, (x, output_size, *args), {})
-
-        with replaced({(_ConvTransposeNd, "_output_padding"): recorded}):
-            yield
-
-    def _proxy_placeholder(
-        self, name: str, concrete_args: Any, sig: inspect.Signature, fn_for_analysis: Callable[..., Any]
-    ) -> Any:
-        """Make an argument a graph input; a fixed one keeps its place in the signature and is checked at run time."""
-        bare = name.lstrip("*")
-        if bare not in self.fixed or name.startswith("*"):
-            return super()._proxy_placeholder(name, concrete_args, sig, fn_for_analysis)
-        value = self.fixed[bare]
-        given = self.create_proxy("placeholder", name, (value,), {})
-        self.create_proxy("call_function", expect, (given, value, bare), {})
-        return value
-
-
-_ABSENT = object()
-
-
-def _holds_proxy(value: Any) -> bool:
-    return any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves(value))
-
-
-def output_padding(x: torch.Tensor, output_size: Any, *args: Any) -> list[int]:
-    """Return the padding that gives a transposed convolution its output size."""
-    return _ConvTransposeNd._output_padding(None, x, output_size, *args)  # type: ignore[arg-type]
-
-
-@contextmanager
-def replaced(functions: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
-    """Put other functions in the place of some of torch's, for as long as the block runs."""
-    thread = threading.get_ident()
-
-    def here_only(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-        """Other threads go on with the original."""
-        return lambda *args, **kwargs: (function if threading.get_ident() == thread else original)(*args, **kwargs)
-
-    originals = {place: vars(place[0])[place[1]] for place in functions}
-    try:
-        for (owner, name), function in functions.items():
-            setattr(owner, name, here_only(function, originals[owner, name]))
-        yield
-    finally:
-        for (owner, name), function in originals.items():
-            setattr(owner, name, function)
-
-
-@contextmanager
-def refusing_what_is_lost() -> Iterator[None]:
-    """Refuse calls that leave nothing behind in a graph: a backward of one's own, seeds, autocast regions."""
-
-    def manual_seed(seed: Any) -> Any:
-        raise CaptureError(f"forward calls torch.manual_seed({seed}), which a graph would not do on every call")
-
-    def enter(_: Any) -> Any:
-        raise CaptureError("forward enters torch.autocast: torch.fx would lose the region, also a disabled one")
-
-    with replaced({(torch, "manual_seed"): manual_seed, (torch.autocast, "__enter__"): enter}), _refusing_functions():
-        yield
-
-
-@contextmanager
-def _refusing_functions() -> Iterator[None]:
-    """Refuse custom autograd functions, also where the code holds on to a bound `apply`: below all of them."""
-    thread = threading.get_ident()
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != thread:
-            return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
-        raise CaptureError(
-            f"forward calls the autograd.Function {cls.__name__}: torch.fx would trace its forward, its backward "
-            "would be lost"
-        )
-
-    try:
-        setattr(_SingleLevelFunction, "apply", classmethod(apply))  # noqa: B010  (torch does not declare it)
-        yield
-    finally:
-        delattr(_SingleLevelFunction, "apply")
-
-
-@contextmanager
-def watching_attributes() -> Iterator[None]:
-    """Refuse code that stores something in a module on every call: a graph would do it once, or not at all.
-
-    `self.buffer += 1` is fine: the update in place is in the graph, and storing the same tensor again changes nothing.
-    """
-    original = nn.Module.__setattr__
-
-    def checked(module: nn.Module, name: str, value: Any) -> None:
-        before = module.__dict__.get(name, _ABSENT)
-        if isinstance(value, fx.Proxy):
-            source = value.node.args[0] if value.node.args else None
-            in_place = name in module._buffers and writes_in_place(value.node, {})
-            if in_place and isinstance(source, fx.Node) and str(source.target).rpartition(".")[2] == name:
-                return
-        elif _holds_proxy(value):
-            pass
-        elif not isinstance(value, PLAIN) or (type(value) is type(before) and value == before):
-            return original(module, name, value)  # type: ignore[arg-type]
-        what = "a tensor" if _holds_proxy(value) else repr(value)
-        raise CaptureError(
-            f"the forward of {type(module).__name__} stores {what} in self.{name}, which a graph would not do on every "
-            "call. Return it, or keep it in a buffer that is updated in place"
-        )
-
-    with replaced({(nn.Module, "__setattr__"): checked}):
-        yield
-
-
-def _context() -> dict[str, object]:
-    """Return what `with` statements change about the operators inside them."""
-    return {
-        "torch.no_grad": torch.is_grad_enabled(),
-        "torch.autocast": [
-            (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
-        ],
-    }
-
-
-def expect(given: object, value: object, name: str) -> None:
-    """Refuse a value that the graph was not captured for."""
-    if given is not value and (isinstance(given, torch.Tensor) or given != value):
-        raise ValueError(
-            f"this model was captured for {name}={value!r}, which its code branches on; got "
-            f"{type(given).__name__ if isinstance(given, torch.Tensor) else repr(given)}. To use another value, pass "
-            "example_inputs / example_kwargs with it to cpt_fx.transform"
-        )
 
 
 def capture_symbolic(
