@@ -28,12 +28,12 @@ _NEW = (
     "where", "clone", "masked_fill", "square", "maximum", "minimum",
 )  # fmt: skip
 FRESH: frozenset[Any] = frozenset({
-    *(SPECS.keys() - {torch.einsum}), *FUSED, *_NEW, *(getattr(torch, name) for name in _NEW), FAKE_QUANTIZE,
-    FAKE_QUANTIZE_OBSERVED, FAKE_QUANTIZE_LEARNED, operator.add, operator.sub, operator.mul, operator.truediv,
-    operator.pow, operator.neg, F.relu, F.gelu, F.silu, F.elu, F.leaky_relu, F.softmax, F.log_softmax,
-    F.layer_norm, F.batch_norm, F.group_norm, F.cross_entropy, F.mse_loss,
+    *(SPECS.keys() - {torch.einsum, torch.chain_matmul}), *FUSED, *_NEW, *(getattr(torch, name) for name in _NEW),
+    FAKE_QUANTIZE, FAKE_QUANTIZE_OBSERVED, FAKE_QUANTIZE_LEARNED, operator.add, operator.sub, operator.mul,
+    operator.truediv, operator.pow, operator.neg, F.relu, F.gelu, F.silu, F.elu, F.leaky_relu, F.softmax, F.log_softmax,
+    F.layer_norm, F.batch_norm, F.group_norm, F.cross_entropy, F.mse_loss, "size", "stride", "storage_offset",
 })  # fmt: skip
-"""Operators whose result is always a new tensor, unless they are told to write in place."""
+"""Operators whose result is always a new tensor, or a number, unless they are told to write in place."""
 
 _OPERATORS = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift",
               "irshift", "imatmul", "setitem")  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,6 +23,14 @@ QUANTIZER = "cpt_fx_quantizer"
 """On a quantize node: the `Quantizer` it is."""
 PASS = "cpt_fx_pass"
 """On a node that a pass made: the name of that pass."""
+FAMILY = "cpt_fx_family"
+"""On a product that opening made: the family it belongs to, where that is not the one of its operator."""
+NAME = "cpt_fx_name"
+"""On a product that opening made: what its layer is called below the module it belongs to."""
+WEIGHT = "cpt_fx_weight"
+"""On an input of a graph: True where what is passed in is a parameter, or computed from parameters alone."""
+VIEW = "cpt_fx_view"
+"""Key in `GraphModule.meta`: the graph is one of several that look at a running model, whose layers must stay."""
 STATE = "_cpt_fx"
 """Name of the submodule that holds bits, ranges and records; the prefix of their state_dict keys."""
 
@@ -68,6 +77,11 @@ def _product(name: str, *, addend: bool = False) -> OpSpec:
     return OpSpec("matmul", name, arguments, (((0, "bias"),) if addend else ()) + operands, channels)
 
 
+def _either(name: str) -> OpSpec:
+    """A product whose output axes depend on how it is called: no operand has channels."""
+    return OpSpec("matmul", name, ("input", "other"), ((0, "either"), (1, "either")))
+
+
 def _scatter(name: str, source: str, *extra: str) -> OpSpec:
     return OpSpec("aggregation", name, ("input", "dim", "index", source, *extra), ((3, "input"),))
 
@@ -100,8 +114,16 @@ SPECS: dict[Target, OpSpec] = {
     torch.addbmm: _product("addbmm", addend=True),
     torch.baddbmm: _product("baddbmm", addend=True),
     torch.addmv: _product("addmv", addend=True),
+    torch.addr: _product("addr", addend=True),
+    torch.vdot: _product("vdot"),
+    torch.linalg.vecdot: _product("vecdot"),
+    torch.kron: _either("kron"),
+    torch.tensordot: _either("tensordot"),
+    # Products of experts: rows of the left operand meet the matrix of their group.
+    torch._grouped_mm: _product("grouped_mm"),
     torch.einsum: OpSpec("matmul", "einsum", ("equation",), (), variadic=1),
     torch.linalg.multi_dot: OpSpec("matmul", "multi_dot", ("tensors",), (), variadic=0),
+    torch.chain_matmul: OpSpec("matmul", "chain_matmul", ("matrices",), (), variadic=0),
     F.embedding: OpSpec("embedding", "embedding", ("input", "weight"), ((1, "weight"),), ((1, FIRST_DIM),)),
     F.embedding_bag: OpSpec("embedding", "embedding_bag", ("input", "weight"), ((1, "weight"),), ((1, FIRST_DIM),)),
     torch.index_add: _scatter("index_add", "source"),
@@ -122,6 +144,7 @@ ALIASES: dict[Target, Target] = {
     operator.imatmul: torch.matmul,
     torch.linalg.matmul: torch.matmul,
     torch.ger: torch.outer,
+    **({F.grouped_mm: torch._grouped_mm} if hasattr(F, "grouped_mm") else {}),
     torch.Tensor.index_add: torch.index_add,
     torch.Tensor.scatter_add: torch.scatter_add,
     torch.Tensor.scatter_reduce: torch.scatter_reduce,
@@ -131,7 +154,7 @@ ALIASES: dict[Target, Target] = {
 
 METHODS: dict[str, Target] = {
     **{name: getattr(torch, name) for name in ("matmul", "mm", "bmm", "mv", "dot", "inner", "outer")},
-    **{name: getattr(torch, name) for name in ("addmm", "addbmm", "baddbmm", "addmv")},
+    **{name: getattr(torch, name) for name in ("addmm", "addbmm", "baddbmm", "addmv", "addr", "vdot", "kron")},
     **{name: getattr(torch, name) for name in ("index_add", "scatter_add", "scatter_reduce", "index_reduce")},
     **{f"{name}_": getattr(torch.Tensor, f"{name}_") for name in ("index_add", "scatter_add", "scatter_reduce",
                                                                   "index_reduce")},
@@ -140,6 +163,24 @@ METHODS: dict[str, Target] = {
 }  # fmt: skip
 """Tensor methods and the function each stands for."""
 ALIASES.update({getattr(torch.Tensor, name): target for name, target in METHODS.items() if not name.endswith("_")})
+
+_ATEN = {
+    **{name: getattr(torch, name) for name in (
+        "matmul", "mm", "bmm", "mv", "dot", "vdot", "inner", "outer", "addmm", "addbmm", "baddbmm", "addmv", "addr",
+        "kron", "tensordot", "_grouped_mm", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
+        "conv_transpose3d", "index_add", "scatter_add", "scatter_reduce", "index_reduce", "lstm_cell", "gru_cell",
+        "rnn_tanh_cell", "rnn_relu_cell", "_native_multi_head_attention", "_transformer_encoder_layer_fwd",
+    )},
+    **{name: getattr(F, name) for name in ("linear", "bilinear", "scaled_dot_product_attention")},
+}  # fmt: skip
+"""Operators of ATen that take the same arguments as the function of torch that calls them."""
+for _name, _function in _ATEN.items():
+    _packet = getattr(torch.ops.aten, _name)
+    ALIASES[_packet] = _function
+    ALIASES.update({getattr(_packet, name): _function for name in _packet.overloads() if not name.endswith("out")})
+
+NAMED_SPECS: dict[str, OpSpec] = {"transformers::grouped_mm_fallback": SPECS[torch._grouped_mm]}
+"""Operators of other packages, which need not be installed."""
 
 ADDS: frozenset[Any] = frozenset({operator.add, operator.iadd, torch.add, "add", "add_", "iadd"})
 MULTIPLIES: frozenset[Any] = frozenset(
@@ -174,10 +215,17 @@ FUSED: dict[Target, str] = {
     torch.gru_cell: "fused recurrent cell: its products are not separate operators in this graph",
     torch.rnn_tanh_cell: "fused recurrent cell: its products are not separate operators in this graph",
     torch.rnn_relu_cell: "fused recurrent cell: its products are not separate operators in this graph",
+    torch._native_multi_head_attention: "fused attention: its products are not separate operators in this graph",
+    torch._transformer_encoder_layer_fwd: "fused encoder layer: its products are not separate operators in this graph",
     torch.cdist: "distances are not quantized",
-    torch.tensordot: "tensordot is not in the operator table",
 }
 """Functions that multiply and that no rule covers, with the reason that inspect shows."""
+
+
+def is_opaque(target: Any) -> bool:
+    """Whether a target is a Python function of somebody else's, kept whole in a graph: what is inside is not seen."""
+    package = (getattr(target, "__module__", None) or "").partition(".")[0]
+    return isinstance(target, FunctionType) and package not in ("torch", "cpt_fx")
 
 
 @dataclass(frozen=True)
@@ -317,7 +365,16 @@ def gradient_groups(format: Format) -> Groups:
 
 def spec_of(node: fx.Node) -> OpSpec | None:
     """Return the operator a normalized node is, if quantization knows it."""
-    return SPECS.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
+    return spec_for(node.target) if node.op == "call_function" else None
+
+
+def spec_for(target: Any) -> OpSpec | None:
+    """Return what a function is to quantization; operators of other packages are known by name."""
+    if isinstance(target, torch._ops.OpOverload):
+        return SPECS.get(target) or NAMED_SPECS.get(str(target._schema.name))
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return SPECS.get(target) or NAMED_SPECS.get(target._qualified_op_name)
+    return SPECS.get(target)
 
 
 def module_path(node: fx.Node) -> tuple[str, str]:
@@ -333,6 +390,15 @@ def module_stack(node: fx.Node) -> list[tuple[str, type[nn.Module] | None]]:
     """Return the modules a node came from, outermost first, as (path, class)."""
     stack = node.meta.get("nn_module_stack") or {}
     return [(path, kind if isinstance(kind, type) else None) for path, kind in stack.values()]
+
+
+def around(node: fx.Node) -> list[tuple[str, type[nn.Module] | None]]:
+    """Return the modules a node came from, and the containers they stand in, which are never called themselves."""
+    stack = module_stack(node)
+    path = stack[-1][0] if stack else ""
+    known = {name for name, _ in stack}
+    above = (path[:place] for place, character in enumerate(path) if character == ".")
+    return [*((name, None) for name in above if name not in known), *stack]
 
 
 def get_attribute(root: nn.Module, path: str) -> Any:

@@ -178,3 +178,45 @@ class Patterns:
             shown = pattern if isinstance(pattern, str) else pattern.__name__
             notes.append(f"{self.argument} {shown!r} selects modules in which nothing is quantized: no effect")
         return tuple(notes)
+
+
+SELECTED = "cpt_fx_selected"
+"""Key in `GraphModule.meta` of a `Selected`, where a graph is one of several and cannot judge a pattern alone."""
+
+
+class Selected:
+    """What patterns selected over all graphs of a model: one that selects nothing here may select something there."""
+
+    def __init__(self) -> None:
+        self._all: dict[tuple[str, tuple[Pattern, ...]], Patterns] = {}
+        self._layers: dict[str, None] = {}
+
+    def add(self, patterns: Patterns, layers: Iterable[str]) -> None:
+        """Take note of what patterns selected in one graph, and of the layers there are in it."""
+        key = (patterns.argument, patterns.patterns)
+        known = self._all.setdefault(key, Patterns(patterns.patterns, patterns.argument))
+        known.used |= patterns.used
+        self._layers.update(dict.fromkeys(layers))
+
+    def check(self, modules: Iterable[tuple[str, type[nn.Module] | None]]) -> tuple[str, ...]:
+        """Judge all patterns as `Patterns.check` does."""
+        modules = tuple(modules)
+        return tuple(note for patterns in self._all.values() for note in patterns.check(self._layers, modules))
+
+
+def _around(name: str) -> str:
+    """Return the path of the module that holds what a name stands for: the root's is empty."""
+    return name.rpartition(".")[0]
+
+
+def check_before_capture(patterns: Patterns, modules: Mapping[str, type[nn.Module]]) -> None:
+    """Raise for patterns that cannot select anything, whatever the graphs will hold: no such module, no such type.
+
+    A name below a module, or one without a dot, may yet be that of an operator.
+    """
+    certain = [
+        pattern
+        for pattern in patterns.patterns
+        if isinstance(pattern, type) or not (_around(pattern) in modules or any(c in _around(pattern) for c in "*?["))
+    ]
+    Patterns(certain, patterns.argument).check((), modules.items())

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from torch import fx
 
+from cpt_fx.bodies import graphs_of, nodes_of
 from cpt_fx.meta import PASS, Uncovered
 
 LOG = "cpt_fx"
@@ -38,11 +39,15 @@ class Pass(ABC):
 
     `requires` is the earliest stage a graph must have reached, `reaches` the stage it has after the pass (None: the
     stage does not change). After every pass the graph is checked against the promises of its stage.
+
+    A graph may have others inside it, the bodies of loops and checkpoints. `run` is called for each of them, the
+    outermost first. A pass that must see all of them at once sets `whole`: its `run` is called once.
     """
 
     name: ClassVar[str]
     requires: ClassVar[str] = "captured"
     reaches: ClassVar[str | None] = None
+    whole: ClassVar[bool] = False
 
     @abstractmethod
     def run(self, module: fx.GraphModule) -> Report:
@@ -52,7 +57,7 @@ class Pass(ABC):
         """Run on any GraphModule, alone: `apply`, then compile the code anew, so that the module runs its new graph."""
         report = self.apply(module)
         if report.changed:
-            module.recompile()
+            recompile(module)
         return report
 
     def apply(self, module: fx.GraphModule) -> Report:
@@ -60,14 +65,31 @@ class Pass(ABC):
         stage = stage_of(module)
         if STAGES.index(stage) < STAGES.index(self.requires):
             raise ValueError(f"pass {self.name!r} needs a graph that is {self.requires}, this one is {stage}")
-        before = set(module.graph.nodes)
-        report = self.run(module)
-        for node in module.graph.nodes:
+        before = set(nodes_of(module))
+        report = self.run(module) if self.whole else _merged([self.run(graph) for graph in graphs_of(module)])
+        for node in nodes_of(module):
             if node not in before:
                 node.meta.setdefault(PASS, self.name)
         if self.reaches is not None and STAGES.index(self.reaches) > STAGES.index(stage):
-            set_stage(module, self.reaches)
+            stage = self.reaches
+        for graph in graphs_of(module):
+            if stage_of(graph) != stage:
+                set_stage(graph, stage)
         return report
+
+
+def recompile(module: fx.GraphModule) -> None:
+    """Compile the code of a graph and its bodies anew."""
+    for graph in graphs_of(module):
+        graph.recompile()
+
+
+def _merged(reports: list[Report]) -> Report:
+    """Return one report for a graph and its bodies; of bodies in which nothing changed the notes say nothing."""
+    first, *inner = reports
+    notes = (*first.notes, *(f"inside: {note}" for report in inner if report.changed for note in report.notes))
+    uncovered = tuple(item for report in reports for item in report.uncovered)
+    return Report(first.name, sum(report.changed for report in reports), notes, uncovered)
 
 
 def stage_of(module: fx.GraphModule) -> str:

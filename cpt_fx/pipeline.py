@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import fx, nn
+from torch.export import ExportedProgram
 
 from cpt_fx.errors import nearest
 from cpt_fx.overrides import Pattern, as_patterns
-from cpt_fx.pass_base import Pass, Report
+from cpt_fx.pass_base import Pass, Report, recompile
 from cpt_fx.passes.annotate import Annotate
 from cpt_fx.passes.bind import Bind
 from cpt_fx.passes.insert import Insert
 from cpt_fx.passes.normalize import Normalize
+from cpt_fx.passes.open import Open
 from cpt_fx.passes.share import Share
 from cpt_fx.passes.verify import Verify
 from cpt_fx.recipes import Recipe, resolve
@@ -57,10 +59,12 @@ class Pipeline:
         schedule: Schedule | None = None,
     ) -> Pipeline:
         """Return what `transform` runs."""
+        choice = (resolve(recipe), as_patterns(exclude), dict(overrides or {}))
         return cls(
             (
                 Normalize(),
-                Annotate(resolve(recipe), as_patterns(exclude), dict(overrides or {})),
+                Open(*choice),
+                Annotate(*choice),
                 Insert(),
                 Share(),
                 Bind(schedule),
@@ -74,12 +78,12 @@ class Pipeline:
             for step in self.passes:
                 reports.append(step.apply(module))
                 Verify(after=step.name).apply(module)
-            module.recompile()
+            recompile(module)
         return tuple(reports)
 
     def transform(
         self,
-        model: nn.Module,
+        model: nn.Module | ExportedProgram,
         schedule: Schedule,
         *,
         example_inputs: tuple[Any, ...] | None = None,

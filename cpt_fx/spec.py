@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import fx, nn
 
+from cpt_fx.bodies import given_quantized, graphs_of
 from cpt_fx.errors import TransformError
 from cpt_fx.meta import (
     ALIASES,
@@ -39,19 +40,23 @@ class SpecError(TransformError):
 
 
 def check(module: fx.GraphModule, stage: str, after: str = "") -> int:
-    """Raise `SpecError` with every violation; return the number of nodes looked at."""
-    try:
-        module.graph.lint()
-    except RuntimeError as error:
-        found = [f"not a well-formed graph: {error}"]
-    else:
-        reached = STAGES[: STAGES.index(stage) + 1]
-        found = [violation for name in reached if name in _SPECS for violation in _SPECS[name](module)]
+    """Raise `SpecError` with every violation; return the number of nodes looked at, in the graph and its bodies."""
+    reached = STAGES[: STAGES.index(stage) + 1]
+    found: list[str] = []
+    graphs = graphs_of(module)
+    for graph in graphs:
+        try:
+            graph.graph.lint()
+        except RuntimeError as error:
+            found.append(f"not a well-formed graph: {error}")
+    if not found:
+        found = [item for name in reached if name in _SPECS for graph in graphs for item in _SPECS[name](graph)]
+        found += _one_record_each(graphs) if stage == "bound" else []
     if found:
         shown = "\n  ".join(found[:10]) + (f"\n  ... and {len(found) - 10} more" if len(found) > 10 else "")
         blame = f"after pass {after!r} " if after else ""
         raise SpecError(f"{blame}the graph breaks the promises of a graph that is {stage}:\n  {shown}")
-    return len(module.graph.nodes)
+    return sum(len(graph.graph.nodes) for graph in graphs)
 
 
 def _normalized(module: fx.GraphModule) -> Violations:
@@ -90,10 +95,12 @@ def _annotated(module: fx.GraphModule) -> Violations:
 def _inserted(module: fx.GraphModule) -> Violations:
     """Every decided operand comes from its quantizer, every decided output goes through its gradient quantizer."""
     nodes = {node.name: node for node in module.graph.nodes}
+    # What a body is given may have been quantized before it went in.
+    given = given_quantized(module)
     for node in module.graph.nodes:
         site: Site | None = node.meta.get(SITE)
         if site is not None:
-            yield from _site(node, site, nodes)
+            yield from _site(node, site, nodes, given)
         quantizer: Quantizer | None = node.meta.get(QUANTIZER)
         if node.target in QUANTIZERS and node.op == "call_function" and quantizer is None:
             yield f"{node.name} is a quantize op that no pass accounts for"
@@ -101,9 +108,10 @@ def _inserted(module: fx.GraphModule) -> Violations:
             yield f"{node.name} quantizes the {quantizer.role} of {quantizer.layers[0]}, but nothing reads it"
 
 
-def _site(node: fx.Node, site: Site, nodes: dict[str, fx.Node]) -> Violations:
+def _site(node: fx.Node, site: Site, nodes: dict[str, fx.Node], given: dict[fx.Node, fx.Node]) -> Violations:
     for operand in site.operands:
         value = _value(nodes.get(operand.node, node), operand)
+        value = given.get(value, value) if value is not None else None
         quantizer = value.meta.get(QUANTIZER) if value is not None else None
         wanted = OP_OF_RANGE[operand.format.range]
         if value is None or quantizer is None or value.target is not wanted:
@@ -126,14 +134,13 @@ def _site(node: fx.Node, site: Site, nodes: dict[str, fx.Node]) -> Violations:
 
 
 def _bound(module: fx.GraphModule) -> Violations:
-    """Every quantizer reads the width tensor of its dial, and writes a record of its own."""
+    """Every quantizer reads the width tensor of its dial."""
     state = module._modules.get(STATE)
     quantizers = [node for node in module.graph.nodes if QUANTIZER in node.meta]
     if not isinstance(state, Precision):
         if quantizers:
             yield f"there are {len(quantizers)} quantizers, but no state module {STATE}"
         return
-    records: dict[str, str] = {}
     for node in quantizers:
         quantizer: Quantizer = node.meta[QUANTIZER]
         path = f"{STATE}.bits.{quantizer.dial.name}"
@@ -142,10 +149,18 @@ def _bound(module: fx.GraphModule) -> Violations:
             yield f"{node.name} reads its width from {width}, not from {path}"
         elif not isinstance(get_attribute(module, path), torch.Tensor):
             yield f"{path} is not a tensor"
+
+
+def _one_record_each(graphs: list[fx.GraphModule]) -> list[str]:
+    """Every quantizer writes a record of its own."""
+    records: dict[str, str] = {}
+    found = []
+    for node in (node for graph in graphs for node in graph.graph.nodes if QUANTIZER in node.meta):
         record = str(getattr(node.kwargs.get("record"), "target", None))
         if record in records:
-            yield f"{node.name} and {records[record]} write the same record {record}"
+            found.append(f"{node.name} and {records[record]} write the same record {record}")
         records[record] = node.name
+    return found
 
 
 def _value(node: fx.Node, operand: Operand) -> fx.Node | None:

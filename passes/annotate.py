@@ -4,38 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
 from torch import fx, nn
 
+from cpt_fx.aten import hides_product
+from cpt_fx.bodies import AUTHORS_OWN, Call, calls_of, given_quantized, multiplies
 from cpt_fx.formats import Format, Group
 from cpt_fx.graph_module import Shell
 from cpt_fx.graph_sites import counts_degrees, elementwise_spec, mean_after
 from cpt_fx.meta import (
     ADDS,
+    FAMILY,
     FUSED,
     HIDING,
     LEFT,
     QUANTIZER,
     SITE,
+    WEIGHT,
     Dial,
     Index,
     Operand,
     OpSpec,
     Site,
     Uncovered,
+    around,
     einsum_group,
     get_attribute,
     group_of,
+    is_opaque,
     module_path,
     module_stack,
     spec_of,
 )  # fmt: skip
-from cpt_fx.overrides import Override, Pattern, Patterns
+from cpt_fx.names import NAMES, Names, frames_of
+from cpt_fx.overrides import SELECTED, Override, Pattern, Patterns, Selected
 from cpt_fx.pass_base import Pass, Report
 from cpt_fx.recipes import Recipe, Rule, default
+from cpt_fx.regions import Regions
 from cpt_fx.runtime import Precision
 
 _MULTIPLY = ("conv", "linear", "matmul", "attention", "recurrent")
@@ -56,17 +63,24 @@ class Annotate(Pass):
     name: ClassVar[str] = "annotate"
     requires: ClassVar[str] = "normalized"
     reaches: ClassVar[str | None] = "annotated"
+    whole: ClassVar[bool] = True
 
     def run(self, module: fx.GraphModule) -> Report:
-        """Walk the graph once, in order."""
+        """Walk the graph once, in order, into every body where it is run."""
         walk = _Walk(module, self.recipe, Patterns(self.exclude, "exclude"),
                      Patterns(self.overrides, "overrides"), self.overrides)  # fmt: skip
-        for node in module.graph.nodes:
-            walk.visit(node)
-            if SITE not in node.meta and spec_of(node):
-                node.meta[LEFT] = f"{self.name} left it as it is"
-        notes = (*walk.exclude.check(walk.layers, walk.modules()), *walk.changes.check(walk.layers, walk.modules()))
+        walk.graph(module)
+        notes = tuple(note for patterns in (walk.exclude, walk.changes) for note in _judged(module, walk, patterns))
         return Report(self.name, walk.decided, notes, tuple(walk.uncovered))
+
+
+def _judged(module: fx.GraphModule, walk: _Walk, patterns: Patterns) -> tuple[str, ...]:
+    """Return notes on patterns that select no operator, unless other graphs have a say in it."""
+    selected: Selected | None = module.meta.get(SELECTED)
+    if selected is None:
+        return patterns.check(walk.layers, walk.modules())
+    selected.add(patterns, walk.layers)
+    return ()
 
 
 class _Walk:
@@ -81,12 +95,16 @@ class _Walk:
         self.exclude = exclude
         self.changes = changes
         self.overrides = {pattern: Override.of(value) for pattern, value in overrides.items()}
+        self.regions = Regions()
         self.weights: set[fx.Node] = set()
         self.trained: set[fx.Node] = set()
+        self.tensors: dict[fx.Node, Any] = {}
         self.layers: list[str] = []
         self.uncovered: list[Uncovered] = []
         self.decided = 0
-        self._counts: dict[tuple[str, str], int] = {}
+        self._names = module.meta.get(NAMES, Names()).walk()
+        self._walked: set[fx.GraphModule] = set()
+        self._given: dict[fx.Node, fx.Node] = {}
         self._kinds: dict[str, type[nn.Module] | None] = {
             path: _kind_of(child) for path, child in module.named_modules(remove_duplicate=False)
         }
@@ -95,9 +113,34 @@ class _Walk:
         """Return every module the graph knows of, called or opened."""
         return list(self._kinds.items())
 
+    def graph(self, module: fx.GraphModule) -> None:
+        """Decide about every node of a graph, and of its bodies at the first node that runs them."""
+        self._walked.add(module)
+        outer, self.module = self.module, module
+        self._given |= given_quantized(module)
+        for node in module.graph.nodes:
+            self.visit(node)
+            if SITE not in node.meta and spec_of(node):
+                node.meta[LEFT] = f"{Annotate.name} left it as it is"
+            for call in calls_of(module, node):
+                self._enter(call)
+                if call.body not in self._walked:
+                    self.graph(call.body)
+        self.module = outer
+
+    def _enter(self, call: Call) -> None:
+        """Tell the inputs of a body what they are."""
+        for given, value in call.given.items():
+            if value in self.weights:
+                given.meta[WEIGHT] = True
+            if value in self.trained:
+                self.trained.add(given)
+            self.tensors[given] = self._tensor(value)
+
     def visit(self, node: fx.Node) -> None:
         """Decide one node."""
         self._note_modules(node)
+        self.regions.visit(node)
         if self._is_weight(node):
             self.weights.add(node)
         if self._is_trained(node):
@@ -109,14 +152,18 @@ class _Walk:
             self._report_hidden(node)
             return
         family = self._family(node, spec)
-        layer = self._layer(node, spec)
+        layer = self._names.name(node, spec.name, self._kinds.get(module_path(node)[0]))
         self.layers.append(layer)
         if self._is_carried_out(node):
             return
         node.meta.pop(SITE, None)
         if self._is_excluded(node, layer, spec.name):
             return
-        changes = [self.overrides[pattern] for pattern in self.changes.matches(layer, _around(node))]
+        if self.regions.transformed:
+            reason = "under torch.vmap or another transform of torch.func: running ranges and hooks have no place there"
+            self.uncovered.append(Uncovered(layer, spec.name, reason))
+            return
+        changes = [self.overrides[pattern] for pattern in self.changes.matches(layer, around(node))]
         rule = self.recipe.rule(family)
         for change in changes:
             rule = change.rule(rule, family)
@@ -130,7 +177,7 @@ class _Walk:
     def _is_excluded(self, node: fx.Node, layer: str, op: str) -> bool:
         """Whether the user left an operator out; if so, note it."""
         shown = [pattern if isinstance(pattern, str) else pattern.__name__
-                 for pattern in self.exclude.matches(layer, _around(node))]  # fmt: skip
+                 for pattern in self.exclude.matches(layer, around(node))]  # fmt: skip
         if shown:
             reason = f"excluded by {', '.join(map(repr, shown))}"
             self.uncovered.append(Uncovered(layer, op, reason, by_choice=True))
@@ -138,8 +185,8 @@ class _Walk:
 
     def _is_carried_out(self, node: fx.Node) -> bool:
         """Whether insert has acted on an earlier decision: that one stands, and is not decided anew."""
-        inputs = [used.meta[QUANTIZER].role for used in node.all_input_nodes if QUANTIZER in used.meta]
-        return SITE in node.meta and any(role != "gradient" for role in inputs)
+        inputs = [self._given.get(used, used).meta.get(QUANTIZER) for used in node.all_input_nodes]
+        return SITE in node.meta and any(item is not None and item.role != "gradient" for item in inputs)
 
     def _decide(
         self, node: fx.Node, spec: OpSpec, family: str, layer: str, rule: Rule, changes: list[Override]
@@ -184,10 +231,11 @@ class _Walk:
             return None
         others = [arg for arg in users[0].args if arg is not node]
         other = others[0] if len(others) == 1 else None
-        if not isinstance(other, fx.Node) or other.op != "get_attr" or len(users[0].args) != 2:
+        if not isinstance(other, fx.Node) or not self._is_read(other) or len(users[0].args) != 2:
             return None
-        value = get_attribute(self.module, str(other.target))
-        return users[0] if isinstance(value, nn.Parameter) and value.ndim == 1 else None
+        value = self._tensor(other)
+        is_vector = isinstance(value, torch.Tensor) and value.ndim == 1
+        return users[0] if self._is_weight(other) and is_vector else None
 
     def _operands(self, node: fx.Node, spec: OpSpec) -> list[tuple[Index, str, str]]:
         """List the tensors an operator multiplies, as (index, name, kind)."""
@@ -242,41 +290,40 @@ class _Walk:
 
     def _fitting(self, chosen: Format, value: fx.Node) -> Format:
         """Give a vector one range: a range per element would leave it unquantized."""
-        if value.op == "get_attr" and chosen.group in (Group.ROW, Group.CHANNEL) and not chosen.block:
-            tensor = get_attribute(self.module, str(value.target))
+        if self._is_read(value) and chosen.group in (Group.ROW, Group.CHANNEL) and not chosen.block:
+            tensor = self._tensor(value)
             if isinstance(tensor, torch.Tensor) and tensor.ndim < 2:
                 return replace(chosen, group=Group.TENSOR)
         return chosen
 
     def _family(self, node: fx.Node, spec: OpSpec) -> str:
         """Return the family of an operator: a product with a parameter is a linear layer, however it is written."""
+        if FAMILY in node.meta:
+            return str(node.meta[FAMILY])
         if spec.family == "matmul" and any(used in self.weights for used in node.all_input_nodes):
             return "linear"
         return spec.family
 
-    def _layer(self, node: fx.Node, spec: OpSpec) -> str:
-        """Name the layer of an operator: its module's path, and the operator's name and number where needed.
-
-        Numbers start again with every call of the module, so that a layer that is called twice keeps one name, and
-        with it one running range.
-        """
-        path, call = module_path(node)
-        count = self._counts.get((call, spec.name), 0)
-        self._counts[call, spec.name] = count + 1
-        kind = self._kinds.get(path)
-        if kind is not None and issubclass(kind, HIDING) and count == 0:
-            return path
-        name = spec.name if count == 0 else f"{spec.name}_{count}"
-        return f"{path}.{name}" if path else name
-
     def _is_weight(self, node: fx.Node) -> bool:
         """Whether a value is a parameter, or computed from parameters alone."""
         if node.op == "get_attr":
-            return isinstance(get_attribute(self.module, str(node.target)), nn.Parameter)
+            return isinstance(self._tensor(node), nn.Parameter)
+        if node.op == "placeholder":
+            return bool(node.meta.get(WEIGHT))
         if node.op not in ("call_function", "call_method"):
             return False
         used = node.all_input_nodes
         return bool(used) and all(value in self.weights for value in used)
+
+    def _is_read(self, node: fx.Node) -> bool:
+        """Whether a value comes as it is from a module or from outside, not from another operator."""
+        return node.op in ("get_attr", "placeholder")
+
+    def _tensor(self, node: fx.Node) -> Any:
+        """Return the tensor behind a value that some graph reads from a module, or one like it; None for others."""
+        if node.op == "get_attr":
+            return get_attribute(self.module, str(node.target))
+        return self.tensors.get(node, node.meta.get("example_value") if node.op == "placeholder" else None)
 
     def _is_trained(self, node: fx.Node) -> bool:
         """Whether a value depends on a parameter: coefficients do, an adjacency matrix does not."""
@@ -287,9 +334,9 @@ class _Walk:
     def _is_transposed(self, value: fx.Node) -> bool:
         """Whether a value is a stored matrix with its two dims exchanged."""
         source = value.args[0] if value.args else None
-        if not isinstance(source, fx.Node) or source.op != "get_attr":
+        if not isinstance(source, fx.Node) or not self._is_read(source):
             return False
-        if get_attribute(self.module, str(source.target)).ndim != 2:
+        if getattr(self._tensor(source), "ndim", None) != 2:
             return False
         if value.target is getattr:
             return value.args[1] in ("T", "mT")
@@ -312,25 +359,22 @@ class _Walk:
                 reason = f"{type(layer).__name__} is called as a whole; inside it: {', '.join(inside)}"
                 self._leave(node, str(node.target), type(layer).__name__, reason)
         elif node.op == "call_function" and node.target in FUSED:
-            self._leave(node, path, _name(node.target), FUSED[node.target])
-        elif node.op == "call_function" and isinstance(node.target, FunctionType):
-            package = (node.target.__module__ or "").partition(".")[0]
-            if package not in ("torch", "cpt_fx"):
-                reason = "a Python function the graph calls as a whole; what it multiplies is not seen"
-                self._leave(node, path, _name(node.target), reason)
+            self._leave(node, path, _name(node.target), node.meta.get(LEFT, FUSED[node.target]))
+        elif node.op == "call_function" and node.target in AUTHORS_OWN:
+            if multiplies(self.module, node):
+                place = "".join(f" ({file}:{line})" for file, line, _ in frames_of(node.meta.get("stack_trace"))[-1:])
+                own = f"the backward of a custom autograd.Function is its author's own{place}"
+                reason = f"{own}: both passes stay as they are"
+                self._leave(node, path, "autograd.Function", reason)
+        elif node.op == "call_function" and (reason := hides_product(node)):
+            self._leave(node, path, _name(node.target), reason)
+        elif node.op == "call_function" and is_opaque(node.target):
+            reason = "a Python function the graph calls as a whole; what it multiplies is not seen"
+            self._leave(node, path, _name(node.target), reason)
 
     def _leave(self, node: fx.Node, layer: str, op: str, reason: str) -> None:
         if not self._is_excluded(node, layer, op):
             self.uncovered.append(Uncovered(layer, op, reason))
-
-
-def _around(node: fx.Node) -> list[tuple[str, type[nn.Module] | None]]:
-    """Return the modules a node came from, and the containers they stand in, which are never called themselves."""
-    stack = module_stack(node)
-    path = stack[-1][0] if stack else ""
-    known = {name for name, _ in stack}
-    above = (path[:place] for place, character in enumerate(path) if character == ".")
-    return [*((name, None) for name in above if name not in known), *stack]
 
 
 def _kind_of(module: nn.Module) -> type[nn.Module] | None:

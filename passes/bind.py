@@ -7,9 +7,10 @@ from typing import ClassVar
 
 from torch import fx
 
+from cpt_fx.bodies import graphs_of, nodes_of, state_of
 from cpt_fx.meta import PASS, QUANTIZER, Dial, Quantizer
 from cpt_fx.pass_base import Pass, Report
-from cpt_fx.runtime import ensure_precision
+from cpt_fx.runtime import Precision
 from cpt_fx.schedules.base import Schedule
 
 
@@ -25,30 +26,13 @@ class Bind(Pass):
     name: ClassVar[str] = "bind"
     requires: ClassVar[str] = "inserted"
     reaches: ClassVar[str | None] = "bound"
+    whole: ClassVar[bool] = True
 
     def run(self, module: fx.GraphModule) -> Report:
         """Point quantizers at their dials and attach the schedule."""
-        state = ensure_precision(module)
-        reads: dict[str, fx.Node] = {}
-        moved = 0
-        for node in list(module.graph.nodes):
-            if QUANTIZER not in node.meta:
-                continue
-            quantizer: Quantizer = node.meta[QUANTIZER]
-            path = state.add_dial(quantizer.dial)
-            current = node.args[1]
-            assert isinstance(current, fx.Node)
-            if current.target == path:
-                continue
-            if path not in reads:
-                with module.graph.inserting_before(current):
-                    reads[path] = module.graph.create_node("get_attr", path)
-                    reads[path].meta[PASS] = self.name
-            node.update_arg(1, reads[path])
-            moved += 1
-            if not current.users:
-                module.graph.erase_node(current)
-        _drop_idle_dials(module)
+        state = state_of(module)
+        moved = sum(_point(graph.graph, state) for graph in graphs_of(module))
+        _drop_idle_dials(module, state)
         # A model that is in evaluation mode now starts with the widths for evaluation.
         state.train(module.training)
         if self.schedule is not None:
@@ -57,12 +41,34 @@ class Bind(Pass):
         return Report(self.name, moved, (f"widths: {widths}",))
 
 
-def _drop_idle_dials(module: fx.GraphModule) -> None:
+def _point(graph: fx.Graph, state: Precision) -> int:
+    """Let every quantizer of a graph read the width of its dial."""
+    reads: dict[str, fx.Node] = {}
+    moved = 0
+    for node in list(graph.nodes):
+        if QUANTIZER not in node.meta:
+            continue
+        quantizer: Quantizer = node.meta[QUANTIZER]
+        path = state.add_dial(quantizer.dial)
+        current = node.args[1]
+        assert isinstance(current, fx.Node)
+        if current.target == path:
+            continue
+        if path not in reads:
+            with graph.inserting_before(current):
+                reads[path] = graph.create_node("get_attr", path)
+                reads[path].meta[PASS] = Bind.name
+        node.update_arg(1, reads[path])
+        moved += 1
+        if not current.users:
+            graph.erase_node(current)
+    return moved
+
+
+def _drop_idle_dials(module: fx.GraphModule, state: Precision) -> None:
     """Forget widths that no quantizer reads any more, except the three roles, which a user expects to find."""
-    state = ensure_precision(module)
-    used = {node.meta[QUANTIZER].dial.name for node in module.graph.nodes if QUANTIZER in node.meta}
+    used = {node.meta[QUANTIZER].dial.name for node in nodes_of(module) if QUANTIZER in node.meta}
     for name in [name for name in state.dials if name not in used]:
-        del state.dials[name]
-        delattr(state.bits, name)
+        state.drop_dial(name)
     for role in ("weight", "activation", "gradient"):
         state.add_dial(Dial(role))

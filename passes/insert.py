@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
+from cpt_fx.bodies import OUTER, given_quantized, nodes_of, outermost, state_of
 from cpt_fx.formats import Format, Range
 from cpt_fx.meta import (
     OP_OF_RANGE,
@@ -23,7 +24,7 @@ from cpt_fx.meta import (
 )
 from cpt_fx.ops import QUANTIZE_GRADIENT
 from cpt_fx.pass_base import Pass, Report
-from cpt_fx.runtime import RANGE, WEIGHT, ZERO_POINT, Precision, ensure_precision
+from cpt_fx.runtime import RANGE, WEIGHT, ZERO_POINT, Precision
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,12 @@ class Insert(Pass):
 
     def run(self, module: fx.GraphModule) -> Report:
         """Insert for every decided node."""
-        state = ensure_precision(module)
-        editor = _Editor(module, state)
+        state = state_of(module)
+        made = [node.meta[QUANTIZER] for node in nodes_of(outermost(module)) if QUANTIZER in node.meta]
+        editor = _Editor(module, state, {quantizer.record for quantizer in made})
         nodes = {node.name: node for node in module.graph.nodes}
-        sites = [node for node in module.graph.nodes if SITE in node.meta and not _is_served(node, nodes)]
+        given = given_quantized(module)
+        sites = [node for node in module.graph.nodes if SITE in node.meta and not _is_served(node, nodes, given)]
         for node in sites:
             site: Site = node.meta[SITE]
             for operand in site.operands:
@@ -54,9 +57,10 @@ class Insert(Pass):
         return Report(self.name, sum(editor.counts.values()), (counts or "nothing to insert",))
 
 
-def _is_served(node: fx.Node, nodes: dict[str, fx.Node]) -> bool:
+def _is_served(node: fx.Node, nodes: dict[str, fx.Node], given: dict[fx.Node, fx.Node]) -> bool:
     """Whether an earlier run of this pass already inserted the quantizers of a node."""
-    before = [used.meta[QUANTIZER].role for used in node.all_input_nodes if QUANTIZER in used.meta]
+    inputs = [given.get(used, used) for used in node.all_input_nodes]
+    before = [used.meta[QUANTIZER].role for used in inputs if QUANTIZER in used.meta]
     after = [user.target for user in nodes[node.meta[SITE].gradient_name].users]
     # A gradient quantizer in front of it belongs to the layer before.
     return any(role != "gradient" for role in before) or QUANTIZE_GRADIENT in after
@@ -65,10 +69,11 @@ def _is_served(node: fx.Node, nodes: dict[str, fx.Node]) -> bool:
 class _Editor:
     """Makes nodes: keeps the values they read in one place each."""
 
-    def __init__(self, module: fx.GraphModule, state: Precision) -> None:
+    def __init__(self, module: fx.GraphModule, state: Precision, records: set[str]) -> None:
         self.module = module
         self.graph = module.graph
         self.state = state
+        self.records = records
         self.counts: dict[str, int] = {}
         self._reads: dict[str, fx.Node] = {}
 
@@ -121,7 +126,7 @@ class _Editor:
         format: Format, ranges: str = "",
     ) -> None:  # fmt: skip
         """Give a new quantizer its record and its provenance."""
-        record = self.state.add_record(made.name)
+        record = self._record(made.name)
         made.kwargs = {**options, "record": self._read(record, made)}
         what = Quantizer((site.layer,), site.op, operand, role, format, site.dial(role), record, ranges)
         made.meta[QUANTIZER] = what
@@ -133,6 +138,16 @@ class _Editor:
         if isinstance(value, fx.Node) and "val" in value.meta:
             made.meta["val"] = value.meta["val"]
         self.counts[what.role] = self.counts.get(what.role, 0) + 1
+
+    def _record(self, name: str) -> str:
+        """Return a record that no other quantizer writes: a graph and its bodies may have nodes of one name."""
+        free, number = name, 0
+        while f"{STATE}.records.{free}" in self.records:
+            number += 1
+            free = f"{name}_{number}"
+        record = self.state.add_record(free)
+        self.records.add(record)
+        return record
 
     def _bits(self, role: str) -> fx.Node:
         path = self.state.add_dial(Dial(role))
@@ -185,6 +200,8 @@ def _options(format: Format, groups: Groups) -> dict[str, Any]:
 
 def _training_flag(module: fx.GraphModule, node: fx.Node) -> str:
     """Return the path of the mode of the module an operator belongs to: parts of a model can be in eval mode."""
+    if OUTER in module.__dict__:
+        return f"{OUTER}.{_training_flag(module.__dict__[OUTER], node)}"
     stack = node.meta.get("nn_module_stack") or {}
     for path, _ in reversed(list(stack.values())):
         try:

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from cpt_fx.graph_module import shell_of
-from cpt_fx.meta import ALIASES, METHODS, OPENED, SPECS, get_attribute
+from cpt_fx.meta import ALIASES, METHODS, OPENED, VIEW, get_attribute, spec_of
 from cpt_fx.pass_base import Pass, Report
 
 
@@ -29,7 +29,8 @@ class Normalize(Pass):
     def run(self, module: fx.GraphModule) -> Report:
         """Open layers, unify calls, unify parameters."""
         opened = sum(_open(module, node) for node in list(module.graph.nodes))
-        _leave_shells(module)
+        if VIEW not in module.meta:
+            _leave_shells(module)
         renamed = sum(_unify_call(node) for node in module.graph.nodes)
         merged = _unify_parameters(module)
         notes = (f"{opened} layers opened, {renamed} calls renamed, {merged} parameter values merged",)
@@ -97,7 +98,7 @@ def _unify_call(node: fx.Node) -> bool:
         node.op, node.target = "call_function", METHODS[str(node.target)]
     elif node.op == "call_function" and node.target in ALIASES:
         node.target = ALIASES[node.target]
-    spec = SPECS.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
+    spec = spec_of(node)
     if spec is None:
         return (node.op, node.target) != before[:2]
     kwargs = dict(node.kwargs)
@@ -123,6 +124,10 @@ _KEYWORDS: dict[Callable[..., Any], dict[str, str]] = {
     torch.addbmm: {"batch1": "mat1", "batch2": "mat2"},
     torch.baddbmm: {"batch1": "mat1", "batch2": "mat2"},
     torch.addmv: {"mat": "mat1", "vec": "mat2"},
+    torch.addr: {"vec1": "mat1", "vec2": "mat2"},
+    torch.tensordot: {"a": "input", "b": "other"},
+    torch.linalg.vecdot: {"x": "input", "y": "other"},
+    torch._grouped_mm: {"mat_a": "input", "mat_b": "other", "mat2": "other", "self": "input"},
     **{target: {"self": "input"} for target in (torch.matmul, torch.addmm)},
 }
 """Torch's keyword names where they differ from those of the table."""

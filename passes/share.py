@@ -10,10 +10,14 @@ from typing import ClassVar
 from torch import fx
 
 from cpt_fx.aliasing import Versions
+from cpt_fx.bodies import graphs_of, outermost, state_of
 from cpt_fx.formats import Range, Rounding
-from cpt_fx.meta import PASS, QUANTIZER, Quantizer
+from cpt_fx.meta import PASS, QUANTIZER, STATE, Quantizer
+from cpt_fx.names import NAMES, Names
+from cpt_fx.opening.hoist import hoist
 from cpt_fx.pass_base import Pass, Report, unique
-from cpt_fx.runtime import ensure_precision
+from cpt_fx.regions import Regions
+from cpt_fx.runtime import Precision
 
 
 @dataclass(frozen=True)
@@ -28,35 +32,85 @@ class Share(Pass):
 
     name: ClassVar[str] = "share"
     requires: ClassVar[str] = "inserted"
+    whole: ClassVar[bool] = True
 
     def run(self, module: fx.GraphModule) -> Report:
-        """Merge, then remove state and reads that nothing uses any more."""
-        keys = _keys(module)
-        ranges = {node.meta[QUANTIZER].ranges for node in keys}
-        state = ensure_precision(module)
-        kept: dict[Hashable, fx.Node] = {}
-        merged = 0
-        for node, key in keys.items():
-            if key not in kept:
-                kept[key] = node
-                continue
-            first = kept[key]
-            ours, theirs = first.meta[QUANTIZER], node.meta[QUANTIZER]
-            first.meta[QUANTIZER] = replace(ours, layers=unique((*ours.layers, *theirs.layers)))
-            node.replace_all_uses_with(first)
-            module.graph.erase_node(node)
-            delattr(state.records, node.name)
-            merged += 1
-        _drop_dead_reads(module)
-        used = {node.meta[QUANTIZER].ranges for node in kept.values()}
-        for path in sorted(ranges - used - {""}):
+        """Take out of loops what is the same at every step, merge, then remove state and reads that nothing uses."""
+        graphs = graphs_of(module)
+        state = state_of(module)
+        before = _ranges(graphs)
+        hoisted = sum(hoist(graph) for graph in graphs)
+        names: Names = module.meta.get(NAMES, Names())
+        found = [_merge(graph, _in_others(graph, graphs), state, names) for graph in graphs]
+        for path in sorted(before - _ranges(graphs)):
             state.drop_range(path)
-        return Report(self.name, merged, (f"{merged} of {len(keys)} quantizers merged into others",))
+        merged, seen = sum(count for count, _ in found), sum(count for _, count in found)
+        notes = [f"{merged} of {seen} quantizers merged into others"]
+        notes += [f"{hoisted} quantizers of weights moved out of loops"] if hoisted else []
+        return Report(self.name, merged + hoisted, tuple(notes))
 
 
-def _keys(module: fx.GraphModule) -> dict[fx.Node, Hashable]:
+def _in_others(graph: fx.GraphModule, graphs: list[fx.GraphModule]) -> set[str]:
+    """Return the running ranges that other graphs of a family use: one graph does not tell all that they see."""
+    return _ranges([other for other in graphs if other is not graph]) if len(graphs) > 1 else set()
+
+
+def _ranges(graphs: list[fx.GraphModule]) -> set[str]:
+    """Return the running ranges that the quantizers of some graphs use."""
+    nodes = (node for graph in graphs for node in graph.graph.nodes if QUANTIZER in node.meta)
+    return {node.meta[QUANTIZER].ranges for node in nodes} - {""}
+
+
+def _merge(module: fx.GraphModule, elsewhere: set[str], state: Precision, names: Names) -> tuple[int, int]:
+    """Merge within one graph; return how many quantizers went, and how many were looked at."""
+    keys = _keys(module, elsewhere)
+    kept: dict[Hashable, fx.Node] = {}
+    merged = 0
+    for node, key in keys.items():
+        if key not in kept:
+            kept[key] = node
+            continue
+        first = kept[key]
+        ours, theirs = first.meta[QUANTIZER], node.meta[QUANTIZER]
+        first.meta[QUANTIZER] = replace(ours, layers=unique((*ours.layers, *theirs.layers)))
+        node.replace_all_uses_with(first)
+        module.graph.erase_node(node)
+        state.drop_record(theirs.record.rpartition(".")[2])
+        if theirs.ranges != ours.ranges:
+            names.merged_ranges[theirs.ranges] = ours.ranges
+        merged += 1
+    for node in kept.values():
+        _follow_merged_range(module, node, names)
+    _drop_dead_reads(module)
+    return merged, len(keys)
+
+
+def _follow_merged_range(module: fx.GraphModule, node: fx.Node, names: Names) -> None:
+    """Read the range that learned for a layer in another capture of the model, where its own was merged into it.
+
+    The graph for evaluation may keep two quantizers apart that were one in training. In training a quantizer that
+    stands alone learns a range of its own.
+    """
+    quantizer: Quantizer = node.meta[QUANTIZER]
+    kept = names.merged_ranges.get(quantizer.ranges)
+    if kept is None:
+        return
+    if outermost(module).training:
+        del names.merged_ranges[quantizer.ranges]
+        return
+    for read in node.all_input_nodes:
+        if read.op == "get_attr" and str(read.target).startswith(f"{STATE}.{quantizer.ranges}."):
+            with module.graph.inserting_before(node):
+                other = module.graph.create_node("get_attr", str(read.target).replace(quantizer.ranges, kept, 1))
+            other.meta[PASS] = Share.name
+            node.replace_input_with(read, other)
+    node.meta[QUANTIZER] = replace(quantizer, ranges=kept)
+
+
+def _keys(module: fx.GraphModule, elsewhere: set[str]) -> dict[fx.Node, Hashable]:
     """Return, for every quantizer that may be shared, what makes two of them the same."""
     versions = Versions(module)
+    regions = Regions()
     inputs: dict[fx.Node, Hashable] = {}
     history: dict[str, list[Hashable]] = defaultdict(list)
     for node in module.graph.nodes:
@@ -64,14 +118,19 @@ def _keys(module: fx.GraphModule) -> dict[fx.Node, Hashable]:
         if quantizer is not None and quantizer.role != "gradient":
             value = node.args[0]
             options = tuple(sorted((key, str(option)) for key, option in node.kwargs.items() if key != "record"))
-            what: Hashable = (value, versions.of(value), node.target, options, quantizer.format, quantizer.dial)
+            what: Hashable = (
+                value, versions.of(value), regions.current, node.target, options, quantizer.format, quantizer.dial,
+            )  # fmt: skip
             if quantizer.ranges:
                 history[quantizer.ranges].append(what)
                 what = (what, len(history[quantizer.ranges]))
             if quantizer.format.rounding is Rounding.STOCHASTIC or quantizer.format.range is Range.LEARNED:
                 what = node  # each draws its own noise, each learns its own range
+            if quantizer.ranges in elsewhere:
+                what = node
             inputs[node] = what
         versions.visit(node)
+        regions.visit(node)
     return {
         node: (key, tuple(history[node.meta[QUANTIZER].ranges]) if node.meta[QUANTIZER].ranges else ())
         for node, key in inputs.items()

@@ -22,6 +22,7 @@ class Verify(Pass):
     after: str = ""
 
     name: ClassVar[str] = "verify"
+    whole: ClassVar[bool] = True
 
     def run(self, module: fx.GraphModule) -> Report:
         """Check; change nothing."""

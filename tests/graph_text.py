@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from cpt_fx.bodies import OUTER, bodies
 from cpt_fx.meta import QUANTIZER, SITE, STATE, Dial, Operand, Quantizer, Site
 
 
@@ -25,12 +26,15 @@ def graph_text(module: fx.GraphModule) -> str:
         call = _call(module, node, inline)
         note = _note(node, brief=carried_out)
         lines.append(f"{call}  # {note}" if note else call)
-    return "\n".join(lines) + "\n"
+    text = "\n".join(lines) + "\n"
+    for name, body in bodies(module):
+        text += f"\n{name}:\n" + "".join(f"    {line}\n" for line in graph_text(body).splitlines())
+    return text
 
 
 def _state_name(node: fx.Node) -> str:
     """Return how a read of the state is shown, or nothing where a node is no such read."""
-    path = str(node.target)
+    path = str(node.target).removeprefix(f"{OUTER}.")
     if node.op != "get_attr":
         return ""
     if path.startswith(f"{STATE}."):

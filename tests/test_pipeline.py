@@ -23,17 +23,19 @@ from cpt_fx.passes.annotate import Annotate
 from cpt_fx.passes.bind import Bind
 from cpt_fx.passes.insert import Insert
 from cpt_fx.passes.normalize import Normalize
+from cpt_fx.passes.open import Open
 from cpt_fx.passes.share import Share
 from cpt_fx.passes.verify import Verify
 from cpt_fx.pipeline import Pipeline
 from cpt_fx.recipes import Recipe, default, integer, paper
 from cpt_fx.schedules import Bits, Static
+from tests.fused_graphs import recurrent
 from tests.graph_text import graph_text
 from tests.paper_models import GraphConv, SelfAttention
 from tests.passes import NEAREST, Apply, assert_same, captured, numbers, quantizers
 
 GRAPHS = Path(__file__).parent / "golden_graphs"
-NAMES = ["normalize", "annotate", "insert", "share", "bind"]
+NAMES = ["normalize", "open", "annotate", "insert", "share", "bind"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def names(pipeline: Pipeline) -> list[str]:
 
 def test_the_order_is_written_once() -> None:
     assert names(Pipeline.standard()) == NAMES
-    assert [type(step) for step in Pipeline.standard()] == [Normalize, Annotate, Insert, Share, Bind]
+    assert [type(step) for step in Pipeline.standard()] == [Normalize, Open, Annotate, Insert, Share, Bind]
 
 
 def test_repr_is_the_full_record() -> None:
@@ -82,10 +84,11 @@ def test_a_transformed_model_keeps_the_record() -> None:
 
 def test_edits_return_another_pipeline() -> None:
     standard, count = Pipeline.standard(), CountProducts()
-    assert names(standard.after("annotate", count)) == ["normalize", "annotate", "count", "insert", "share", "bind"]
-    assert names(standard.before("bind", count)) == ["normalize", "annotate", "insert", "share", "count", "bind"]
-    assert names(standard.drop("share")) == ["normalize", "annotate", "insert", "bind"]
-    assert names(standard.replace("share", count)) == ["normalize", "annotate", "insert", "count", "bind"]
+    start = ["normalize", "open", "annotate"]
+    assert names(standard.after("annotate", count)) == [*start, "count", "insert", "share", "bind"]
+    assert names(standard.before("bind", count)) == [*start, "insert", "share", "count", "bind"]
+    assert names(standard.drop("share")) == [*start, "insert", "bind"]
+    assert names(standard.replace("share", count)) == [*start, "insert", "count", "bind"]
     assert names(standard) == NAMES
 
 
@@ -105,7 +108,7 @@ def test_a_pass_in_the_wrong_place_is_refused() -> None:
 def test_a_users_pass_runs_and_reports() -> None:
     pipeline = Pipeline.standard().after("annotate", CountProducts(at_least=1))
     reports = pipeline.run(captured(nn.Sequential(nn.Linear(3, 3))))
-    assert str(reports[2]) == "count: 0 changed\n    1 products"
+    assert str(reports[3]) == "count: 0 changed\n    1 products"
 
 
 def test_every_pass_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +121,7 @@ def test_every_pass_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Verify, "run", spy)
     Pipeline.standard().after("annotate", CountProducts()).run(captured(nn.Sequential(nn.Linear(3, 3))))
-    assert seen == ["normalize", "annotate", "count", "insert", "share", "bind"]
+    assert seen == ["normalize", "open", "annotate", "count", "insert", "share", "bind"]
 
 
 @pytest.mark.parametrize("bits", [32, 3])
@@ -139,7 +142,7 @@ def test_an_edited_pipeline_transforms_a_model() -> None:
     model = pipeline.transform(nn.Sequential(nn.Linear(3, 3)), schedule)
     assert "CountProducts(at_least=0)" in api.history_of(model).pipeline
     assert [report.name for report in api.history_of(model).reports] == [
-        "normalize", "annotate", "count", "insert", "bind",
+        "normalize", "open", "annotate", "count", "insert", "bind",
     ]  # fmt: skip
     assert int(model.get_buffer("_cpt_fx.bits.weight")) == 4
     assert isinstance(cpt_fx.revert(model)[0], nn.Linear)  # type: ignore[index]
@@ -195,6 +198,11 @@ class Attention(nn.Module):
         return weights @ self.v(x), weights
 
 
+class FusedAttention(Attention):
+    def forward(self, x: Tensor) -> Any:
+        return F.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x), is_causal=True)
+
+
 class Cell(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -219,6 +227,10 @@ def functional_mix() -> nn.Module:
     return Apply(_mix, kernel=torch.randn(3, 3, 3), w=torch.randn(3, 3), gain=torch.randn(1), b=torch.randn(3))
 
 
+def recurrent_layer() -> nn.Module:
+    return recurrent(nn.LSTM(2, 2))
+
+
 def graph_convolution() -> nn.Module:
     return GraphConv(3, 2, 4)
 
@@ -227,6 +239,8 @@ ZOO: dict[str, tuple[Any, Recipe, dict[str, Any]]] = {
     "convolutions": (Convolutions, default(), {"exclude": ("head",), "overrides": {"conv1": 8}}),
     "tied": (TiedLanguageModel, default(), {}),
     "attention": (Attention, paper(), {}),
+    "fused_attention": (FusedAttention, default(), {}),
+    "recurrent_layer": (recurrent_layer, default(), {}),
     "lstm_cell": (Cell, paper(), {}),
     "graph_convolution": (graph_convolution, paper(family="graph", aggregation="q"), {}),
     "functional": (functional_mix, integer(), {}),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from cpt_fx.capture import capture
+from cpt_fx.capture import Captured, capture
 from cpt_fx.meta import QUANTIZER, SITE, Quantizer, Site
 from cpt_fx.pass_base import Pass
 from cpt_fx.pipeline import Pipeline
@@ -35,7 +35,9 @@ class Apply(nn.Module):
 
 def captured(model: nn.Module) -> fx.GraphModule:
     """Capture as `transform` does."""
-    return capture(model, "symbolic", None, None).module
+    found = capture(model, "symbolic", None, None)
+    assert isinstance(found, Captured)
+    return found.module
 
 
 def at_stage(model: nn.Module, last: str, schedule: Schedule | None = None, **options: Any) -> fx.GraphModule:

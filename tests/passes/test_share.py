@@ -12,15 +12,19 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from cpt_fx.formats import Format, Range, Rounding
+from cpt_fx.names import NAMES, Names
 from cpt_fx.passes.annotate import Annotate
 from cpt_fx.passes.insert import Insert
 from cpt_fx.passes.normalize import Normalize
 from cpt_fx.passes.share import Share
 from cpt_fx.passes.verify import Verify
+from cpt_fx.pipeline import Pipeline
 from cpt_fx.recipes import Recipe, default, integer, paper
+from cpt_fx.runtime import precision_of
+from tests.fused_graphs import GraphMaker
 from tests.graph_text import graph_text
 from tests.paper_models import LSTM, SelfAttention
-from tests.passes import NEAREST, Apply, assert_same, at_stage, numbers, only, quantizers, set_bits
+from tests.passes import NEAREST, Apply, assert_same, at_stage, captured, numbers, only, quantizers, set_bits
 
 DYNAMIC = only("linear", input=Format(), weight=Format(), gradient=Format())
 OBSERVED = only("linear", input=Format(range=Range.OBSERVER))
@@ -275,3 +279,103 @@ def test_one_tensor_multiplied_with_itself() -> None:
         set_bits(module, 2)
     assert_same(numbers(merged, torch.randn(3, 3)), numbers(merged, torch.randn(3, 3)))
     assert operator.eq(len(quantizers(apart, "activation")), 2)
+
+
+# Several captures of one model.
+
+
+def capture_again(function: Callable[..., Any], first: fx.GraphModule | None, *, training: bool) -> fx.GraphModule:
+    module = captured(Apply(function, q=nn.Linear(3, 3), k=nn.Linear(3, 3)).train(training))
+    module.meta[NAMES] = first.meta[NAMES] if first is not None else Names()
+    if first is not None:
+        module._modules["_cpt_fx"] = first._modules["_cpt_fx"]
+        precision_of(first).pin()
+    Pipeline.standard(recipe=OBSERVED).run(module)
+    return module
+
+
+def ranges_of(module: fx.GraphModule) -> list[str]:
+    return [quantizer.ranges for quantizer in quantizers(module, "activation")]
+
+
+def test_evaluation_reads_the_range_that_learned_in_training() -> None:
+    def same(self: Any, x: Tensor) -> Tensor:
+        return self.q(x) + self.k(x)  # type: ignore[no-any-return]
+
+    def apart(self: Any, x: Tensor) -> Tensor:
+        return self.q(x) + self.k(x[:1])  # type: ignore[no-any-return]
+
+    training = capture_again(same, None, training=True)
+    assert ranges_of(training) == ["ranges.q.input"]
+    evaluation = capture_again(apart, training, training=False)
+    assert ranges_of(evaluation) == ["ranges.q.input"] * 2
+    assert not any("ranges.k" in name for name in evaluation.state_dict())
+    training(torch.randn(4, 3))
+    set_bits(evaluation, 8)
+    assert evaluation(torch.randn(4, 3)).isfinite().all()
+    assert ranges_of(capture_again(same, training, training=True)) == ["ranges.q.input"]
+    # In training, what reads another tensor learns another range, and evaluation reads that one from then on.
+    assert ranges_of(capture_again(apart, training, training=True)) == ["ranges.q.input", "ranges.k.input"]
+    assert ranges_of(capture_again(apart, training, training=False)) == ["ranges.q.input", "ranges.k.input"]
+
+
+# Contexts that graphs record as nodes: gradients switched off and on, autocast, inference mode.
+
+
+def switching(*switches: Callable[[GraphMaker], Any]) -> fx.GraphModule:
+    """`q(x)`, a switch, `q(x)`, a switch, ...: the same layer again and again."""
+    make = GraphMaker(q=nn.Linear(3, 3))
+    (x,) = make.inputs("x")
+    weight = make.read("q.weight")
+    results = [make.call(F.linear, x, weight, at="q")]
+    for index, switch in enumerate(switches):
+        switch(make)
+        results.append(make.call(F.linear, x, weight, at="q"))
+        results[-1].meta["nn_module_stack"] = {f"q@{index + 1}": ("q", nn.Linear)}
+    return at_stage(make.finish(tuple(results)), "share", recipe=DYNAMIC)
+
+
+def gradients(on: bool) -> Callable[[GraphMaker], Any]:
+    return lambda make: make.call(torch._C._set_grad_enabled, on)
+
+
+def autocast(make: GraphMaker) -> fx.Node:
+    return make.call(torch.amp.autocast_mode._enter_autocast, "cpu", torch.bfloat16, True, True)
+
+
+def autocast_and_back(make: GraphMaker) -> None:
+    make.call(torch.amp.autocast_mode._exit_autocast, autocast(make))
+
+
+def inference(make: GraphMaker) -> fx.Node:
+    return make.call(torch.autograd.grad_mode._enter_inference_mode, True)
+
+
+SWITCHES: dict[str, tuple[tuple[Callable[[GraphMaker], Any], ...], int]] = {
+    "none": ((lambda make: None,), 1),
+    "no_grad and back": ((gradients(False), gradients(True)), 3),
+    "no_grad twice": ((gradients(False), gradients(True), gradients(False), gradients(True)), 3),
+    "the same mode again": ((gradients(True), gradients(True)), 2),
+    "autocast": ((autocast,), 2),
+    "autocast, and out of it": ((autocast_and_back,), 1),
+    "inference mode": ((inference,), 2),
+}
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_nothing_is_merged_across_a_change_of_context(name: str) -> None:
+    switches, expected = SWITCHES[name]
+    module = switching(*switches)
+    assert len(quantizers(module, "activation")) == len(quantizers(module, "weight")) == expected
+
+
+def test_a_quantizer_made_without_gradients_does_not_cut_those_of_a_later_layer() -> None:
+    module = switching(gradients(False), gradients(True))
+    x = torch.randn(2, 3, requires_grad=True)
+    set_bits(module, 4)
+    first, second, third = module(x)
+    assert (first.requires_grad, second.requires_grad, third.requires_grad) == (True, False, True)
+    module.zero_grad()
+    third.sum().backward()
+    assert x.grad is not None
+    assert module.get_parameter("q.weight").grad is not None

@@ -1,0 +1,171 @@
+"""Graphs inside graphs: a body is a GraphModule that a node of another graph runs, once, many times, or perhaps.
+
+A node takes a body through a `get_attr` node. Every pass treats bodies as it treats the graph around them
+(`pass_base`), every promise holds in them too (`spec`). Bodies use the state of the outermost graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from cpt_fx.graph_module import QuantizedGraphModule, blank
+from cpt_fx.meta import ALIASES, FUSED, METHODS, QUANTIZER, STATE, get_attribute, spec_for
+from cpt_fx.opening.recurrent import scan
+from cpt_fx.runtime import Precision, ensure_precision
+
+OUTER = "_cpt_fx_outer"
+"""Attribute of a body that leads to the module around it: what a body reads there is read through it."""
+
+AUTHORS_OWN: frozenset[Any] = frozenset({torch.ops.higher_order.autograd_function_apply})
+"""Operators whose bodies are a forward pass and the backward pass its author wrote for it: they stay as they are."""
+
+CONSTANTS = 3
+"""Position of what `scan` passes to every step unchanged."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A node that runs a body. `given`: what each input of the body is, where one value of the outer graph goes in."""
+
+    node: fx.Node
+    read: fx.Node
+    body: fx.GraphModule
+    given: dict[fx.Node, fx.Node]
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the body runs many times on the same given values."""
+        return self.node.target is scan
+
+
+def body_of(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
+    """Return the graph that a node reads, if it is one that passes may change."""
+    if node.op != "get_attr" or (node.users and all(user.target in AUTHORS_OWN for user in node.users)):
+        return None
+    try:
+        value = get_attribute(module, str(node.target))
+    except AttributeError:  # not a well-formed graph, which is for others to say
+        return None
+    return value if isinstance(value, fx.GraphModule) else None
+
+
+def bodies(module: fx.GraphModule) -> list[tuple[str, fx.GraphModule]]:
+    """Return the bodies that nodes of this very graph run, each once, by the name they are read under."""
+    found: dict[int, tuple[str, fx.GraphModule]] = {}
+    for node in module.graph.nodes:
+        body = body_of(module, node)
+        if body is not None:
+            found.setdefault(id(body), (str(node.target), body))
+    return list(found.values())
+
+
+def graphs_of(module: fx.GraphModule) -> list[fx.GraphModule]:
+    """Return a graph and all that is inside it: itself first, then its bodies and theirs, each once."""
+    found: dict[int, fx.GraphModule] = {id(module): module}
+    _collect(module, found)
+    return list(found.values())
+
+
+def _collect(module: fx.GraphModule, found: dict[int, fx.GraphModule]) -> None:
+    for _, body in bodies(module):
+        if id(body) not in found:
+            # Not as a submodule: outer and body would each be part of the other.
+            body.__dict__[OUTER] = module
+            found[id(body)] = body
+            _collect(body, found)
+
+
+def nodes_of(module: fx.GraphModule) -> Iterator[fx.Node]:
+    """Iterate over the nodes of a graph and of its bodies."""
+    for graph in graphs_of(module):
+        yield from graph.graph.nodes
+
+
+def multiplies(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether anything is multiplied in the graphs a node reads, those included that passes leave alone."""
+    for read in node.all_input_nodes:
+        inner = get_attribute(module, str(read.target)) if read.op == "get_attr" else None
+        if not isinstance(inner, fx.GraphModule):
+            continue
+        for item in inner.graph.nodes:
+            target = METHODS.get(item.target) if item.op == "call_method" else ALIASES.get(item.target, item.target)
+            if spec_for(target) or target in FUSED or multiplies(inner, item):
+                return True
+    return False
+
+
+def calls_of(module: fx.GraphModule, node: fx.Node) -> list[Call]:
+    """Return the bodies that a node runs, with what it passes to them."""
+    if node.op != "call_function":
+        return []
+    found = []
+    for read in node.all_input_nodes:
+        body = body_of(module, read)
+        if body is not None:
+            inputs = [item for item in body.graph.nodes if item.op == "placeholder"]
+            found.append(Call(node, read, body, _given(node, read, inputs)))
+    return found
+
+
+def _given(node: fx.Node, read: fx.Node, inputs: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+    if node.target is scan:
+        constants: Any = node.args[CONSTANTS]
+        pairs = list(zip(inputs[len(inputs) - len(constants) :], constants, strict=True))
+    else:
+        # wrap(body, *operands) in all its forms, cond(which, body, body, operands).
+        last = node.args[-1] if node.args else None
+        operands: Any = last if isinstance(last, (tuple, list)) else node.args[node.args.index(read) + 1 :]
+        operands = [value for value in operands if value is not read]
+        if len(operands) > len(inputs):
+            operands = operands[len(operands) - len(inputs) :]
+        pairs = list(zip(inputs, operands, strict=True)) if len(operands) == len(inputs) else []
+    return {given: value for given, value in pairs if isinstance(value, fx.Node)}
+
+
+def given_quantized(body: fx.GraphModule) -> dict[fx.Node, fx.Node]:
+    """Return the inputs of a body that are quantized in the graph around it, wherever it runs, with the quantizer."""
+    outer = body.__dict__.get(OUTER)
+    calls = [] if outer is None else [call for node in outer.graph.nodes for call in calls_of(outer, node)]
+    first, *others = [call.given for call in calls if call.body is body] or [{}]
+    return {
+        given: value
+        for given, value in first.items()
+        if all(given in each and QUANTIZER in each[given].meta for each in (first, *others))
+    }
+
+
+def outermost(module: fx.GraphModule) -> fx.GraphModule:
+    """Return the graph that no other graph runs."""
+    while OUTER in module.__dict__:
+        module = module.__dict__[OUTER]
+    return module
+
+
+def state_of(module: fx.GraphModule) -> Precision:
+    """Return the state module that a graph uses, bodies that of the outermost; add an empty one where there is none."""
+    state = ensure_precision(outermost(module))
+    module._modules[STATE] = state
+    return state
+
+
+def new_body(graph: fx.Graph) -> QuantizedGraphModule:
+    """Return a module for a body that a pass makes. It reads nothing by itself: all it needs is passed in."""
+    body = blank()
+    body.graph = graph
+    return body
+
+
+def add_body(module: fx.GraphModule, name: str, body: fx.GraphModule) -> str:
+    """Put a body where `get_attr` finds it, under a free name, outside of the module's parameters and state_dict."""
+    free, number = name, 0
+    while hasattr(module, free):
+        number += 1
+        free = f"{name}_{number}"
+    module.__dict__[free] = body
+    body.__dict__[OUTER] = module
+    return free

@@ -1,0 +1,103 @@
+"""What recurrent layers do between their products, and the loop over time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Step = Callable[..., tuple[Tensor, ...]]
+
+
+def scan(
+    body: Step,
+    inputs: Tensor,
+    state: Sequence[Tensor],
+    constants: Sequence[Tensor | None],
+    *,
+    reverse: bool = False,
+    batch_sizes: Tensor | None = None,
+    autocasts_on_cpu: bool = False,
+) -> tuple[Tensor, ...]:
+    """Run one step after the other: `state = body(input, *state, *constants)`.
+
+    Returns the first part of every state, along time, then the last state. How many steps there are is known only
+    when the graph runs. With `batch_sizes`, sequences are packed: their lengths decrease, and a step sees the rows of
+    those that are still running. Under autocast the state has the dtype in which the fused kernel would return it.
+    """
+    device = inputs.device.type
+    if torch.is_autocast_enabled(device) and (autocasts_on_cpu or device != "cpu"):
+        state = [part.to(inputs.dtype) for part in state]
+    pieces = inputs.unbind(0) if batch_sizes is None else inputs.split(batch_sizes.tolist())
+    if not pieces:
+        raise ValueError("a recurrent layer needs at least one time step, got a sequence of length 0")
+    if batch_sizes is not None:
+        outputs, last = (_packed_backward if reverse else _packed_forward)(body, pieces, state, constants)
+        return (torch.cat(outputs), *last)
+    current = tuple(state)
+    outputs = []
+    for piece in reversed(pieces) if reverse else pieces:
+        current = tuple(body(piece, *current, *constants))
+        outputs.append(current[0])
+    return (torch.stack(outputs[::-1] if reverse else outputs), *current)
+
+
+def _packed_forward(
+    body: Step, pieces: Sequence[Tensor], state: Sequence[Tensor], constants: Sequence[Any]
+) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """Let sequences that end leave the batch, from its last row up."""
+    current = tuple(state)
+    ended: list[tuple[Tensor, ...]] = []
+    outputs = []
+    for piece in pieces:
+        rows = piece.shape[0]
+        if rows < current[0].shape[0]:
+            ended.append(tuple(part[rows:] for part in current))
+            current = tuple(part[:rows] for part in current)
+        current = tuple(body(piece, *current, *constants))
+        outputs.append(current[0])
+    last = tuple(torch.cat(parts) for parts in zip(current, *reversed(ended), strict=True))
+    return outputs, last
+
+
+def _packed_backward(
+    body: Step, pieces: Sequence[Tensor], state: Sequence[Tensor], constants: Sequence[Any]
+) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """Let sequences enter the batch where their last element is."""
+    current = tuple(part[: pieces[-1].shape[0]] for part in state)
+    outputs = []
+    for piece in reversed(pieces):
+        rows, running = piece.shape[0], current[0].shape[0]
+        if rows > running:
+            current = tuple(torch.cat((part, whole[running:rows])) for part, whole in zip(current, state, strict=True))
+        current = tuple(body(piece, *current, *constants))
+        outputs.append(current[0])
+    return outputs[::-1], current
+
+
+def lstm_step(inputs: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the next output and cell of an LSTM, from the products of its input and of its last output."""
+    i, f, g, o = (inputs + hidden).chunk(4, dim=-1)
+    cell = torch.sigmoid(f) * cell + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(cell), cell
+
+
+def gru_step(inputs: Tensor, hidden: Tensor, last: Tensor) -> Tensor:
+    """Return the next output of a GRU, from the products of its input and of its last output."""
+    input_r, input_z, input_n = inputs.chunk(3, dim=-1)
+    hidden_r, hidden_z, hidden_n = hidden.chunk(3, dim=-1)
+    reset, update = torch.sigmoid(input_r + hidden_r), torch.sigmoid(input_z + hidden_z)
+    new = torch.tanh(input_n + reset * hidden_n)
+    return new + update * (last - new)
+
+
+def tanh_step(inputs: Tensor, hidden: Tensor) -> Tensor:
+    """Return the next output of a plain recurrent layer."""
+    return torch.tanh(inputs + hidden)
+
+
+def relu_step(inputs: Tensor, hidden: Tensor) -> Tensor:
+    """Return the next output of a plain recurrent layer that rectifies."""
+    return torch.relu(inputs + hidden)

@@ -1,0 +1,187 @@
+"""Recurrent layers opened: one product for the inputs of all time steps, and a loop over the products of the state."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from cpt_fx.bodies import add_body, new_body
+from cpt_fx.meta import FAMILY, NAME, PASS
+from cpt_fx.opening import recurrent
+from cpt_fx.opening.building import Builder, Opener, StaysFusedError, arguments, static
+
+_PRODUCTS = tuple((name, "recurrent") for name in ("ih_l*", "hh_l*", "hr_l*"))
+_CELL_PRODUCTS = (("ih", "recurrent"), ("hh", "recurrent"))
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What distinguishes recurrent layers: their step, how many tensors their state has, and which of them it reads.
+
+    The step takes the product of the input, that of the last output, and the parts of the state that `reads` names.
+    Padded, and without projections, some of torch's kernels are autocast on CPUs too.
+    """
+
+    step: Callable[..., Any]
+    states: int = 1
+    reads: tuple[int, ...] = ()
+    autocasts_on_cpu: bool = False
+
+
+_LSTM = _Kind(recurrent.lstm_step, states=2, reads=(1,), autocasts_on_cpu=True)
+_GRU = _Kind(recurrent.gru_step, reads=(0,))
+_TANH = _Kind(recurrent.tanh_step)
+_RELU = _Kind(recurrent.relu_step)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """The parameters of one direction of one layer."""
+
+    input: Any
+    hidden: Any
+    input_bias: Any
+    hidden_bias: Any
+    projection: Any
+
+
+def _layers(params: Sequence[Any], has_biases: bool, has_projection: bool, count: int) -> list[_Layer]:
+    """Sort torch's flat list of parameters."""
+    each = 2 + 2 * has_biases + has_projection
+    if len(params) != each * count:
+        raise StaysFusedError(f"fused recurrent kernel with {len(params)} parameters, not {each * count}")
+    found = []
+    for start in range(0, len(params), each):
+        own = params[start : start + each]
+        biases = own[2:4] if has_biases else (None, None)
+        found.append(_Layer(own[0], own[1], biases[0], biases[1], own[-1] if has_projection else None))
+    return found
+
+
+def _open(builder: Builder, kind: _Kind) -> None:
+    """Replace a call of `torch.lstm` and its like, on padded or on packed sequences."""
+    packed = len(builder.node.args) > 3 and isinstance(builder.node.args[3], (tuple, list))
+    first = ("data", "batch_sizes", "hx", "params") if packed else ("input", "hx", "params")
+    last = () if packed else ("batch_first",)
+    flags = ("has_biases", "num_layers", "dropout", "train", "bidirectional", *last)
+    given = arguments(builder.node, (*first, *flags))
+    static(given, "params", "has_biases", "num_layers", "bidirectional", *last)
+    if isinstance(given["hx"], fx.Node) != (kind.states == 1):
+        raise StaysFusedError("fused recurrent kernel: its first state is known only when the graph runs")
+    directions = 2 if given["bidirectional"] else 1
+    count = given["num_layers"] * directions
+    has_projection = len(given["params"]) == count * (3 + 2 * given["has_biases"])
+    layers = _layers(given["params"], given["has_biases"], has_projection, count)
+    starts = [given["hx"]] if kind.states == 1 else list(given["hx"])
+    x = given["data"] if packed else given["input"]
+    if not packed and given["batch_first"]:
+        x = builder.call(torch.transpose, x, 0, 1)
+    ends: list[list[fx.Node]] = [[] for _ in range(kind.states)]
+    for depth in range(given["num_layers"]):
+        outputs = []
+        for direction in range(directions):
+            index = depth * directions + direction
+            state = tuple(builder.item(start, index) for start in starts)
+            options = {"batch_sizes": given["batch_sizes"]} if packed else {}
+            if kind.autocasts_on_cpu and not packed and not has_projection:
+                options["autocasts_on_cpu"] = True
+            if direction:
+                options["reverse"] = True
+            name = f"l{depth}{'_reverse' if direction else ''}"
+            run = _direction(builder, kind, layers[index], x, state, name, options)
+            outputs.append(builder.item(run, 0))
+            for place, part in enumerate(ends):
+                part.append(builder.item(run, place + 1))
+        x = outputs[0] if directions == 1 else builder.call(torch.cat, outputs, -1)
+        if depth < given["num_layers"] - 1 and given["dropout"] != 0 and given["train"] is not False:
+            x = builder.call(F.dropout, x, given["dropout"], given["train"])
+    if not packed and given["batch_first"]:
+        x = builder.call(torch.transpose, x, 0, 1)
+    builder.replace(x, *(builder.call(torch.stack, part) for part in ends))
+
+
+def _direction(
+    builder: Builder, kind: _Kind, layer: _Layer, x: fx.Node, state: tuple[fx.Node, ...], name: str,
+    options: dict[str, Any],
+) -> fx.Node:  # fmt: skip
+    """Add one direction of one layer: the product of all inputs, then the loop."""
+    inputs = builder.product(F.linear, x, layer.input, layer.input_bias, name=f"ih_{name}", family="recurrent")
+    parts = {"weight": layer.hidden, "bias": layer.hidden_bias, "projection": layer.projection}
+    constants = {part: value for part, value in parts.items() if value is not None}
+    body = new_body(_step(builder, kind, name, list(constants)))
+    path = add_body(builder.module, f"_cpt_fx_step_{name}", body)
+    with builder.node.graph.inserting_before(builder.node):
+        read = builder.node.graph.create_node("get_attr", path)
+    builder.products += 1 + (layer.projection is not None)
+    return builder.call(recurrent.scan, read, inputs, state, tuple(constants.values()), **options)
+
+
+def _step(builder: Builder, kind: _Kind, name: str, constants: list[str]) -> fx.Graph:
+    """Return the graph of one time step: the product of the last output, and what follows."""
+    graph = fx.Graph()
+    source = {key: builder.node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in builder.node.meta}
+    inputs = graph.placeholder("inputs")
+    state = [graph.placeholder(part) for part in ("hidden", "cell")[: kind.states]]
+    given = {part: graph.placeholder(part) for part in constants}
+
+    def product(x: fx.Node, weight: fx.Node, bias: fx.Node | None, which: str) -> fx.Node:
+        made = graph.call_function(F.linear, (x, weight, bias))
+        made.meta.update({NAME: f"{which}_{name}", FAMILY: "recurrent"})
+        return made
+
+    hidden = product(state[0], given["weight"], given.get("bias"), "hh")
+    new: Any = graph.call_function(kind.step, (inputs, hidden, *(state[part] for part in kind.reads)))
+    several = range(kind.states if kind.states > 1 else 0)
+    results = [graph.call_function(operator.getitem, (new, index)) for index in several] or [new]
+    if "projection" in given:
+        results[0] = product(results[0], given["projection"], None, "hr")
+    graph.output(tuple(results))
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.meta.update(source)
+            node.meta[PASS] = "open"
+    return graph
+
+
+def _cell(builder: Builder, kind: _Kind) -> None:
+    """Replace a call of `torch.lstm_cell` and its like."""
+    names = ("input", "hx", "w_ih", "w_hh", "b_ih", "b_hh")
+    given = arguments(builder.node, names, b_ih=None, b_hh=None)
+    if isinstance(given["hx"], fx.Node) != (kind.states == 1):
+        raise StaysFusedError("fused recurrent cell: its state is known only when the graph runs")
+    state = [given["hx"]] if kind.states == 1 else list(given["hx"])
+
+    def product(x: fx.Node, which: str) -> fx.Node:
+        weight, bias = given[f"w_{which}"], given[f"b_{which}"]
+        return builder.product(F.linear, x, weight, bias, name=which, family="recurrent")
+
+    inputs, hidden = product(given["input"], "ih"), product(state[0], "hh")
+    new = builder.call(kind.step, inputs, hidden, *(state[part] for part in kind.reads))
+    builder.replace(*([new] if kind.states == 1 else [builder.item(new, index) for index in range(kind.states)]))
+
+
+def _opener(kind: _Kind) -> Opener:
+    return Opener(_PRODUCTS, lambda builder: _open(builder, kind))
+
+
+def _cell_opener(kind: _Kind) -> Opener:
+    return Opener(_CELL_PRODUCTS, lambda builder: _cell(builder, kind))
+
+
+OPENERS = {
+    torch.lstm: _opener(_LSTM),
+    torch.gru: _opener(_GRU),
+    torch.rnn_tanh: _opener(_TANH),
+    torch.rnn_relu: _opener(_RELU),
+    torch.lstm_cell: _cell_opener(_LSTM),
+    torch.gru_cell: _cell_opener(_GRU),
+    torch.rnn_tanh_cell: _cell_opener(_TANH),
+    torch.rnn_relu_cell: _cell_opener(_RELU),
+}
+"""The operators that are recurrent."""

@@ -1,0 +1,71 @@
+"""Fused operators opened: their products become nodes, so that quantizers reach them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from torch import fx
+
+from cpt_fx.meta import LEFT, around, module_path
+from cpt_fx.opening import attention_graph, recurrent_graph
+from cpt_fx.opening.building import Builder, Opener, StaysFusedError
+from cpt_fx.overrides import Override, Pattern, Patterns
+from cpt_fx.pass_base import Pass, Report
+from cpt_fx.recipes import Recipe, default
+from cpt_fx.regions import Regions
+
+OPENERS: dict[Any, Opener] = {**attention_graph.OPENERS, **recurrent_graph.OPENERS}
+"""The operators that can be opened, and how."""
+
+
+@dataclass(frozen=True)
+class Open(Pass):
+    """Replace fused attention and recurrent operators by their products and what is around them.
+
+    Only where something in one is to be quantized: opening costs time, and changes the last bits of the numbers. What
+    stays fused carries the reason, which annotate reports.
+    """
+
+    recipe: Recipe = field(default_factory=default)
+    exclude: tuple[Pattern, ...] = ()
+    overrides: Mapping[Pattern, Any] = field(default_factory=dict)
+
+    name: ClassVar[str] = "open"
+    requires: ClassVar[str] = "normalized"
+
+    def run(self, module: fx.GraphModule) -> Report:
+        """Open one operator after the other."""
+        notes = []
+        regions = Regions()
+        for node in list(module.graph.nodes):
+            regions.visit(node)
+            opener = OPENERS.get(node.target) if node.op == "call_function" else None
+            if opener is None:
+                continue
+            path, name = module_path(node)[0], str(getattr(node.target, "__name__", node.target))
+            node.meta.pop(LEFT, None)
+            if regions.transformed or Patterns(self.exclude, "exclude").matches(path, around(node)):
+                continue
+            if not any(self._has_rule(node, path, *product) for product in opener.products):
+                families = " and ".join(dict.fromkeys(family for _, family in opener.products))
+                node.meta[LEFT] = f"recipe {self.recipe.name!r} leaves {families} in full precision"
+                continue
+            builder = Builder(module, node)
+            try:
+                opener.open(builder)
+            except StaysFusedError as reason:
+                node.meta[LEFT] = str(reason)
+                continue
+            place = path or "(root)"
+            notes.append(f"{place}: {name} opened into {builder.products} products: equal to float rounding")
+        return Report(self.name, len(notes), tuple(notes) or ("nothing to open",))
+
+    def _has_rule(self, node: fx.Node, path: str, product: str, family: str) -> bool:
+        """Whether a product inside an operator would be quantized."""
+        rule = self.recipe.rule(family)
+        layer = f"{path}.{product}" if path else product
+        for pattern in Patterns(self.overrides, "overrides").matches(layer, around(node)):
+            rule = Override.of(self.overrides[pattern]).rule(rule, family)
+        return rule is not None
