@@ -53,12 +53,12 @@ class Doubled(torch.autograd.Function):
 ])  # fmt: skip
 def test_contexts_that_a_graph_would_lose_are_refused(kind: str, name: str) -> None:
     with pytest.raises(cpt_fx.CaptureError, match=name):
-        cpt_fx.transform(Contexts(kind), Static(8))
+        cpt_fx.transform(Contexts(kind), Static(8), capture="symbolic")
 
 
 def test_a_checkpoint_inside_forward_is_dropped_and_told(caplog: pytest.LogCaptureFixture) -> None:
     plain, x = Contexts("checkpoint"), torch.randn(2, 3)
-    model = cpt_fx.transform(plain, Static(32))
+    model = cpt_fx.transform(plain, Static(32), capture="symbolic")
     assert "torch.utils.checkpoint inside forward is not kept" in caplog.text
     assert torch.equal(model(x), plain(x))
 
@@ -67,14 +67,14 @@ def test_a_backward_hook_on_a_layer_is_refused() -> None:
     net = nn.Sequential(nn.Linear(3, 3))
     net[0].register_full_backward_hook(lambda *_: None)
     with pytest.raises(cpt_fx.CaptureError, match="module '0' \\(Linear\\) has a backward hook"):
-        cpt_fx.transform(net, Static(8))
+        cpt_fx.transform(net, Static(8), capture="symbolic")
 
 
 def test_hooks_on_the_whole_model_move_to_the_result() -> None:
     net = nn.Sequential(nn.Linear(3, 3))
     net.register_forward_hook(lambda module, inputs, output: output * 2)
     x = torch.randn(2, 3)
-    assert torch.equal(cpt_fx.transform(net, Static(32))(x), net(x))
+    assert torch.equal(cpt_fx.transform(net, Static(32), capture="symbolic")(x), net(x))
 
 
 @pytest.mark.parametrize("kind", ["list", "dict"])

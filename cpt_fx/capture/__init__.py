@@ -2,34 +2,75 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import torch.nn.functional as F
 from torch import fx, nn
+from torch.export import ExportedProgram
 
 from cpt_fx.capture.base import Captured, CaptureError
+from cpt_fx.capture.export import capture_export, capture_program
 from cpt_fx.capture.given import capture_given
 from cpt_fx.capture.symbolic import capture_symbolic
 from cpt_fx.errors import check_choice
+from cpt_fx.meta import HIDING, is_opaque
 
-__all__ = ["FRONTENDS", "CaptureError", "Captured", "capture"]
+__all__ = ["FRONTENDS", "CaptureError", "Captured", "Deferred", "capture"]
 
-FRONTENDS = {"symbolic": capture_symbolic}
-"""Every frontend by name: `(model, example_inputs, example_kwargs) -> Captured`."""
+FRONTENDS = ("symbolic", "export", "dynamo")
+"""Every frontend by name."""
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """A model whose graphs are found while it runs, and why no other frontend took it."""
+
+    notes: tuple[str, ...] = ()
 
 
 def capture(
-    model: nn.Module, how: str, example_inputs: tuple[Any, ...] | None, example_kwargs: dict[str, Any] | None
-) -> Captured:
-    """Capture a model with the frontend asked for; `"auto"` takes the first that is faithful, or says why none is."""
+    model: nn.Module | ExportedProgram,
+    how: str,
+    example_inputs: tuple[Any, ...] | None,
+    example_kwargs: dict[str, Any] | None,
+) -> Captured | Deferred:
+    """Capture a model with the frontend asked for; `"auto"` takes the first that is faithful and hides nothing."""
     check_choice("capture", how, ("auto", *FRONTENDS))
+    if isinstance(model, ExportedProgram):
+        if how not in ("auto", "export"):
+            raise CaptureError(f'an ExportedProgram is a graph already: leave capture at "auto", got {how!r}')
+        return capture_program(model)
+    if how == "export":
+        return capture_export(model, example_inputs, example_kwargs)
+    if how == "dynamo":
+        return Deferred()
+    if how == "symbolic":
+        return _symbolic(model, example_inputs, example_kwargs)
+    try:
+        captured = _symbolic(model, example_inputs, example_kwargs)
+    except CaptureError as error:
+        return Deferred((f"not captured by torch.fx: {error}",))
+    hidden = _hidden(captured.module)
+    return Deferred((f"not captured by torch.fx: {hidden}",)) if hidden else captured
+
+
+def _symbolic(
+    model: nn.Module, example_inputs: tuple[Any, ...] | None, example_kwargs: dict[str, Any] | None
+) -> Captured:
     if isinstance(model, fx.GraphModule):
         return capture_given(model)
-    if how != "auto":
-        return FRONTENDS[how](model, example_inputs, example_kwargs)
-    refusals = []
-    for name, frontend in FRONTENDS.items():
-        try:
-            return frontend(model, example_inputs, example_kwargs)
-        except CaptureError as error:
-            refusals.append(f"{name}: {error}")
-    raise CaptureError(f"no frontend captures {type(model).__name__} faithfully.\n  " + "\n  ".join(refusals))
+    return capture_symbolic(model, example_inputs, example_kwargs)
+
+
+def _hidden(module: fx.GraphModule) -> str:
+    """Return what a graph calls as a whole, though it multiplies inside: Dynamo looks into it."""
+    for node in module.graph.nodes:
+        if node.op == "call_module":
+            layer = module.get_submodule(str(node.target))
+            inside = next((child for child in layer.modules() if isinstance(child, HIDING)), None)
+            if inside is not None:
+                return f"it calls {node.target} ({type(layer).__name__}) as a whole"
+        elif node.op == "call_function" and (node.target is F.multi_head_attention_forward or is_opaque(node.target)):
+            return f"it calls {node.target.__name__} as a whole"
+    return ""

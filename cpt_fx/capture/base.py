@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -42,7 +43,8 @@ def clone_tree(module: nn.Module, clones: dict[int, nn.Module] | None = None) ->
             f"{type(module).__name__} is TorchScript: its code is compiled and cannot be rewritten. "
             "Transform the Python module it was scripted from"
         )
-    new = type(module).__new__(type(module))
+    # Not the class's own __new__: that of a GraphModule makes another class.
+    new = object.__new__(type(module))
     clones[id(module)] = new
     new.__dict__ = {key: value.copy() if key in MODULE_OWN else value for key, value in module.__dict__.items()}
     for name, child in module._modules.items():
@@ -60,12 +62,7 @@ def assemble(root: nn.Module, graph: fx.Graph) -> QuantizedGraphModule:
     constants = {
         str(node.target): get_attribute(root, str(node.target)) for node in graph.nodes if node.op == "get_attr"
     }
-    for name in {path.partition(".")[0] for path in (*root._modules, *root._parameters, *root._buffers, *constants)}:
-        if name in ("meta", "_graph", "_code") or (hasattr(fx.GraphModule, name) and not hasattr(nn.Module, name)):
-            raise CaptureError(
-                f"{type(root).__name__} has a part called {name!r}, a name that torch.fx.GraphModule uses for its own: "
-                "rename it, or wrap the model in another module"
-            )
+    refuse_taken_names(root, constants)
     result = blank()
     take_tensors(result, root)
     _graft(result, root, "", called, {id(root): result})
@@ -77,6 +74,16 @@ def assemble(root: nn.Module, graph: fx.Graph) -> QuantizedGraphModule:
     result._is_full_backward_hook = root._is_full_backward_hook
     result.graph = graph
     return result
+
+
+def refuse_taken_names(root: nn.Module, constants: Iterable[str] = ()) -> None:
+    """Refuse parts of a model whose names would hide what a GraphModule needs."""
+    for name in {path.partition(".")[0] for path in (*root._modules, *root._parameters, *root._buffers, *constants)}:
+        if name in ("meta", "_graph", "_code") or (hasattr(fx.GraphModule, name) and not hasattr(nn.Module, name)):
+            raise CaptureError(
+                f"{type(root).__name__} has a part called {name!r}, a name that torch.fx.GraphModule uses for its own: "
+                "rename it, or wrap the model in another module"
+            )
 
 
 def _graft(target: nn.Module, source: nn.Module, prefix: str, called: set[str], made: dict[int, nn.Module]) -> None:

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import dis
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpt_fx.aliasing import writes_in_place
 from cpt_fx.capture.base import CaptureError
 
 PLAIN = (bool, int, float, str, type(None))
 """Argument values that Python code branches on: they become constants of the graph."""
+
+INNER = (Path(__file__).parents[1], Path(torch.__file__).parent, Path(dis.__file__).parent)
+"""Where code lies that is not the model's own: this library, torch, Python."""
 
 _ABSENT = object()
 
@@ -54,7 +63,15 @@ def refusing_what_is_lost() -> Iterator[None]:
     def enter(_: Any) -> Any:
         raise CaptureError("forward enters torch.autocast: torch.fx would lose the region, also a disabled one")
 
-    with replaced({(torch, "manual_seed"): manual_seed, (torch.autocast, "__enter__"): enter}), _refusing_functions():
+    def enable(*_: Any) -> Any:
+        raise CaptureError("forward switches gradients on: where the model is called without them, a graph would not")
+
+    refused = {
+        (torch, "manual_seed"): manual_seed,
+        (torch.autocast, "__enter__"): enter,
+        (torch.enable_grad, "__enter__"): enable,
+    }
+    with replaced(refused), _refusing_functions():
         yield
 
 
@@ -105,6 +122,77 @@ def watching_attributes() -> Iterator[None]:
 
     with replaced({(nn.Module, "__setattr__"): checked}):
         yield
+
+
+def refuse_handlers() -> None:
+    """Refuse an operator that is recorded where exceptions are caught: values that are only traced raise none.
+
+    Called while tracing: whoever called the operator is on the stack, up to the tracer itself.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != TRACE:
+        code = frame.f_code
+        if _is_the_models(code) and _catches(code):
+            raise CaptureError(
+                f"{code.co_name} ({code.co_filename}:{frame.f_lineno}) catches exceptions, and values that are only "
+                "traced raise none: a graph might take the way that the model does not"
+            )
+        frame = frame.f_back
+
+
+TRACE = "_trace_with_guards"
+"""Name of the function that starts a trace: below it on the stack is the user's program, which may catch anything."""
+
+
+@cache
+def _is_the_models(code: CodeType) -> bool:
+    name = code.co_filename
+    return not name.startswith("<") and not any(map(Path(name).is_relative_to, INNER))
+
+
+@cache
+def _catches(code: CodeType) -> bool:
+    """Whether a function has an `except` of its own: `with` statements have none."""
+    return any(step.opname in ("CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH") for step in dis.get_instructions(code))
+
+
+class RefusingWrites(TorchDispatchMode):
+    """Refuse code that writes to a parameter or buffer it got hold of behind the tracer's back.
+
+    Whoever walks over `self.parameters()` sees the real tensors: an update would happen once, while tracing, to the
+    model's own values, and never when the graph runs.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        self._names = {tensor.untyped_storage()._cdata: name for name, tensor in tensors}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at what an operator is about to write."""
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for place, argument in enumerate(func._schema.arguments):
+                value = args[place] if place < len(args) else kwargs.get(argument.name)
+                written = argument.alias_info is not None and argument.alias_info.is_write
+                for tensor in pytree.tree_leaves(value) if written else ():
+                    name = (
+                        self._names.get(tensor.untyped_storage()._cdata) if isinstance(tensor, torch.Tensor) else None
+                    )
+                    if name is not None:
+                        raise CaptureError(
+                            f"forward updates {name} in place, but not as an attribute of its module: torch.fx would "
+                            "run the update once, while tracing"
+                        )
+        return func(*args, **kwargs)
+
+
+def refuse_modes_of_their_own(model: nn.Module) -> None:
+    """Refuse modules that override `train`: a graph follows the flags, not the code that sets them."""
+    for name, module in model.named_modules():
+        if type(module).train is not nn.Module.train and not type(module).__module__.startswith("torch."):
+            place = f"module {name!r} ({type(module).__name__})" if name else type(module).__name__
+            raise CaptureError(f"{place} has a train() of its own, which a graph would not call")
 
 
 def context() -> dict[str, object]:

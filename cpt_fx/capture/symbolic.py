@@ -17,7 +17,13 @@ from torch import fx, nn
 from cpt_fx.aliasing import writes_in_place
 from cpt_fx.capture.base import Captured, CaptureError, assemble, clone_tree
 from cpt_fx.capture.containers import unchanged_containers
-from cpt_fx.capture.guards import PLAIN, refusing_what_is_lost, watching_attributes
+from cpt_fx.capture.guards import (
+    PLAIN,
+    RefusingWrites,
+    refuse_modes_of_their_own,
+    refusing_what_is_lost,
+    watching_attributes,
+)
 from cpt_fx.capture.in_place import recording_updates
 from cpt_fx.capture.modes import merge_modes
 from cpt_fx.capture.tracer import Tracer, expect
@@ -31,6 +37,7 @@ def capture_symbolic(
     model: nn.Module, example_inputs: tuple[Any, ...] | None = None, example_kwargs: dict[str, Any] | None = None
 ) -> Captured:
     """Capture with torch.fx, or raise `CaptureError` where the graph would not do what the model does."""
+    refuse_modes_of_their_own(model)
     optional = _optional_arguments(model)
     if example_inputs is not None or example_kwargs is not None:
         fixed = _constants_of(model, example_inputs or (), example_kwargs or {})
@@ -95,13 +102,13 @@ def _trace(model: nn.Module, fixed: Mapping[str, object], *, mode: bool) -> Trac
                 "graph, where the hook would never be called"
             )
     try:
-        with _TRACING, unchanged_containers(model), ExitStack() as stack:
+        with _TRACING, unchanged_containers(model), RefusingWrites(model), ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             for context in (tracer.recording_factories, tracer.recording_output_sizes, recording_updates,
                             refusing_what_is_lost, watching_attributes):  # fmt: skip
                 stack.enter_context(context())
             warnings.simplefilter("ignore")
-            graph = tracer.trace(root)
+            graph = _trace_with_guards(tracer, root)
     except CaptureError:
         raise
     except Exception as error:
@@ -116,6 +123,11 @@ def _trace(model: nn.Module, fixed: Mapping[str, object], *, mode: bool) -> Trac
         ) from error
     _check_constants(graph)
     return Traced(root, graph, tracer.dropped_checkpoints)
+
+
+def _trace_with_guards(tracer: Tracer, root: nn.Module) -> fx.Graph:
+    # By name the end of the stack that guards look at (guards.TRACE).
+    return tracer.trace(root)
 
 
 def _line_of(error: Exception) -> str:

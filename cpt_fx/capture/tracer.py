@@ -13,7 +13,7 @@ from torch.nn.modules.conv import _ConvTransposeNd
 from torch.nn.utils import parametrize
 
 from cpt_fx.capture.base import CaptureError
-from cpt_fx.capture.guards import context, replaced
+from cpt_fx.capture.guards import context, refuse_handlers, replaced
 from cpt_fx.meta import OPENED, module_path
 
 FACTORIES = ("zeros", "ones", "full", "empty", "rand", "randn", "randint", "randperm", "arange", "linspace", "eye")
@@ -34,6 +34,8 @@ class Tracer(fx.Tracer):
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         """Refuse operators inside a context that changes them: a graph does not record `with` statements."""
         node = super().create_node(kind, *args, **kwargs)
+        if kind.startswith("call_"):
+            refuse_handlers()
         changed = [name for name, state in context().items() if state != self._context[name]]
         # Saved-tensor hooks change what is kept for the backward pass, not what is computed.
         self.dropped_checkpoints |= torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
@@ -42,6 +44,13 @@ class Tracer(fx.Tracer):
             place = f"module {path!r}" if path else "the model's forward"
             raise CaptureError(f"{place} runs {node.format_node()} inside {changed[0]}, which torch.fx would lose")
         return node
+
+    def create_arg(self, a: Any) -> Any:
+        """Refuse containers that a graph would rebuild as plain ones."""
+        if isinstance(a, (dict, list)) and type(a) not in (dict, list) and "immutable_" not in type(a).__name__:
+            plain = "dict" if isinstance(a, dict) else "list"
+            raise CaptureError(f"forward makes a {type(a).__name__}, which torch.fx would turn into a plain {plain}")
+        return super().create_arg(a)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Keep torch.nn layers as calls, except those with products and those with computed parameters."""
@@ -131,6 +140,6 @@ def expect(given: object, value: object, name: str) -> None:
     if given is not value and (isinstance(given, torch.Tensor) or given != value):
         raise ValueError(
             f"this model was captured for {name}={value!r}, which its code branches on; got "
-            f"{type(given).__name__ if isinstance(given, torch.Tensor) else repr(given)}. To use another value, pass "
-            "example_inputs / example_kwargs with it to cpt_fx.transform"
+            f"{type(given).__name__ if isinstance(given, torch.Tensor) else repr(given)}. To use another value, "
+            "capture the model with it in example_inputs / example_kwargs"
         )
