@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cpt_fx import schedules as schedules
     from cpt_fx.api import graphs as graphs
     from cpt_fx.api import revert as revert
+    from cpt_fx.api import single_graph as single_graph
     from cpt_fx.api import transform as transform
     from cpt_fx.capture import CaptureError as CaptureError
     from cpt_fx.costs import cost as cost
@@ -43,6 +44,7 @@ _HOMES = {
     "graphs": "cpt_fx.api",
     "inspect": "cpt_fx.inspection",
     "revert": "cpt_fx.api",
+    "single_graph": "cpt_fx.api",
     "transform": "cpt_fx.api",
 }
 _MODULES = ("functional", "passes", "recipes", "schedules")

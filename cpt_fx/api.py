@@ -2,49 +2,29 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.export import ExportedProgram
 
+from cpt_fx.bodies import graphs_of
+from cpt_fx.capture import Captured, Deferred
 from cpt_fx.capture import capture as capture_model
 from cpt_fx.errors import TransformError, check_choice
-from cpt_fx.graph_module import QuantizedGraphModule
-from cpt_fx.meta import QUANTIZER, SITE, STATE, Uncovered
+from cpt_fx.graph_module import ENGINE, QuantizedGraphModule
+from cpt_fx.history import HISTORY, History, check_coverage
+from cpt_fx.meta import STATE
 from cpt_fx.overrides import Pattern
-from cpt_fx.pass_base import Report
 from cpt_fx.passes.bind import Bind
 from cpt_fx.pipeline import Pipeline
 from cpt_fx.recipes import Recipe
 from cpt_fx.runtime import Precision
 from cpt_fx.schedules.base import Schedule
+from cpt_fx.trial import trial
 
-LOGGER = logging.getLogger("cpt_fx")
-
-HISTORY = "_cpt_fx_history"
-"""Attribute of a transformed module that says how it came about."""
-
-
-@dataclass(frozen=True)
-class History:
-    """How a model was transformed. `source` is the plain model: not a submodule, its tensors are shared."""
-
-    frontend: str
-    notes: tuple[str, ...]
-    reports: tuple[Report, ...]
-    pipeline: str
-    source: nn.Module
-
-    @property
-    def uncovered(self) -> tuple[Uncovered, ...]:
-        """Everything that multiplies and stays in full precision."""
-        return tuple(item for report in self.reports for item in report.uncovered)
-
-
-WRAPPERS = ("OptimizedModule", "DataParallel", "DistributedDataParallel")
+WRAPPERS = ("OptimizedModule", "DataParallel")
 """Modules that go around a transformed model, not into it: by name, since torch's compiler is slow to import."""
 
 EXECUTIONS = ("simulated",)
@@ -52,7 +32,7 @@ EXECUTIONS = ("simulated",)
 
 
 def transform(
-    model: nn.Module,
+    model: nn.Module | ExportedProgram,
     schedule: Schedule,
     *,
     recipe: Recipe | str | None = None,
@@ -70,13 +50,16 @@ def transform(
     `schedule.step()` after each optimizer step, and `cpt_fx.revert(result)` to get the plain model back.
 
     Args:
-        model: any module, or a `torch.fx.GraphModule`.
+        model: any module, a `torch.fx.GraphModule`, a `torch.export.ExportedProgram`, or a module inside
+            `DistributedDataParallel`, which the result is then inside of, too.
         schedule: what the widths do over the run; one schedule may drive several models.
         recipe: what is quantized how: a `Recipe`, the name of a preset, or None for `recipes.default()`.
-        example_inputs: positional arguments the model is called with. Needed only where its code branches on an
-            argument whose default is not the value it will get.
+        example_inputs: positional arguments the model is called with. `"export"` needs them; with `"dynamo"` they
+            capture the graph now instead of at the first call; with `"symbolic"` they fix arguments that the code
+            branches on.
         example_kwargs: keyword arguments the model is called with.
-        capture: `"symbolic"`, or `"auto"` for the first frontend that is faithful.
+        capture: `"symbolic"` (torch.fx), `"export"` (torch.export), `"dynamo"` (whatever the code does), or `"auto"`:
+            torch.fx where its graph provably does what the model does and hides nothing, else Dynamo.
         exclude: module names, globs or types left in full precision.
         overrides: name, glob or type -> fixed bits (`8`, `(8, 8, 8)`), an offset (`"+2"`), a `Rule`, a `Recipe`, or a
             mapping of `bits`, `offset`, `input`, `weight`, `bias`, `gradient`.
@@ -96,7 +79,7 @@ def transform(
 
 def transform_with(
     pipeline: Pipeline,
-    model: nn.Module,
+    model: nn.Module | ExportedProgram,
     schedule: Schedule,
     *,
     example_inputs: tuple[Any, ...] | None = None,
@@ -107,15 +90,62 @@ def transform_with(
 ) -> nn.Module:
     """Transform a model with a given pipeline: what `transform` and `Pipeline.transform` come down to."""
     _check(model, schedule, execution)
-    if example_inputs is not None and not isinstance(example_inputs, tuple):
-        raise TypeError(f"example_inputs must be a tuple of the model's arguments, got {type(example_inputs).__name__}")
+    check_examples(example_inputs, example_kwargs)
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        inner = transform_with(
+            pipeline, model.module, schedule, example_inputs=example_inputs, example_kwargs=example_kwargs,
+            frontend=frontend, execution=execution, strict=strict,
+        )  # fmt: skip
+        return _rewrapped(model, inner)
     captured = capture_model(model, frontend, example_inputs, example_kwargs)
+    source = model if isinstance(model, nn.Module) else model.module(check_guards=False)
+    if isinstance(captured, Captured):
+        return _whole(pipeline, captured, source, schedule, strict)
+    return _as_it_runs(pipeline, captured, source, schedule, strict, example_inputs, example_kwargs)
+
+
+def check_examples(args: object, kwargs: object) -> None:
+    """Refuse examples that are not in the form of a call."""
+    if args is not None and not isinstance(args, tuple):
+        raise TypeError(f"example_inputs must be a tuple of the model's arguments, got {type(args).__name__}")
+    if kwargs is not None and not isinstance(kwargs, dict):
+        raise TypeError(f"example_kwargs must be a dict of the model's arguments by name, got {type(kwargs).__name__}")
+
+
+def _rewrapped(wrapper: nn.parallel.DistributedDataParallel, inner: nn.Module) -> nn.Module:
+    """Put a transformed model in the place of the plain one: the parameters, and what averages them, are the same."""
+    new = object.__new__(type(wrapper))
+    new.__dict__ = {**wrapper.__dict__, "_modules": {**wrapper._modules, "module": inner}}
+    return new
+
+
+def _whole(pipeline: Pipeline, captured: Captured, model: nn.Module, schedule: Schedule, strict: bool) -> nn.Module:
+    """Rewrite the one graph that holds the model."""
     module = captured.module
     bound = Pipeline(tuple(Bind(schedule) if isinstance(step, Bind) else step for step in pipeline))
     reports = bound.run(module)
     history = History(captured.frontend, captured.notes, reports, repr(bound), model)
     module.__dict__[HISTORY] = history
-    _check_coverage(module, history, strict)
+    check_coverage(history, graphs(module), strict=strict)
+    return module
+
+
+def _as_it_runs(
+    pipeline: Pipeline, found: Deferred, model: nn.Module, schedule: Schedule, strict: bool,
+    example_inputs: tuple[Any, ...] | None, example_kwargs: dict[str, Any] | None,
+) -> nn.Module:  # fmt: skip
+    """Rewrite graphs as Dynamo finds them: at the first call, which is now where there are example inputs."""
+    from cpt_fx.dynamo.engine import Engine  # torch's compiler is slow to import
+    from cpt_fx.dynamo.module import DynamoModule
+
+    engine = Engine(model, pipeline, found.notes, strict=strict)
+    module = DynamoModule(engine)
+    if any(isinstance(step, Bind) for step in pipeline):
+        schedule.bind(module)
+    if example_inputs is not None or example_kwargs is not None:
+        with trial(module):
+            module(*(example_inputs or ()), **(example_kwargs or {}))
+        engine.state.forget()
     return module
 
 
@@ -143,20 +173,69 @@ def revert(model: nn.Module) -> nn.Module:
 
 
 def graphs(model: nn.Module) -> list[fx.GraphModule]:
-    """Return the rewritten graphs of a transformed model."""
-    return [_transformed(model)]
+    """Return the rewritten graphs of a transformed model, those inside others after the one they are in.
+
+    A model that was captured by Dynamo has those found so far: none before its first call.
+    """
+    module = _transformed(model)
+    if isinstance(module, QuantizedGraphModule):
+        return graphs_of(module)
+    found: list[fx.GraphModule] = module.__dict__[ENGINE].graphs()
+    return found
+
+
+def single_graph(
+    result: nn.Module,
+    example_inputs: tuple[Any, ...] | None = None,
+    example_kwargs: dict[str, Any] | None = None,
+    *,
+    dynamic: bool = True,
+) -> fx.GraphModule:
+    """Return a transformed model as one `torch.fx.GraphModule`, as export needs it.
+
+    A model that was captured by torch.fx or torch.export is one already, and is returned. One that was captured by
+    Dynamo is captured again from a run on examples, in one graph that has its signature and returns what it returns.
+    Parameters, buffers and running ranges are shared with the result; the widths follow the same schedule. The run
+    leaves no trace.
+
+    The graph is the one for the mode that the result is in now: where its code asks for the mode, the graph checks it
+    when it runs. Plain values among the arguments are part of the graph, and are checked, too; attributes and globals
+    that the code reads are those of now.
+
+    Args:
+        result: what `transform` returned, or a module around it.
+        example_inputs: positional arguments the model is called with; needed where Dynamo captured it.
+        example_kwargs: keyword arguments the model is called with.
+        dynamic: let the sizes of the examples vary, as far as the code does; otherwise the graph is for these alone.
+
+    Raises:
+        CaptureError: where the model is not one graph, with file, line and reason of every break.
+    """
+    module = _transformed(result)
+    if isinstance(module, QuantizedGraphModule):
+        return module
+    check_examples(example_inputs, example_kwargs)
+    if example_inputs is None and example_kwargs is None:
+        raise TypeError(
+            "Dynamo captures a model from a run: pass single_graph(result, example_inputs) a tuple of the model's "
+            "arguments, or example_kwargs"
+        )
+    from cpt_fx.dynamo.single import single_graph_of  # torch's compiler is slow to import
+
+    return single_graph_of(module, module.__dict__[ENGINE], example_inputs or (), example_kwargs or {}, dynamic=dynamic)
 
 
 def history_of(model: nn.Module) -> History:
     """Return how a model was transformed."""
-    history = _transformed(model).__dict__[HISTORY]
+    module = _transformed(model)
+    history = module.__dict__[HISTORY] if HISTORY in module.__dict__ else module.__dict__[ENGINE].history()
     assert isinstance(history, History)
     return history
 
 
-def _transformed(model: nn.Module) -> QuantizedGraphModule:
+def _transformed(model: nn.Module) -> nn.Module:
     for module in model.modules():
-        if isinstance(module, QuantizedGraphModule) and HISTORY in module.__dict__:
+        if HISTORY in module.__dict__ or ENGINE in module.__dict__:
             return module
     raise TransformError(f"{type(model).__name__} is not transformed: call cpt_fx.transform(model, schedule) first")
 
@@ -164,17 +243,24 @@ def _transformed(model: nn.Module) -> QuantizedGraphModule:
 def _check(model: object, schedule: object, execution: str) -> None:
     """Refuse what cannot work before anything is done."""
     check_choice("execution", execution, EXECUTIONS)
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"model must be a torch.nn.Module, got {type(model).__name__}"
-            + (": transform the module it was exported from" if type(model).__name__ == "ExportedProgram" else "")
-        )
+    if not isinstance(model, (nn.Module, ExportedProgram)):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if type(model).__name__ in WRAPPERS:
         raise TypeError(f"transform the model first and wrap the result; got it inside {type(model).__name__}")
     if not isinstance(schedule, Schedule):
         raise TypeError(
             f"schedule must be a schedule such as cpt_fx.schedules.named(...), got {type(schedule).__name__}"
         )
+    if isinstance(model, nn.Module):
+        _check_untouched(model)
+    if torch.is_inference_mode_enabled():
+        raise TransformError("transform was called under torch.inference_mode(): its tensors could never be trained")
+    if not torch.is_grad_enabled():
+        raise TransformError("transform was called under torch.no_grad(): leave it, the result is made for training")
+
+
+def _check_untouched(model: nn.Module) -> None:
+    """Refuse a model that has our state already."""
     if any(isinstance(module, Precision) for module in model.modules()):
         raise TransformError(
             f"this {_kind(model)} is transformed already. Take cpt_fx.revert(model) to transform it anew, or "
@@ -184,37 +270,9 @@ def _check(model: object, schedule: object, execution: str) -> None:
         raise TransformError(
             f"{type(model).__name__} has a part called {STATE!r}, which is where cpt_fx keeps its state: rename it"
         )
-    if torch.is_inference_mode_enabled():
-        raise TransformError("transform was called under torch.inference_mode(): its tensors could never be trained")
-    if not torch.is_grad_enabled():
-        raise TransformError("transform was called under torch.no_grad(): leave it, the result is made for training")
 
 
 def _kind(model: nn.Module) -> str:
     """Return the class of a model, of the plain one where it is transformed."""
-    history = model.__dict__.get(HISTORY)
-    return type(history.source if isinstance(history, History) else model).__name__
-
-
-def _check_coverage(module: QuantizedGraphModule, history: History, strict: bool) -> None:
-    """Refuse a result that quantizes nothing, or, if strict, not everything; log what is covered."""
-    sites = {node.meta[SITE].layer for node in module.graph.nodes if SITE in node.meta}
-    quantizers = sum(QUANTIZER in node.meta for node in module.graph.nodes)
-    left = [item for item in history.uncovered if not item.by_choice]
-    if not quantizers:
-        shown = "".join(f"\n  {item}" for item in history.uncovered[:10])
-        name = type(history.source).__name__ + (":" if shown else "")
-        raise TransformError(f"there is nothing to quantize in {name}{shown}")
-    if strict and left:
-        shown = "".join(f"\n  {item}" for item in left)
-        raise TransformError(f"strict=True, but {len(left)} operators or operands stay in full precision:{shown}")
-    LOGGER.info(
-        "%s: %d layers quantized by %d quantizers, %d excluded, %d uncovered, 1 graph (%s)",
-        type(history.source).__name__, len(sites), quantizers, len(history.uncovered) - len(left), len(left),
-        history.frontend,
-    )  # fmt: skip
-    ineffective = [note for report in history.reports if report.name == "annotate" for note in report.notes]
-    for note in (*history.notes, *ineffective):
-        LOGGER.warning("%s", note)
-    for item in left:
-        LOGGER.warning("in full precision: %s", item)
+    transformed = HISTORY in model.__dict__ or ENGINE in model.__dict__
+    return type(history_of(model).source if transformed else model).__name__

@@ -3,6 +3,8 @@
 `record[0]` counts runs. `record[b]`, b = 1..32, holds the number of distinct levels seen at width b, and
 `record[32 + b]` the relative rounding error seen there, in parts per billion. Levels and error are measured on a
 sample, the first time a quantizer runs at a width, and only where that needs no synchronisation with a device.
+At 32 bits there is no error, and `record[ARMED]` says of a gradient quantizer whether a forward pass went through it: 1
+where no gradient was to be expected, 2 once it waited for one.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.numerics import reduced_dims
 
 RECORD_LENGTH = 1 + 2 * FULL_PRECISION
+ARMED = 2 * FULL_PRECISION
 SAMPLE = 8192
 """Elements looked at: far more than 2**8 levels, so an unquantized tensor cannot pass for an 8-bit one."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from cpt_fx.meta import LEFT, PASS, QUANTIZER, SITE
+from cpt_fx.meta import FAMILY, LEFT, NAME, PASS, QUANTIZER, SITE, WEIGHT
 
 _GRAPH_ATTRIBUTES = ("_graph", "_code", "_lineno_map", "_prologue_start", "_codegen")
 STATE_DICT_HOOKS = (
@@ -18,7 +18,9 @@ CALL_HOOKS = (
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks",
 )  # fmt: skip
-_KEPT_META = (SITE, LEFT, QUANTIZER, PASS)
+ENGINE = "_cpt_fx_engine"
+"""Attribute of a transformed module that has no graph of its own: what finds and runs its graphs."""
+_KEPT_META = (SITE, LEFT, QUANTIZER, PASS, FAMILY, NAME, WEIGHT)
 
 
 class Shell(nn.Module):

@@ -8,13 +8,13 @@ tracing; in eager, where reading a CPU tensor costs nothing, full precision skip
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, wraps
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cpt_fx.evidence import witness
+from cpt_fx.evidence import ARMED, witness
 from cpt_fx.formats import FULL_PRECISION, Rounding, Scheme, Specials
 from cpt_fx.learned import LearnedRange
 from cpt_fx.numerics import Extent, Grid, extent_of, percentile_extent, quantize, quantize_or_pass
@@ -34,11 +34,11 @@ SCHEMAS = {
     "fake_quantize_observed": (
         "(Tensor x, Tensor bits, Tensor(a!) zero_point, Tensor(b!) range, Tensor(c!) weight, bool training, *, "
         f"{_GRID.format(rounding='nearest')}, float momentum=0.9, bool corrected=True, bool when_off=False, "
-        "float percentile=100., Tensor(d!)? record=None) -> Tensor"
+        "float percentile=100., Tensor? mode=None, Tensor(d!)? record=None) -> Tensor"
     ),
     "fake_quantize_learned": (
         "(Tensor x, Tensor bits, Tensor(a!) zero_point, Tensor(b!) range, Tensor(c!) weight, bool training, *, "
-        f"{_GRID.format(rounding='nearest')}, Tensor(d!)? record=None) -> Tensor"
+        f"{_GRID.format(rounding='nearest')}, Tensor? mode=None, Tensor(d!)? record=None) -> Tensor"
     ),
 }
 
@@ -144,6 +144,28 @@ def _straight_through(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None
     return result
 
 
+def _by_parts(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Let a kernel take complex tensors: their real and imaginary parts are numbers of one tensor."""
+
+    @wraps(kernel)
+    def run(x: Tensor, *args: Any, **options: Any) -> Tensor:
+        if not x.is_complex():
+            return kernel(x, *args, **options)
+        return torch.view_as_complex(kernel(torch.view_as_real(x), *args, **options | _with_parts(options)))
+
+    return run
+
+
+def _with_parts(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the dims of an option as they are with the parts as a last dim: those counted from the end move on."""
+    keep, over = options.get("keep", ()), options.get("over")
+    moved: dict[str, Any] = {"keep": [dim - (dim < 0) for dim in keep]}
+    if over is not None:
+        moved["over"] = [*(dim - (dim < 0) for dim in over), -1]
+    return moved
+
+
+@_by_parts
 def _fake_quantize(
     x: Tensor, bits: Tensor, *, zero_point: Tensor | None = None, range: Tensor | None = None,
     record: Tensor | None = None, **options: Any,
@@ -153,15 +175,19 @@ def _fake_quantize(
 
 
 def _quantize_gradient(x: Tensor, bits: Tensor, *, record: Tensor | None = None, **options: Any) -> Tensor:
+    if record is not None:
+        record[ARMED].clamp_(min=1 + x.requires_grad)
     if not x.requires_grad:
         return x
     if x.is_leaf:
         # A hook on a leaf would outlive this call and pile up with every step.
         x = x.view_as(x)
-    grid = _grid_of(options, "stochastic")
+    grid = _grid_of(options | _with_parts(options) if x.is_complex() else options, "stochastic")
 
     def hook(gradient: Tensor) -> Tensor:
-        return _straight_through(gradient, bits, grid, None, record)
+        parts = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+        quantized = _straight_through(parts, bits, grid, None, record)
+        return torch.view_as_complex(quantized) if gradient.is_complex() else quantized
 
     # On the layer's own output: one quantized gradient serves input, weight and bias, no node is added to the
     # autograd graph, and the hook stays where it was put when an in-place op follows.
@@ -169,13 +195,24 @@ def _quantize_gradient(x: Tensor, bits: Tensor, *, record: Tensor | None = None,
     return x
 
 
+@_by_parts
 def _fake_quantize_observed(
     x: Tensor, bits: Tensor, zero_point: Tensor, range: Tensor, weight: Tensor, training: bool, *,
     momentum: float = 0.9, corrected: bool = True, when_off: bool = False, percentile: float = 100.0,
-    record: Tensor | None = None, **options: Any,
+    mode: Tensor | None = None, record: Tensor | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
     running = Running(zero_point, range, weight)
-    used = _observe(x, bits, running, training, momentum, corrected, when_off, percentile)
+    if mode is not None and (known := host_value(mode)) is not None:
+        training, mode = bool(known), None
+    how = _Learning(momentum, when_off, percentile)
+    if mode is not None:
+        # Recalled first: learning overwrites.
+        recalled = _recall(x, running, corrected, percentile)
+        used = _by_mode(mode, _learn(x, bits, running, how, mode), recalled)
+    elif training:
+        used = _learn(x, bits, running, how)
+    else:
+        used = _recall(x, running, corrected, percentile)
     return _straight_through(x, bits, _grid_of(options, "nearest"), used, record)
 
 
@@ -187,28 +224,39 @@ class Running(NamedTuple):
     weight: Tensor
 
 
+class _Learning(NamedTuple):
+    """How a running range learns from a batch."""
+
+    momentum: float
+    when_off: bool
+    percentile: float
+
+
 @torch.no_grad()
-def _observe(
-    x: Tensor, bits: Tensor, running: Running, training: bool, momentum: float, corrected: bool, when_off: bool,
-    percentile: float,
-) -> Extent:  # fmt: skip
-    """Return the range to quantize with: the batch's own in training (and learn from it), the running one after."""
-    zero_point, range, weight = running
+def _learn(x: Tensor, bits: Tensor, running: Running, how: _Learning, mode: Tensor | None = None) -> Extent:
+    """Return the batch's own range, and let the running one learn from it; with a mode, only where that is True."""
     if x.numel() == 0:
-        return Extent(zero_point, range)
-    if training:
-        batch = _extent(x, percentile)
-        if _is_recomputing():
-            return batch
-        on = torch.ones_like(bits, dtype=torch.bool) if when_off else bits > 0
-        values = (batch.zero_point, batch.range, torch.ones_like(weight))
-        for state, value in zip(running, values, strict=True):
-            # The published expression, in its order: float addition does not commute with rearrangement.
-            updated = state * momentum + value.to(state.dtype) * (1 - momentum)
-            state.copy_(torch.where(on, updated, state))
+        return Extent(running.zero_point, running.range)
+    batch = _extent(x, how.percentile)
+    if _is_recomputing():
         return batch
-    if not corrected:
-        return Extent(zero_point, range)
+    on = torch.ones_like(bits, dtype=torch.bool) if how.when_off else bits > 0
+    if mode is not None:
+        on = on & mode
+    values = (batch.zero_point, batch.range, torch.ones_like(running.weight))
+    for state, value in zip(running, values, strict=True):
+        # The published expression, in its order: float addition does not commute with rearrangement.
+        updated = state * how.momentum + value.to(state.dtype) * (1 - how.momentum)
+        state.copy_(torch.where(on, updated, state))
+    return batch
+
+
+@torch.no_grad()
+def _recall(x: Tensor, running: Running, corrected: bool, percentile: float) -> Extent:
+    """Return the running range as it is now."""
+    zero_point, range, weight = running
+    if x.numel() == 0 or not corrected:
+        return Extent(zero_point.clone(), range.clone())
     if host_value(weight > 0):
         return Extent(zero_point / weight, range / weight)
     # Before any training there is nothing to average: the range of the tensor at hand serves.
@@ -216,6 +264,15 @@ def _observe(
     return Extent(
         torch.where(weight > 0, zero_point / weight, batch.zero_point.to(zero_point.dtype)),
         torch.where(weight > 0, range / weight, batch.range.to(range.dtype)),
+    )
+
+
+def _by_mode(mode: Tensor, seen: Extent, recalled: Extent) -> Extent:
+    """Return one of two ranges, chosen where a mode is a tensor."""
+    return Extent(
+        torch.where(mode, seen.zero_point, recalled.zero_point),
+        torch.where(mode, seen.range, recalled.range),
+        torch.where(mode, seen.maximum(), recalled.maximum()),
     )
 
 
@@ -228,9 +285,10 @@ def _extent(x: Tensor, percentile: float) -> Extent:
     return extent_of(x, (), None) if percentile >= 100 else percentile_extent(x, percentile)
 
 
+@_by_parts
 def _fake_quantize_learned(
     x: Tensor, bits: Tensor, zero_point: Tensor, range: Tensor, weight: Tensor, training: bool, *,
-    record: Tensor | None = None, **options: Any,
+    mode: Tensor | None = None, record: Tensor | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
     grid = _grid_of(options, "nearest")
     if x.numel():

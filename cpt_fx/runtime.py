@@ -42,10 +42,13 @@ class Precision(_State):
         self.bits = _State()
         self.ranges = _State()
         self.records = _State()
+        self.grows = False
+        """Whether graphs may still be found: a checkpoint may then know more ranges than there are by now."""
         self.dials: dict[str, Dial] = {}
         self.schedule: Schedule | None = None
         self._written: dict[str, int] = {}
-        self.register_load_state_dict_pre_hook(_accept_plain_checkpoint)  # type: ignore[no-untyped-call]
+        self._pinned: frozenset[str] = frozenset()
+        self.register_load_state_dict_pre_hook(_accept_other_checkpoints)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_follow_schedule)  # type: ignore[no-untyped-call]
 
     def add_dial(self, dial: Dial) -> str:
@@ -64,16 +67,35 @@ class Precision(_State):
                 holder.add_module(name, _State())
             holder = holder.get_submodule(name)
         for name in (ZERO_POINT, RANGE, WEIGHT):
-            if not hasattr(holder, name):
-                value = torch.zeros((), dtype=torch.float32)
-                if learned and name != WEIGHT:
-                    holder.register_parameter(name, nn.Parameter(value))
-                else:
-                    holder.register_buffer(name, value)
+            value = holder._buffers.get(name)
+            if learned and name != WEIGHT and name not in holder._parameters:
+                # A buffer where a checkpoint brought it before the graph said what it is.
+                holder._buffers.pop(name, None)
+                holder.register_parameter(name, nn.Parameter(_zero() if value is None else value))
+            elif not hasattr(holder, name):
+                holder.register_buffer(name, _zero())
         return f"ranges.{path}"
+
+    def pin(self) -> None:
+        """Keep all that is here now: a graph that was captured reads it, whatever later captures have no use for."""
+        ranges = {f"ranges.{path}" for path, holder in self.ranges.named_modules() if hasattr(holder, RANGE)}
+        self._pinned = frozenset({*ranges, *self.dials, *(f"records.{name}" for name in self.records._buffers)})
+
+    def drop_dial(self, name: str) -> None:
+        """Forget a width that no quantizer reads."""
+        if name not in self._pinned:
+            del self.dials[name]
+            delattr(self.bits, name)
+
+    def drop_record(self, name: str) -> None:
+        """Forget the record of a quantizer that is gone."""
+        if f"records.{name}" not in self._pinned:
+            delattr(self.records, name)
 
     def drop_range(self, path: str) -> None:
         """Forget a running range that sharing made redundant, and the holders it leaves empty."""
+        if path in self._pinned:
+            return
         names = path.split(".")
         for length in range(len(names), 1, -1):
             parent, name = self.get_submodule(".".join(names[: length - 1])), names[length - 1]
@@ -87,8 +109,15 @@ class Precision(_State):
 
     def add_record(self, name: str) -> str:
         """Make sure a record exists for a quantize node; return its path from the model."""
-        self.records.register_buffer(name, torch.zeros(RECORD_LENGTH, dtype=torch.int64), persistent=False)
+        if name not in self.records._buffers:
+            self.records.register_buffer(name, torch.zeros(RECORD_LENGTH, dtype=torch.int64), persistent=False)
         return f"{STATE}.records.{name}"
+
+    def forget(self) -> None:
+        """Forget what was observed and recorded: it came from a run that only looked at the model."""
+        for state in (self.ranges, self.records):
+            for buffer in (*state.buffers(), *state.parameters()):
+                buffer.detach().zero_()
 
     def attach(self, schedule: Schedule) -> None:
         """Follow a schedule from now on (called by `schedule.bind`)."""
@@ -173,13 +202,35 @@ def dial_width(dial: Dial, bits: Bits) -> int:
     return width
 
 
-def _accept_plain_checkpoint(
+def _zero() -> Tensor:
+    return torch.zeros((), dtype=torch.float32)
+
+
+def _accept_other_checkpoints(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool,
     missing: list[str], unexpected: list[str], errors: list[str],
 ) -> None:  # fmt: skip
-    """Let the original model's checkpoint load: where it holds nothing of ours, keep what is there."""
-    if not any(key.startswith(prefix) for key in state_dict):
-        state_dict.update(module.state_dict(prefix=prefix))
+    """Let the original model's checkpoint load: where it holds nothing of ours, keep what is there.
+
+    Where graphs are found as the model runs, a checkpoint may have been made when other ones were known. Ranges it
+    brings are kept for their layers; widths are the schedule's to say.
+    """
+    assert isinstance(module, Precision)
+    ours = module.state_dict(prefix=prefix)
+    theirs = [key for key in state_dict if key.startswith(prefix)]
+    if not theirs:
+        state_dict.update(ours)
+    if not module.grows:
+        return
+    for key in theirs:
+        kind, _, path = key.removeprefix(prefix).partition(".")
+        if kind == "ranges" and key not in ours:
+            layer, _, _ = path.rpartition(".")
+            module.add_range(*layer.rsplit(".", 1))
+        elif kind == "bits" and key not in ours:
+            del state_dict[key]
+    for key, value in module.state_dict(prefix=prefix).items():
+        state_dict.setdefault(key, value)
 
 
 def _follow_schedule(module: nn.Module, keys: Any) -> None:

@@ -29,22 +29,21 @@ def trial(model: nn.Module) -> Iterator[None]:
     The originals of the buffers are not written at all, so that a backward pass that is still to come finds them as
     its forward pass left them. Parameters stay; one that the model's own code overwrites gets its values back.
     """
-    modules = list(model.modules())
-    saved = [(module, module._buffers, module.training) for module in modules]
+    modules = [(module, module._buffers.copy(), module.training) for module in model.modules()]
     copies: dict[int, Tensor] = {}
     values = [(parameter, parameter._version, parameter.detach().clone()) for parameter in model.parameters()]
     devices = sorted({value.device.index for _, _, value in values if value.device.type == "cuda"})
     with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
         try:
-            for module in modules:
-                module.__dict__["_buffers"] = {
-                    name: None if buffer is None else copies.setdefault(id(buffer), buffer.detach().clone())
-                    for name, buffer in module._buffers.items()
-                }
+            for module, buffers, _ in modules:
+                # In the containers as they are: others may hold on to them.
+                for name, buffer in buffers.items():
+                    if buffer is not None:
+                        module._buffers[name] = copies.setdefault(id(buffer), buffer.detach().clone())
             yield
         finally:
-            for module, buffers, training in saved:
-                module.__dict__["_buffers"] = buffers
+            for module, buffers, training in modules:
+                module._buffers.update(buffers)
                 module.training = training
             with torch.no_grad():
                 for parameter, version, value in values:

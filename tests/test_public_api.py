@@ -46,6 +46,10 @@ SIGNATURES: dict[str, tuple[Callable[..., Any], str]] = {
     "inspect": (cpt_fx.inspect, "(result)"),
     "revert": (cpt_fx.revert, "(model)"),
     "graphs": (cpt_fx.graphs, "(model)"),
+    "single_graph": (
+        cpt_fx.single_graph,
+        "(result, example_inputs=None, example_kwargs=None, *, dynamic=True)",
+    ),
 }
 
 
@@ -60,7 +64,7 @@ def test_signatures(name: str) -> None:
 def test_names() -> None:
     assert cpt_fx.__all__ == [
         "Bits", "CaptureError", "Format", "Override", "Pipeline", "TransformError", "cost", "functional", "graphs",
-        "inspect", "passes", "recipes", "revert", "schedules", "transform",
+        "inspect", "passes", "recipes", "revert", "schedules", "single_graph", "transform",
     ]  # fmt: skip
     assert schedules.NAMES == ("CR", "LR", "ER", "RR", "CT", "LT", "ETV", "ETH", "RTV", "RTH")
     assert schedules.Bits._fields == ("weight", "activation", "gradient")

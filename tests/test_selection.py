@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -270,25 +271,30 @@ class Hidden(nn.Module):
         return nn.functional.scaled_dot_product_attention(x, x, x)
 
 
+WITHOUT_ATTENTION = replace(recipes.default(), attention=None)
+
+
 def test_strict_wants_everything_covered() -> None:
     with pytest.raises(TransformError, match=r"strict=True, but 1 operators.*\n  core: LSTM: .* inside it: LSTM"):
-        cpt_fx.transform(Hidden(recurrent=True), Static(4), strict=True)
-    with pytest.raises(TransformError, match=r"strict=True, but 1 .*\n.*scaled_dot_product_attention: fused attention"):
-        cpt_fx.transform(Hidden(recurrent=False), Static(4), strict=True)
+        cpt_fx.transform(Hidden(recurrent=True), Static(4), strict=True, capture="symbolic")
+    with pytest.raises(
+        TransformError, match=r"strict=True, but 1 .*\n.*scaled_dot_product_attention: recipe 'default'"
+    ):
+        cpt_fx.transform(Hidden(recurrent=False), Static(4), strict=True, recipe=WITHOUT_ATTENTION)
     assert quantized(cpt_fx.transform(Net(), Static(4), strict=True)) == LAYERS
 
 
 def test_what_is_left_is_said_without_strict(caplog: pytest.LogCaptureFixture) -> None:
     for recurrent in (True, False):
         caplog.clear()
-        result = cpt_fx.transform(Hidden(recurrent=recurrent), Static(4))
+        result = cpt_fx.transform(Hidden(recurrent=recurrent), Static(4), recipe=WITHOUT_ATTENTION, capture="symbolic")
         assert [item.by_choice for item in history_of(result).uncovered] == [False]
         assert "in full precision: " in caplog.text
 
 
 @pytest.mark.parametrize("exclude", ["core", nn.LSTM])
 def test_strict_accepts_what_was_excluded(exclude: Any) -> None:
-    result = cpt_fx.transform(Hidden(recurrent=True), Static(4), strict=True, exclude=exclude)
+    result = cpt_fx.transform(Hidden(recurrent=True), Static(4), strict=True, exclude=exclude, capture="symbolic")
     assert [item.by_choice for item in history_of(result).uncovered] == [True]
 
 

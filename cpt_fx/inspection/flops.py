@@ -14,8 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cpt_fx.api import graphs
 from cpt_fx.inspection.digraph import module_of
-from cpt_fx.inspection.trial import eager_model, trial
 from cpt_fx.meta import SITE, Site
+from cpt_fx.trial import eager_model, trial
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from torch import fx, nn
 from cpt_fx.errors import TransformError
 from cpt_fx.evidence import SAMPLE
 from cpt_fx.formats import FULL_PRECISION
-from cpt_fx.inspection.trial import eager_model, forward_and_backward, trial
 from cpt_fx.inspection.views import QuantizerView, quantizer_nodes, state_of, views_of
 from cpt_fx.meta import get_attribute
 from cpt_fx.passes.verify import Verify
 from cpt_fx.runtime import dial_width
 from cpt_fx.spec import SpecError
+from cpt_fx.trial import eager_model, forward_and_backward, trial
 
 if TYPE_CHECKING:
     from cpt_fx.inspection.model import Inspection
@@ -46,7 +46,8 @@ class Verification:
     unwitnessed: tuple[str, ...] = ()
     """Quantizers that ran, but whose levels nobody counted."""
     idle: tuple[str, ...] = ()
-    """Gradient quantizers that had nothing to do: nothing before them is trained, or gradients were not asked for."""
+    """Gradient quantizers that had nothing to do: nothing before them is trained, no loss depends on them, or gradients
+    were not asked for."""
     notes: tuple[str, ...] = ()
     views: tuple[QuantizerView, ...] = field(default=(), repr=False)
     """What the proof rests on: every quantizer with its record, that of the trial run where there was one."""
@@ -82,7 +83,6 @@ class Verification:
 
 def verify(inspection: Inspection, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: bool) -> Verification:
     """Check the records of a model, those of a trial run where inputs are given; raise with every problem found."""
-    idle = _without_work(inspection, gradients)
     problems = [
         *_broken_promises(inspection),
         *_wrong_widths(inspection),
@@ -93,6 +93,7 @@ def verify(inspection: Inspection, args: tuple[Any, ...], kwargs: dict[str, Any]
     if args or kwargs:
         views, more = _try(inspection, args, kwargs, gradients)
         problems += [problem for problem in more if problem not in problems]
+    idle = _without_work(inspection, views, gradients)
     problems += _never_ran(views, idle, gradients)
     if problems:
         listed = "".join(f"\n  {problem}" for problem in problems)
@@ -175,15 +176,24 @@ def _never_ran(views: tuple[QuantizerView, ...], idle: set[tuple[int, str]], gra
     return problems
 
 
-def _without_work(inspection: Inspection, gradients: bool) -> set[tuple[int, str]]:
-    """Find gradient quantizers from which no run is expected: not asked for, or nothing before them is trained."""
-    idle = set()
-    for index, module in enumerate(inspection.graphs):
-        trained = _trained(module)
-        for node, quantizer in quantizer_nodes(module.graph):
-            if quantizer.role == "gradient" and (not gradients or node not in trained):
-                idle.add((index, node.name))
-    return idle
+def _without_work(inspection: Inspection, views: tuple[QuantizerView, ...], gradients: bool) -> set[tuple[int, str]]:
+    """Find gradient quantizers from which no run is expected.
+
+    Gradients were not asked for, or nothing before the quantizer is trained, or the loss does not depend on it: a
+    forward pass went through it, gradients reached others, and none came here.
+    """
+    modules = inspection.graphs
+    backward = any(view.role == "gradient" and view.times_run for view in views)
+    trained = {
+        (index, node.name) for index, module in enumerate(modules) for node in ([] if backward else _trained(module))
+    }
+    return {
+        (view.graph, view.node)
+        for view in views
+        if view.role == "gradient"
+        and not view.times_run
+        and (not gradients or (bool(view.waited) if backward else (view.graph, view.node) not in trained))
+    }
 
 
 def _trained(module: fx.GraphModule) -> set[fx.Node]:
@@ -218,7 +228,7 @@ def _summary(
     if any(bits > PROVABLE for bits in widths):
         notes.append(f"levels are counted in {SAMPLE} elements: that proves widths up to {PROVABLE} bits, not above")
     if idle:
-        why = "nothing before them is trained" if gradients else "not asked for"
+        why = "nothing before them is trained, or no loss depends on them" if gradients else "not asked for"
         notes.append(f"{len(idle)} gradient quantizers left out: {why}")
     return Verification(
         quantizers=len(views),

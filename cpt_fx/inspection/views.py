@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from cpt_fx.evidence import ARMED
 from cpt_fx.formats import FULL_PRECISION, Format
 from cpt_fx.meta import QUANTIZER, STATE, Dial, Quantizer, get_attribute
 from cpt_fx.runtime import RANGE, WEIGHT, ZERO_POINT, Precision
@@ -43,6 +44,8 @@ class QuantizerView:
     """Width -> rounding error of that sample relative to its root mean square."""
     range: tuple[float, float] | None
     """The running (lowest, highest) value, where the format has an observer that has seen something."""
+    waited: int = 0
+    """Of a gradient quantizer: 1 once a forward pass went through it, 2 once it waited for a gradient."""
     graph: int = 0
     """Index of its graph in `cpt_fx.graphs(result)`."""
 
@@ -82,12 +85,13 @@ def state_of(module: fx.GraphModule) -> Precision:
 
 
 def views_of(modules: list[fx.GraphModule]) -> tuple[QuantizerView, ...]:
-    """Read every quantizer of every graph."""
-    return tuple(
-        _view(module, node, quantizer, index)
-        for index, module in enumerate(modules)
-        for node, quantizer in quantizer_nodes(module.graph)
-    )
+    """Read every quantizer of every graph, once where several captures of one layer share it."""
+    found: dict[str, QuantizerView] = {}
+    for index, module in enumerate(modules):
+        for node, quantizer in quantizer_nodes(module.graph):
+            if quantizer.record not in found:
+                found[quantizer.record] = _view(module, node, quantizer, index)
+    return tuple(found.values())
 
 
 def _view(module: fx.GraphModule, node: fx.Node, quantizer: Quantizer, index: int) -> QuantizerView:
@@ -105,6 +109,7 @@ def _view(module: fx.GraphModule, node: fx.Node, quantizer: Quantizer, index: in
         bits=width_read_by(module, node, quantizer),
         dial=quantizer.dial,
         times_run=record[0],
+        waited=record[ARMED] if quantizer.role == "gradient" else 0,
         levels=levels,
         error={bits: record[FULL_PRECISION + bits] / 1e9 for bits in levels},
         range=_range(module, quantizer),

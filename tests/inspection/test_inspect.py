@@ -84,7 +84,7 @@ def test_a_shared_quantizer_names_every_layer() -> None:
 def test_uncovered_passes_and_capture() -> None:
     inspection = cpt_fx.inspect(transformed(exclude=["head"]))
     assert [(item.layer, item.op, item.by_choice) for item in inspection.uncovered] == [("head", "linear", True)]
-    assert [report.name for report in inspection.passes] == ["normalize", "annotate", "insert", "share", "bind"]
+    assert [report.name for report in inspection.passes] == ["normalize", "open", "annotate", "insert", "share", "bind"]
     assert inspection.capture.frontend == "symbolic"
     assert str(inspection.capture).startswith("symbolic")
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import cpt_fx
 from cpt_fx.inspection import Verification, VerificationError
-from cpt_fx.inspection.trial import eager_model, tensors_in, trial
 from cpt_fx.meta import STATE
 from cpt_fx.runtime import precision_of
 from cpt_fx.schedules import Static
+from cpt_fx.trial import eager_model, tensors_in, trial
 from tests.inspection.models import Net, cyclic, images, train_step, trained, transformed
 from tests.zoo import ZOO, Build
 

@@ -1,0 +1,1 @@
+"""Models captured by Dynamo, as they run: every graph it finds is rewritten, whatever lies between is watched."""

@@ -1,0 +1,48 @@
+"""Who calls an operator in eager code: the module, and the lines that lead from its forward to the call."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch import nn
+from torch.autograd.function import FunctionCtx
+
+from cpt_fx.dynamo.tree import Places
+
+_OURS = str(Path(__file__).parents[1])
+
+
+@dataclass(frozen=True)
+class Caller:
+    """The module an operator belongs to, and where in its code the call stands."""
+
+    path: str
+    trace: str
+    steps: tuple[int, ...]
+    """The instructions that make the calls: two operators on one line differ in them."""
+    function: str | None = None
+    """The autograd function whose forward this is, if it is one's."""
+
+
+def caller_of(places: Places) -> Caller:
+    """Walk up from the call to the first method of one of the model's modules."""
+    frame: FrameType | None = sys._getframe(1)
+    lines: list[str] = []
+    steps: list[int] = []
+    function = None
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith(_OURS):
+            first: Any = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+            lines.append(f'  File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}\n')
+            steps.append(frame.f_lasti)
+            if isinstance(first, FunctionCtx):
+                function = code.co_qualname.rpartition(".")[0] if hasattr(code, "co_qualname") else code.co_name
+            if isinstance(first, nn.Module) and id(first) in places.modules:
+                return Caller(places.modules[id(first)], "".join(reversed(lines)), tuple(steps), function)
+        frame = frame.f_back
+    return Caller("", "".join(reversed(lines[:1])), tuple(steps[:1]), function)

@@ -1,0 +1,66 @@
+"""Activation checkpointing: inside a captured graph, and around code that breaks into several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+from torch.utils import checkpoint as home
+
+if TYPE_CHECKING:
+    from cpt_fx.dynamo.engine import Engine
+
+_REENTRANT = home.CheckpointFunction
+_OTHER = "_checkpoint_without_reentrant_generator"
+
+
+def checkpointed(body: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+    """Run a part of a graph whose activations are computed anew in the backward pass, random numbers included.
+
+    Stands where Dynamo put `tag_activation_checkpoint`, a mark for its compilers: run eagerly, the mark does nothing
+    but drop the random state. Compiled, it becomes that mark again.
+    """
+    keep = {key: kwargs[key] for key in ("determinism_check", "preserve_rng_state") if key in kwargs}
+    return home.checkpoint(body, *args, use_reentrant=False, **keep)
+
+
+@contextmanager
+def quantized_again(engine: Engine) -> Iterator[None]:
+    """Let checkpoints between the graphs remember the engine: the backward pass runs their code without it.
+
+    What they compute there must be what the forward pass computed, quantizers included.
+    """
+    plain_generator, plain_apply = getattr(home, _OTHER), _REENTRANT.apply
+
+    def generator(function: Callable[..., Any], *rest: Any, **options: Any) -> Any:
+        return plain_generator(_remembering(engine, function), *rest, **options)
+
+    def apply(function: Callable[..., Any], *rest: Any) -> Any:
+        return plain_apply(_remembering(engine, function), *rest)  # type: ignore[no-untyped-call]
+
+    own = "apply" in vars(_REENTRANT)
+    setattr(home, _OTHER, generator)
+    _REENTRANT.apply = staticmethod(apply)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        setattr(home, _OTHER, plain_generator)
+        if own:
+            _REENTRANT.apply = plain_apply  # type: ignore[method-assign]
+        else:
+            del _REENTRANT.apply
+
+
+def _remembering(engine: Engine, function: Callable[..., Any]) -> Callable[..., Any]:
+    if not engine.runs_here():
+        return function
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if engine.runs_here():
+            return function(*args, **kwargs)
+        with engine.net:
+            return function(*args, **kwargs)
+
+    return run

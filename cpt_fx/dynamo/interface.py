@@ -1,0 +1,291 @@
+"""The way in and out of one graph that Dynamo found: arguments as the model takes them, outputs as it returns them."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.printers import PythonPrinter
+
+from cpt_fx.capture.base import CaptureError
+from cpt_fx.capture.export_checks import Expression, Fact, check_inputs, expression_of
+from cpt_fx.capture.export_checks import Input as Checked
+from cpt_fx.capture.export_interface import (
+    CONSTANTS,
+    OUTPUT_FORM,
+    Argument,
+    Entry,
+    assembled,
+    is_plain,
+    way_to,
+    written,
+)
+from cpt_fx.dynamo.checks import ADVICE, MADE, check_form, check_same, form_of
+from cpt_fx.dynamo.recording import Input, Recording, WholeFloat, WholeInt
+
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+class Interface:
+    """Rebuilds a graph's inputs and outputs. `tree` is the module that the graph reads tensors from."""
+
+    def __init__(self, graph: fx.Graph, tree: nn.Module, recording: Recording) -> None:
+        self.graph = graph
+        self.tree = tree
+        self.recording = recording
+        self.start = next(node for node in graph.nodes if node.op != "placeholder")
+        self.nodes: dict[int, fx.Node] = {}
+        """Every tensor that has a node, by its identity."""
+        self.names: dict[int, str] = {}
+        self.fakes = {id(value): fake for value, fake in recording.tensors}
+        self.values: dict[int, Tensor] = {}
+
+    def build(self, forward: Any) -> None:
+        """Give the graph the signature of `forward` and the outputs of the run."""
+        self._inputs(forward)
+        self._outputs()
+
+    def _inputs(self, forward: Any) -> None:
+        record, graph = self.recording, self.graph
+        flat = graph.find_nodes(op="placeholder")
+        signature = inspect.signature(forward)
+        arguments = [Argument(item.name, item.kind, item.default) for item in signature.parameters.values()]
+        with graph.inserting_before(next(iter(graph.nodes))):
+            entry = Entry(graph, {item.name: graph.placeholder(item.target) for item in arguments})
+        bound = signature.bind(*record.args, **record.kwargs).arguments
+        with graph.inserting_before(self.start):
+            for item in arguments:
+                value = bound.get(item.name, {"**": {}, "*": ()}.get(item.target.rstrip(item.name)))
+                if item.kind in _VARIABLE or (item.name in bound and form_of(value) is not None):
+                    graph.call_function(check_form, (entry.made[item.name], form_of(value), item.name))
+        opaque = {}
+        for path, value in pytree.tree_flatten_with_path((record.args, record.kwargs))[0]:
+            way = way_to(path, arguments)
+            text = way[0] + "".join(map(written, way[1]))
+            if not isinstance(value, (Tensor, *CONSTANTS)):
+                opaque[text] = type(value).__name__
+                continue
+            with graph.inserting_before(self.start):
+                node = entry.value(value, way)
+                if id(value) in self.nodes:
+                    graph.call_function(check_same, (node, self.nodes[id(value)], text, self.names[id(value)]))
+            if isinstance(value, Tensor):
+                self._know(value, node, text)
+        for used, value in zip(record.inputs, record.given, strict=True):
+            self._connect(used, value, opaque)
+        if opaque:
+            raise _opaque(opaque)
+        entry.fix_defaults(arguments)
+        self._check_sizes()
+        for node in flat:
+            graph.erase_node(node)
+        entry.name(arguments)
+
+    def _know(self, value: Tensor, node: fx.Node, text: str) -> None:
+        if id(value) not in self.nodes:
+            self.nodes[id(value)], self.names[id(value)], self.values[id(value)] = node, text, value
+
+    def _connect(self, used: Input, value: Any, opaque: dict[str, str]) -> None:
+        """Replace one of Dynamo's inputs by what it is in the model."""
+        if not used.node.users:
+            return
+        if used.random:
+            raise CaptureError("forward draws a random number in Python, which one graph would not do on every call")
+        if isinstance(value, Tensor):
+            node = self._tensor(used, value, opaque)
+            node.meta = {**used.node.meta, **node.meta}
+        elif used.of is not None:
+            tensor, read, dim = used.of
+            node = self._tensor(used, tensor, opaque)
+            with self.graph.inserting_before(self.start):
+                node = self.graph.call_method(read, (node,) if read == "storage_offset" else (node, dim))
+            node.meta = dict(used.node.meta)
+        else:
+            raise (
+                _opaque(opaque)
+                if opaque
+                else CaptureError(
+                    f"the graph takes a {type(value).__name__} from {used.name}, which a single graph cannot hold"
+                )
+            )
+        used.node.replace_all_uses_with(node)
+
+    def _tensor(self, used: Input, value: Tensor, opaque: dict[str, str]) -> fx.Node:
+        """Return the node of a tensor: an argument, a parameter or buffer, or else a constant of the graph."""
+        if id(value) in self.nodes:
+            return self.nodes[id(value)]
+        if used.argument:
+            raise _opaque(opaque or {used.name: "object"})
+        return self._own(value)
+
+    def _own(self, value: Tensor) -> fx.Node:
+        """Read a tensor from the module: by its name, or under a new one if it is an attribute or a global."""
+        name = self.recording.places.tensor(value)
+        if name is None:
+            name = self._free("constant")
+            self.tree.__dict__[name] = value
+        with self.graph.inserting_before(self.start):
+            node = self.graph.create_node("get_attr", name)
+        self._know(value, node, name)
+        return node
+
+    def _free(self, name: str) -> str:
+        number, free = 0, name
+        while hasattr(self.tree, free):
+            number += 1
+            free = f"{name}_{number}"
+        return free
+
+    def _check_sizes(self) -> None:
+        """Check what the graph takes for granted about its inputs, before anything else runs."""
+        environment = self.recording.environment
+        known = [key for key in self.nodes if key in self.fakes and self._can_vary(key)]
+        numbers = {key: number for number, key in enumerate(known)}
+        spell = _Sizes({
+            symbol: f"t{numbers[id(tensor)]}.size()[{dim}]" if id(tensor) in numbers else str(tensor.shape[dim])
+            for symbol, (tensor, dim) in self.recording.sizes.items()
+        })  # fmt: skip
+        checked: list[Checked] = []
+        conditions = []
+        seen: set[Any] = set()
+        for key in known:
+            fake = self.fakes[key]
+            sizes: list[tuple[int, int] | int] = []
+            for dim, size in enumerate(fake.shape):
+                expression: Any = _expression(size)
+                if expression.is_number or not spell.can(expression):
+                    sizes.append(int(self.values[key].shape[dim]))
+                    continue
+                place = f"t{numbers[key]}.size()[{dim}]"
+                if not expression.is_symbol or expression in seen or spell.names.get(expression) != place:
+                    conditions.append(f"{place} == {spell.doprint(expression)}")
+                seen.add(expression)
+                bounds = environment.var_to_range.get(expression)
+                high = -1 if bounds is None or bounds.upper in (int_oo,) else int(bounds.upper)
+                sizes.append((int(bounds.lower) if bounds is not None else 0, high))
+            checked.append((self.names[key], str(fake.dtype), tuple(sizes)))
+        for guard in environment.guards:
+            condition = environment.simplify(guard.expr)
+            if condition.free_symbols and spell.can(condition):
+                conditions.append(spell.doprint(condition))
+        names = [self.names[key] for key in known]
+        facts = tuple(_fact(text, names) for text in dict.fromkeys(conditions))
+        if known:
+            with self.graph.inserting_before(self.start):
+                self.graph.call_function(
+                    check_inputs, (tuple(self.nodes[key] for key in known), tuple(checked), facts, MADE, ADVICE)
+                )
+
+    def _can_vary(self, key: int) -> bool:
+        """Whether a tensor is an argument: those that the module holds are what they are."""
+        return self.nodes[key].op != "get_attr"
+
+    def _outputs(self) -> None:
+        record = self.recording
+        output = self.graph.output_node()
+        nodes: Any = output.args[0]
+        exits = {id(value): node for value, node in zip(record.returned, nodes, strict=True)}
+        used: set[int] = set()
+
+        def build(value: Any) -> Any:
+            leaves, spec = pytree.tree_flatten(value)
+            items = [leaf(item) for item in leaves]
+            if is_plain(spec):
+                return assembled(spec, iter(items))
+            name = self._free(OUTPUT_FORM)
+            self.tree.__dict__[name] = spec
+            # create_node, not get_attr: the latter warns about attributes that are no tensors.
+            form = self.graph.create_node("get_attr", name)
+            return self.graph.call_function(pytree.tree_unflatten, (tuple(items), form))
+
+        def leaf(value: Any) -> Any:
+            if id(value) in exits:
+                used.add(id(value))
+                return exits[id(value)]
+            if isinstance(value, Tensor):
+                return self.nodes[id(value)] if id(value) in self.nodes else self._own(value)
+            if isinstance(value, torch.Size):
+                return self.graph.call_function(torch.Size, (tuple(map(leaf, value)),))
+            if isinstance(value, CONSTANTS) and not isinstance(value, (WholeInt, WholeFloat)):
+                return value
+            if isinstance(value, dict) and _is_its_items(value):
+                pairs = [(key, build(item)) for key, item in value.items()]
+                return self.graph.call_function(type(value), (pairs,))
+            if dataclasses.is_dataclass(value) and not isinstance(value, type):
+                fields = {
+                    item.name: build(getattr(value, item.name)) for item in dataclasses.fields(value) if item.init
+                }
+                return self.graph.call_function(type(value), (), fields)
+            kind = f"{type(value).__module__}.{type(value).__qualname__}"
+            raise CaptureError(
+                f"the model returns a {kind}, which one graph cannot make. Let it return tensors in tuples, lists, "
+                "dicts, dataclasses, or classes registered with torch.utils._pytree.register_pytree_node"
+            )
+
+        with self.graph.inserting_before(output):
+            output.args = (build(record.output),)
+        if any(id(value) not in used for value in record.returned if isinstance(value, Tensor)):
+            raise CaptureError(
+                "forward keeps a tensor in an object that it does not return, or wraps one in a class of its own: one "
+                "graph would do neither on every call"
+            )
+
+
+def _is_its_items(value: dict[Any, Any]) -> bool:
+    """Whether a class of dicts can be made of pairs, and holds nothing else."""
+    try:
+        again = type(value)(list(value.items()))
+    except Exception:  # whatever its constructor thinks of pairs
+        return False
+    return [*map(id, again.values())] == [*map(id, value.values())] and list(again) == list(value)
+
+
+class _Sizes(PythonPrinter):
+    """Writes conditions on sizes as Python does, with each size as that of an input."""
+
+    def __init__(self, names: dict[Any, str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def can(self, expression: Any) -> bool:
+        """Whether everything in it is the size of a tensor; strides are looked at by the operators themselves."""
+        return all(symbol in self.names for symbol in expression.free_symbols)
+
+    def _print_Symbol(self, expr: Any) -> str:  # noqa: N802  (sympy calls it so)
+        return self.names[expr]
+
+
+def _expression(size: Any) -> Any:
+    """Return a size as sympy has it."""
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
+def _fact(text: str, names: list[str]) -> Fact:
+    """Return a condition for people and as plain data."""
+    try:
+        expression: Expression = expression_of(text, {f"t{number}": number for number in range(len(names))})
+    except (KeyError, ValueError, SyntaxError) as error:
+        raise CaptureError(
+            f"the graph holds only where {_readable(text, names)}, which cannot be checked: {error}"
+        ) from None
+    return _readable(ast.unparse(ast.parse(text)), names), expression
+
+
+def _readable(text: str, names: list[str]) -> str:
+    return re.sub(r"\bt(\d+)\.", lambda found: f"{names[int(found[1])]}.", text)
+
+
+def _opaque(opaque: dict[str, str]) -> CaptureError:
+    name, kind = next(iter(opaque.items()))
+    return CaptureError(
+        f"the argument {name} is a {kind}, which one graph cannot take apart: pass tensors, plain values, and tuples, "
+        "lists or dicts of them"
+    )

@@ -1,0 +1,132 @@
+"""What multiplies between the graphs, in code that Dynamo leaves to Python: each such call is a graph of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.eval_frame import skip_code
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from cpt_fx.dynamo.callers import Caller, caller_of
+from cpt_fx.dynamo.tree import Places
+from cpt_fx.dynamo.views import over
+from cpt_fx.graph_module import QuantizedGraphModule
+from cpt_fx.meta import ALIASES, FUSED, SPECS, WEIGHT
+from cpt_fx.names import NTH
+
+if TYPE_CHECKING:
+    from cpt_fx.dynamo.engine import Engine
+
+KNOWN: frozenset[Any] = frozenset({*SPECS, *ALIASES, *FUSED})
+"""Functions that multiply: calls of them in eager code are rewritten, all others go through."""
+
+
+class Net(TorchFunctionMode):
+    """Active while a model with graph breaks runs; it rests inside the rewritten graphs and while Dynamo traces."""
+
+    def __init__(self, owner: Engine) -> None:
+        super().__init__()
+        self.owner = owner
+        self.resting = 0
+        self._graphs: dict[Hashable, QuantizedGraphModule] = {}
+        self._neighbours: dict[Hashable, dict[tuple[int, ...], int]] = {}
+
+    @contextmanager
+    def asleep(self) -> Iterator[None]:
+        """Let calls through: a rewritten graph has its quantizers."""
+        self.resting += 1
+        try:
+            yield
+        finally:
+            self.resting -= 1
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Rewrite calls that multiply."""
+        if func in KNOWN and not torch.compiler.is_compiling() and not self.resting:
+            return _quantized(self, func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operator through a graph made for it: the first time at this place, it is made."""
+        caller = caller_of(self.owner.places)
+        if caller.function is not None:
+            self.owner.leave(caller.path, func, f"the backward of {caller.function} is its author's own")
+            return func(*args, **kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        kinds = tuple(_kind(leaf) for leaf in leaves)
+        key = (func, caller, spec, kinds)
+        view = self._graphs.get(key)
+        new = view is None
+        if view is None:
+            view = self._graph(func, leaves, spec, caller)
+        self.owner.runs += 1
+        with self.asleep():
+            try:
+                result = view.forward(*tensors)[0]
+            except Exception:
+                # The operator refuses its operands, which the code around it may expect.
+                if new:
+                    self.owner.forget_last()
+                raise
+        self._graphs[key] = view
+        return result
+
+    def _graph(
+        self, func: Callable[..., Any], leaves: list[Any], spec: pytree.TreeSpec, caller: Caller
+    ) -> QuantizedGraphModule:
+        """Make a graph of one operator and rewrite it."""
+        places = self.owner.places
+        view = over(self.owner.root, self.owner.state, self.owner.names)
+        graph = fx.Graph()
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        inputs = iter([graph.placeholder(f"x{place}") for place in range(len(tensors))])
+        values = [_value(graph, leaf, next(inputs), places) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        names = [places.tensor(leaf) for leaf in tensors if isinstance(leaf, nn.Parameter)]
+        path = caller.path or next((name.rpartition(".")[0] for name in names if name), "")
+        args, kwargs = pytree.tree_unflatten(values, spec)
+        node = graph.call_function(func, tuple(args), kwargs)
+        node.meta["nn_module_stack"] = {above: (above, kind) for above, kind in places.ancestors(path)}
+        node.meta["stack_trace"] = caller.trace
+        # On one line, operators are numbered as they come.
+        neighbours = self._neighbours.setdefault((func, caller.path, caller.trace), {})
+        node.meta[NTH] = neighbours.setdefault(caller.steps, len(neighbours))
+        graph.output((node,))
+        view.graph = graph
+        self.owner.rewrite(view, "")
+        return view
+
+
+# Dynamo looks through the mode while it traces; the frame itself is nothing to capture.
+skip_code(Net.__torch_function__.__code__)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _quantized(net: Net, func: Any, args: Any, kwargs: Any) -> Any:
+    """Leave the tracing of compilers: what happens here is not part of a graph."""
+    return net.call(func, args, kwargs)
+
+
+def _value(graph: fx.Graph, tensor: Tensor, node: fx.Node, places: Places) -> fx.Node:
+    """Return the node for an operand: a parameter by its name, anything else as the input it is."""
+    name = places.tensor(tensor)
+    if name is not None:
+        return graph.create_node("get_attr", name)
+    node.meta["example_value"] = tensor
+    if isinstance(tensor, nn.Parameter):
+        node.meta[WEIGHT] = True
+    return node
+
+
+def _kind(leaf: Any) -> Hashable:
+    """Return what makes two calls of an operator the same graph: which parameters, how many dims, which options."""
+    if isinstance(leaf, nn.Parameter):
+        return id(leaf)
+    if isinstance(leaf, Tensor):
+        return leaf.ndim, leaf.dtype
+    return leaf if isinstance(leaf, Hashable) else repr(leaf)

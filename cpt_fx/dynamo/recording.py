@@ -1,0 +1,306 @@
+"""One run of a model through Dynamo in one graph: what went in and came out, and what the graph takes for granted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.source import AttrSource, LocalSource
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._guards import ChainedSource, Source
+
+from cpt_fx.capture.base import CaptureError
+from cpt_fx.dynamo.backend import broken_by, why_broken
+from cpt_fx.dynamo.effects import refuse_effects
+from cpt_fx.dynamo.engine import ONE_GRAPH, PARTS, SEVERAL, Engine, NotCapturedError, default_stance
+from cpt_fx.dynamo.tree import Places
+from cpt_fx.dynamo.views import Frame, view_of
+from cpt_fx.graph_module import QuantizedGraphModule
+
+EXACT = {"specialize_int": True, "specialize_float": True, "allow_unspec_int_on_nn_module": False}
+"""Numbers among the arguments are part of the graph: it checks them."""
+
+shapes_config: Any = import_module("torch.fx.experimental._config")  # torch does not type it
+
+_LOGGING = ("debug", "info", "warning", "warn", "error", "critical", "exception", "log")
+
+
+def _log_functions() -> set[Any]:
+    """Return what writes log messages, also what other libraries give every logger: no part of a graph."""
+    return {value for name, value in vars(logging.Logger).items() if name in _LOGGING or name.endswith("_once")}
+
+
+ANY_SIZE = {"backed_size_oblivious": True, "use_duck_shape": False}
+"""A size of 1 is a size like others, and two sizes that happen to be equal are two, unless the code says otherwise."""
+
+ANY_BUT_ONE = {"backed_size_oblivious": False, "use_duck_shape": False}
+"""A size of 1, or of 0, in the examples is one for ever; the others vary."""
+
+
+class WholeInt(int):
+    """A whole number that a graph returned: told from others of the same value by its identity."""
+
+
+class WholeFloat(float):
+    """A floating number that a graph returned: told from others of the same value by its identity."""
+
+
+@dataclass
+class Recording:
+    """What one run of a model left behind."""
+
+    places: Places
+    view: QuantizedGraphModule
+    environment: Any
+    """Dynamo's knowledge about sizes: conditions, bounds, and where each comes from."""
+    inputs: list[Input]
+    tensors: list[tuple[Tensor, Tensor]]
+    """Every tensor that the code looked at, and its stand-in with symbolic sizes."""
+    sizes: dict[Any, tuple[Tensor, int]]
+    """Symbol -> the tensor and the dim that it is the size of."""
+    modes: dict[str, bool]
+    """The modules whose mode the code asked for."""
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    output: Any = None
+    given: tuple[Any, ...] = ()
+    returned: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Input:
+    """One input of Dynamo's graph: where its value comes from, and for a number, which property of which tensor."""
+
+    node: fx.Node
+    name: str
+    argument: bool
+    """Whether it comes out of the arguments of the call."""
+    random: bool
+    of: tuple[Tensor, str, int] | None
+
+
+def record(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool) -> Recording:
+    """Run a model's forward on examples in one graph, with the hooks on the whole model around it."""
+    recorder = _Recorder(engine)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            output = _compiled(engine, recorder, dynamic)(*args, **kwargs)
+        except Exception as error:
+            if recorder.ran or isinstance(error, NotCapturedError):
+                raise  # the model's own error
+            output = _again(engine, recorder, args, kwargs, dynamic, error)
+        recorder.finish(args, kwargs, output)
+        return output
+
+    root = engine.root
+    around: nn.Module = object.__new__(type(root))
+    around.__dict__ = {**root.__dict__, "forward": forward}
+    with (
+        _silence(), engine.entered(), default_stance(), torch.enable_grad(), _any_batch(),
+        shapes_config.patch(**ANY_SIZE),
+        dynamo_config.patch({**ONE_GRAPH, **EXACT, "ignore_logging_functions": _log_functions()}),
+    ):  # fmt: skip
+        around(*args, **kwargs)
+    if recorder.recording is None:
+        raise CaptureError(f"{_name(engine)} computes nothing with tensors: there is no graph")
+    return recorder.recording
+
+
+def _again(
+    engine: Engine, recorder: _Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool, error: Exception
+) -> Any:
+    """Try once more: some models set themselves up in their first call, and are one graph from then on.
+
+    Then without looking at sizes of 1 as at others: code that broadcasts an example's 1 needs it to be one.
+    """
+    breaks = _breaks(engine, args, kwargs, recorder.failure or error)
+    for sizes in (ANY_SIZE, ANY_BUT_ONE):
+        recorder.failure = None
+        try:
+            with shapes_config.patch(**sizes):
+                return _compiled(engine, recorder, dynamic)(*args, **kwargs)
+        except Exception:
+            if recorder.ran:
+                raise
+    raise recorder.failure or _several(engine, breaks) from None
+
+
+def _any_batch() -> AbstractContextManager[None]:
+    """Keep the choice of a convolution's kernel out of the graph: NNPACK asks for a batch below 16."""
+    return torch.backends.nnpack.flags(enabled=False)
+
+
+def _compiled(engine: Engine, backend: Callable[..., Any], dynamic: bool, whole: bool = True) -> Callable[..., Any]:
+    forward = engine.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # Dynamo looks into functions, not into torch's own modules: this one is the way in.
+        if not torch.compiler.is_dynamo_compiling() and whole:
+            raise NotCapturedError("Dynamo is switched off")
+        return forward(*args, **kwargs)
+
+    # Compiled code is kept with the code object: one of its own goes when the function goes.
+    run.__code__ = run.__code__.replace()
+    compiled: Callable[..., Any] = torch.compile(  # type: ignore[call-overload]
+        run, backend=backend, fullgraph=whole, dynamic=dynamic or None, recompile_limit=PARTS, isolate_recompiles=True
+    )
+    return compiled
+
+
+def _breaks(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> list[str]:
+    """Run the code in parts, and return every place at which it breaks, not only the first one."""
+    breaks = [] if isinstance(error, CaptureError) else [why_broken(error)]
+
+    def collect(module: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
+        breaks.append(broken_by(module))
+        return module.forward
+
+    try:
+        with dynamo_config.patch({**SEVERAL, "fail_on_recompile_limit_hit": False}):
+            _compiled(engine, collect, dynamic=False, whole=False)(*args, **kwargs)
+    except Exception as own:
+        raise CaptureError(f"{_name(engine)} does not run on these examples: {type(own).__name__}: {own}") from own
+    return breaks
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Keep torch from printing every break with a stack."""
+    loggers = [logging.getLogger(name) for name in ("torch._dynamo", "torch._subclasses")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _several(engine: Engine, breaks: list[str]) -> CaptureError:
+    listed = "".join(f"\n  {place}" for place in _by_line(list(filter(None, breaks))))
+    return CaptureError(
+        f"{_name(engine)} is not one graph. Its code breaks at:{listed}\nChange these lines, or use the result as it "
+        "is: it runs in several graphs"
+    )
+
+
+def _by_line(places: list[str]) -> list[str]:
+    """Leave one sentence for each line of code: the first one, which says most."""
+    found: dict[str, str] = {}
+    for place in places:
+        found.setdefault(place.partition(" (")[0], place)
+    return list(found.values())
+
+
+def _name(engine: Engine) -> str:
+    return type(engine.source).__name__
+
+
+class _Recorder:
+    """The compiler that Dynamo is given: it takes the graph down, and runs it as it is."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.recording: Recording | None = None
+        self.failure: Exception | None = None
+        self.ran = False
+
+    def __call__(self, graph_module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """Take one graph down."""
+        try:
+            recording = self.recording = self._taken_down(graph_module, inputs)
+        except Exception as error:
+            # Dynamo would wrap it: the user gets what was raised.
+            self.failure = error
+            raise
+
+        def run(*given: Any) -> Any:
+            self.ran = True
+            recording.given = given
+            recording.returned = tuple(_marked(value) for value in graph_module.forward(*given))
+            return recording.returned
+
+        return run
+
+    def finish(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Add what the model itself was given and returned."""
+        if self.recording is not None:
+            self.recording.args, self.recording.kwargs, self.recording.output = args, kwargs, output
+
+    def _taken_down(self, graph_module: fx.GraphModule, inputs: list[Any]) -> Recording:
+        engine = self.engine
+        translator: Any = InstructionTranslator.current_tx()
+        output = translator.output
+        refuse_effects(output.side_effects)
+        while translator.parent is not None:
+            translator = translator.parent
+        scope = {"L": translator.f_locals, "G": translator.f_globals}
+
+        def value_of(source: Source) -> Any:
+            return eval(source.name, scope)
+
+        places = engine.places
+        view = view_of(graph_module, inputs, Frame(places, "", None), engine.root, engine.state, engine.names)
+        placeholders = graph_module.graph.find_nodes(op="placeholder")
+        ours = view.graph.find_nodes(op="placeholder")
+        environment = output.shape_env
+        tensors = [
+            (value_of(source), variable.proxy.node.meta["example_value"])
+            for source, variable in output.input_source_to_var.items()
+            if isinstance(getattr(variable, "proxy", None), fx.Proxy)
+            and isinstance(variable.proxy.node.meta.get("example_value"), Tensor)
+        ]
+        sizes = {
+            symbol: (value_of(source.base), source.idx)
+            for symbol, sources in environment.var_to_sources.items()
+            for source in reversed(sources)
+            if _property(source) == "size"
+        }
+        return Recording(
+            places, view, environment,
+            [_input(node, made._dynamo_source, value_of) for node, made in zip(ours, placeholders, strict=True)],
+            tensors, sizes, _modes(output.guards, places, value_of),
+        )  # fmt: skip
+
+
+def _marked(value: Any) -> Any:
+    if type(value) is int:
+        return WholeInt(value)
+    return WholeFloat(value) if type(value) is float else value
+
+
+def _property(source: Source | None) -> str:
+    """Return the method that reads a number from a tensor: `size`, `stride`, `storage_offset`."""
+    kind = getattr(source, "prop", None)
+    return kind.name.lower() if kind is not None else ""
+
+
+def _input(node: fx.Node, source: Any, value_of: Callable[[Source], Any]) -> Input:
+    of = (value_of(source.base), _property(source), source.idx) if _property(source) else None
+    chain = [source]
+    while isinstance(chain[-1], ChainedSource):
+        chain.append(chain[-1].base)
+    start = chain[-1]
+    argument = isinstance(start, LocalSource) and start.local_name in ("args", "kwargs")
+    return Input(node, getattr(source, "name", node.name), argument, "Random" in type(start).__name__, of)
+
+
+def _modes(guards: Any, places: Places, value_of: Callable[[Source], Any]) -> dict[str, bool]:
+    """Return the modules whose `training` the code read: the graph is the one for that mode."""
+    modes: dict[str, bool] = {}
+    for guard in guards:
+        source = guard.originating_source
+        if isinstance(source, AttrSource) and source.member == "training":
+            module = value_of(source.base)
+            if isinstance(module, nn.Module) and id(module) in places.modules:
+                modes[places.modules[id(module)]] = module.training
+    return dict(sorted(modes.items()))

@@ -1,0 +1,182 @@
+"""A copy of a model's modules that runs on its own, and the names of what is in it."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import CellType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from cpt_fx.capture.base import MODULE_OWN, clone_tree, refuse_taken_names
+
+
+class Inlined(nn.Module):
+    """Stands for a module that `torch.compile` wrapped: the same names, without a compiler of its own."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapped module: it is captured together with what is around it."""
+        return self.get_submodule("_orig_mod")(*args, **kwargs)
+
+
+def own_tree(model: nn.Module) -> nn.Module:
+    """Copy a model so that running the copy changes nothing in the original; parameters and buffers are shared.
+
+    Python attributes that lead back into the model (lists of modules, bound methods, closures) lead into the copy.
+    """
+    clones: dict[int, nn.Module] = {}
+    root = clone_tree(model, clones)
+    refuse_taken_names(model)
+    rebound = _Rebinding(clones)
+    for original in list(clones):
+        module = clones[original]
+        module.__dict__.pop("_compiled_call_impl", None)
+        for key, value in list(module.__dict__.items()):
+            if key == "_modules":
+                continue
+            if key in MODULE_OWN:
+                # Hooks may be methods of a module.
+                for name, hook in list(value.items()) if isinstance(value, dict) else ():
+                    value[name] = rebound(hook)
+            else:
+                module.__dict__[key] = rebound(value)
+    _inline_compiled(root)
+    return root
+
+
+def _inline_compiled(root: nn.Module) -> None:
+    """Replace modules wrapped by `torch.compile`: nested in a captured model they would be compiled a second time."""
+    for module in root.modules():
+        for name, child in module._modules.items():
+            if type(child).__name__ == "OptimizedModule" and child is not None and "_orig_mod" in child._modules:
+                plain = Inlined()
+                plain._modules["_orig_mod"] = child._modules["_orig_mod"]
+                plain.training = child.training
+                module._modules[name] = plain
+
+
+class _Rebinding:
+    """Rewrites attribute values: what refers to a module of the original refers to its copy.
+
+    Containers that a module holds become the copy's own, since running it may fill them. What functions close over is
+    somebody else's as well: it stays the same object unless it leads to a module.
+    """
+
+    def __init__(self, clones: dict[int, nn.Module]) -> None:
+        self.clones = clones
+        self.own = True
+        self.done: dict[tuple[int, bool], Any] = {}
+        self.kept: list[Any] = []  # ids stay valid only as long as their objects live
+
+    def __call__(self, value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            return self.clones.get(id(value), value)
+        change = _REBUILD.get(type(value))
+        if change is None:
+            return value
+        key = (id(value), self.own)
+        if key not in self.done:
+            self.kept.append(value)
+            self.done[key] = value  # what refers to itself
+            self.done[key] = change(self, value)
+        return self.done[key]
+
+    def items(self, value: Any) -> Any:
+        """Rewrite a list, a set or a tuple."""
+        new = [self(item) for item in value]
+        owned = self.own and not isinstance(value, tuple)
+        if not owned and not _changed(new, value):
+            return value
+        return deque(new, value.maxlen) if isinstance(value, deque) else type(value)(new)
+
+    def mapping(self, value: Any) -> Any:
+        """Rewrite the values of a dict."""
+        new = value.copy()
+        new.update({key: self(item) for key, item in value.items()})
+        return new if self.own or _changed(new.values(), value.values()) else value
+
+    def method(self, value: MethodType) -> Any:
+        """Bind a method to the copy."""
+        owner = self(value.__self__)
+        return value if owner is value.__self__ else MethodType(value.__func__, owner)
+
+    def partial(self, value: functools.partial[Any]) -> Any:
+        """Rebind what a partial call holds."""
+        with self._others():
+            parts = [self(part) for part in (value.func, value.args, value.keywords)]
+        function, args, keywords = parts
+        unchanged = not _changed(parts, (value.func, value.args, value.keywords))
+        return value if unchanged else functools.partial(function, *args, **keywords)
+
+    def function(self, value: FunctionType) -> Any:
+        """Give a function that closes over a module a closure over the copy."""
+        try:
+            contents = [cell.cell_contents for cell in value.__closure__ or ()]
+        except ValueError:  # a cell that is not filled yet
+            return value
+        with self._others():
+            rebound = [self(content) for content in contents]
+        if not _changed(rebound, contents):
+            return value
+        cells = tuple(CellType(content) for content in rebound)
+        new = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+        new.__dict__.update(value.__dict__)
+        new.__kwdefaults__ = value.__kwdefaults__
+        return new
+
+    @contextmanager
+    def _others(self) -> Iterator[None]:
+        own, self.own = self.own, False
+        try:
+            yield
+        finally:
+            self.own = own
+
+
+def _changed(new: Iterable[Any], old: Iterable[Any]) -> bool:
+    return any(one is not other for one, other in zip(new, old, strict=True))
+
+
+_REBUILD: dict[type, Callable[[_Rebinding, Any], Any]] = {
+    list: _Rebinding.items,
+    deque: _Rebinding.items,
+    set: _Rebinding.items,
+    tuple: _Rebinding.items,
+    dict: _Rebinding.mapping,
+    OrderedDict: _Rebinding.mapping,
+    defaultdict: _Rebinding.mapping,
+    MethodType: _Rebinding.method,
+    functools.partial: _Rebinding.partial,
+    FunctionType: _Rebinding.function,
+}
+
+
+class Places:
+    """Where the tensors and modules of a tree are, at this moment."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self.tensors: dict[int, str] = {}
+        self.modules: dict[int, str] = {}
+        for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+            self.tensors.setdefault(id(tensor), name)
+        for name, module in root.named_modules():
+            self.modules.setdefault(id(module), name)
+
+    def tensor(self, value: object) -> str | None:
+        """Return the name of a parameter or buffer."""
+        return self.tensors.get(id(value)) if isinstance(value, torch.Tensor) else None
+
+    def ancestors(self, path: str) -> list[tuple[str, type[nn.Module]]]:
+        """Return the modules from below the root down to `path`, as (path, class)."""
+        found: list[tuple[str, type[nn.Module]]] = []
+        module = self.root
+        parts = path.split(".") if path else []
+        for place, part in enumerate(parts):
+            module = module.get_submodule(part)
+            found.append((".".join(parts[: place + 1]), type(module)))
+        return found

@@ -1,0 +1,129 @@
+"""A graph that Dynamo found, as a module the passes understand: a view of the model's own modules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from cpt_fx.bodies import add_body
+from cpt_fx.capture.base import copy_graph
+from cpt_fx.dynamo.checkpoint import checkpointed
+from cpt_fx.dynamo.tree import Places
+from cpt_fx.graph_module import QuantizedGraphModule, blank
+from cpt_fx.meta import STATE, VIEW, WEIGHT
+from cpt_fx.names import NAMES, Names
+from cpt_fx.runtime import Precision
+
+TAG_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+
+
+class Frame:
+    """The module whose code a graph comes from, where it is one of the model's, and the graph's inputs."""
+
+    def __init__(self, places: Places, path: str, owner: nn.Module | None) -> None:
+        self.places = places
+        self.path = path
+        self.owner = owner
+        self._stacks: dict[tuple[Any, ...], dict[str, tuple[str, Any]]] = {}
+
+    def stack(self, node: fx.Node) -> dict[str, tuple[str, Any]]:
+        """Turn Dynamo's module stack into ours: `{call: (path, class)}`, outermost first, without the root."""
+        theirs: dict[Any, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
+        calls = tuple(theirs)
+        if calls not in self._stacks:
+            self._stacks[calls] = self._converted(theirs)
+        return dict(self._stacks[calls])
+
+    def _converted(self, theirs: dict[Any, tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
+        stack: dict[str, tuple[str, Any]] = {path: (path, kind) for path, kind in self.places.ancestors(self.path)}
+        for key, (_, kind) in theirs.items():
+            identity, _, call = str(key).partition("@")
+            path = self.places.modules.get(int(identity), "") if identity.isdigit() else ""
+            if not path:
+                continue
+            for above, its_kind in self.places.ancestors(path)[:-1]:
+                stack.setdefault(above, (above, its_kind))
+            name = f"{path}@{call}" if call else path
+            # Innermost last, also where the path stands in the stack already.
+            stack.pop(name, None)
+            stack[name] = (path, kind)
+        return stack
+
+
+def view_of(
+    graph_module: fx.GraphModule, inputs: Sequence[Any], frame: Frame, root: nn.Module, state: Precision, names: Names
+) -> QuantizedGraphModule:
+    """Return the graph as a module whose parameters and buffers are read from the model by name.
+
+    It has the model's own containers of tensors, so that whatever is put in there (a cast, a checkpoint) is seen.
+    """
+    view = over(root, state, names)
+    graph = copy_graph(graph_module.graph)
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    for node, value in zip(placeholders, inputs, strict=True):
+        node.meta["nn_module_stack"] = frame.stack(node)
+        _name_tensor(graph, node, value, first, frame)
+    _adopt(view, graph, graph_module, frame)
+    return view
+
+
+def over(root: nn.Module, state: Precision, names: Names) -> QuantizedGraphModule:
+    """Return a module without a graph that has all that a model has, in the same containers."""
+    view = blank()
+    view.meta = {NAMES: names, VIEW: True}
+    view._parameters = root._parameters
+    view._buffers = root._buffers
+    view._non_persistent_buffers_set = root._non_persistent_buffers_set
+    view._modules = {**root._modules, STATE: state}
+    view.training = root.training
+    return view
+
+
+def _adopt(view: QuantizedGraphModule, graph: fx.Graph, source: fx.GraphModule, frame: Frame) -> None:
+    """Put a graph into a module: module stacks by path, constants and graphs inside the graph taken along."""
+    for node in list(graph.nodes):
+        node.meta["nn_module_stack"] = frame.stack(node)
+        if node.target is TAG_CHECKPOINT:
+            # Run as it is, it would not restore the random state for the second forward pass.
+            node.target = checkpointed
+        if node.op != "get_attr":
+            continue
+        value = getattr(source, str(node.target), None)
+        if isinstance(value, fx.GraphModule):
+            body = blank()
+            body.training, body.meta = view.training, dict(view.meta)
+            _adopt(body, copy_graph(value.graph), value, frame)
+            node.target = add_body(view, str(node.target), body)
+        elif value is not None:
+            # A constant: in nobody's state_dict, and not in the model's own containers.
+            node.target = _free(view, str(node.target))
+            object.__setattr__(view, node.target, value)
+    # Not by its setter, which compiles: the passes change the graph first.
+    view._graph = graph
+    graph.owning_module = view
+
+
+def _name_tensor(graph: fx.Graph, node: fx.Node, value: Any, first: fx.Node, frame: Frame) -> None:
+    """Read a parameter or buffer by its name, instead of taking it as an input."""
+    name = frame.places.tensor(value)
+    if name is None:
+        if isinstance(value, nn.Parameter):
+            node.meta[WEIGHT] = True
+        return
+    with graph.inserting_before(first):
+        read = graph.create_node("get_attr", name)
+    read.meta = {**node.meta}
+    node.replace_all_uses_with(read)
+
+
+def _free(view: nn.Module, name: str) -> str:
+    """Return a name that nothing in the view has yet."""
+    candidate, number = name, 0
+    while hasattr(view, candidate):
+        number += 1
+        candidate = f"{name}_{number}"
+    return candidate

@@ -1,0 +1,69 @@
+"""How a model was transformed, and how much of it: what is kept with the result, and said in the log."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx, nn
+
+from cpt_fx.errors import TransformError
+from cpt_fx.meta import QUANTIZER, SITE, Uncovered
+from cpt_fx.pass_base import Report, unique
+
+LOGGER = logging.getLogger("cpt_fx")
+
+HISTORY = "_cpt_fx_history"
+"""Attribute of a transformed module that says how it came about."""
+
+
+@dataclass(frozen=True)
+class History:
+    """How a model was transformed. `source` is the plain model: not a submodule, its tensors are shared."""
+
+    frontend: str
+    notes: tuple[str, ...]
+    reports: tuple[Report, ...]
+    pipeline: str
+    source: nn.Module
+    breaks: tuple[str, ...] = ()
+    """Where the code could not be kept in one graph, each with file, line and reason."""
+
+    @property
+    def uncovered(self) -> tuple[Uncovered, ...]:
+        """Everything that multiplies and stays in full precision, each once however often it was captured."""
+        return tuple(dict.fromkeys(item for report in self.reports for item in report.uncovered))
+
+
+def check_coverage(history: History, graphs: Sequence[fx.GraphModule], *, strict: bool) -> None:
+    """Refuse a result that quantizes nothing, or, if strict, not everything; log what is covered."""
+    sites = {node.meta[SITE].layer for module in graphs for node in module.graph.nodes if SITE in node.meta}
+    quantizers = {
+        node.meta[QUANTIZER].record for module in graphs for node in module.graph.nodes if QUANTIZER in node.meta
+    }
+    name = type(history.source).__name__
+    left = [item for item in history.uncovered if not item.by_choice]
+    if not quantizers:
+        shown = "".join(f"\n  {item}" for item in history.uncovered[:10])
+        raise TransformError(f"there is nothing to quantize in {name}{':' if shown else ''}{shown}")
+    if strict and left:
+        shown = "".join(f"\n  {item}" for item in left)
+        raise TransformError(f"strict=True, but {len(left)} operators or operands stay in full precision:{shown}")
+    places = {(item.layer, item.op) for item in history.uncovered if not item.operand}
+    chosen = {(item.layer, item.op) for item in history.uncovered if item.by_choice and not item.operand}
+    LOGGER.info(
+        "%s: %d sites found, %d quantized by %d quantizers, %d excluded, %d uncovered, %d %s, %d %s (%s)",
+        name, len(sites) + len(places), len(sites), len(quantizers), len(chosen), len(left),
+        len(graphs), "graph" if len(graphs) == 1 else "graphs",
+        len(history.breaks), "break" if len(history.breaks) == 1 else "breaks", history.frontend,
+    )  # fmt: skip
+    ineffective = unique(note for report in history.reports if report.name == "annotate" for note in report.notes)
+    # What Dynamo's notes say costs time, not precision.
+    level = logging.INFO if history.frontend == "dynamo" else logging.WARNING
+    for note in (*history.notes, *(f"the graph breaks at {place}" for place in history.breaks)):
+        LOGGER.log(level, "%s", note)
+    for note in ineffective:
+        LOGGER.warning("%s", note)
+    for item in left:
+        LOGGER.warning("in full precision: %s", item)
