@@ -1,9 +1,14 @@
-"""Tiny models, one for every way to write a network that `transform` has to keep. `ZOO` maps names to builders."""
+"""Tiny models, one for every way to write a network that `transform` has to keep. `ZOO` maps names to builders.
+
+`ZOO` is what torch.fx can capture. `ANY_MODEL` is the rest of the world: libraries of models, and code that has to be
+run to be known.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -11,12 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Buffer, Parameter
 
-from tests import paper_models, zoo_layers
+from tests import paper_models, zoo_any, zoo_layers
+from tests.zoo_any import Entry
 from tests.zoo_layers import Build, Built, image, ints, normal, zoo
 
-__all__ = ["ZOO", "Build", "Built"]
+__all__ = ["ANY_MODEL", "ZOO", "Build", "Built", "Entry"]
 
 ZOO = zoo_layers.ZOO
+ANY_MODEL = zoo_any.ANY_MODEL
+PARTS = "torch transformers transformers_seen geometric timm nasty nasty_torch nasty_values"
+for _part in PARTS.split():
+    import_module(f"tests.zoo_{_part}")  # registers its models
 
 
 @zoo(normal(3, 6), make=lambda: {"fc": nn.Linear(6, 6)})
