@@ -199,8 +199,8 @@ def single_graph(
     leaves no trace.
 
     The graph is the one for the mode that the result is in now: where its code asks for the mode, the graph checks it
-    when it runs. Plain values among the arguments are part of the graph, and are checked, too; attributes and globals
-    that the code reads are those of now.
+    when it runs. Under `torch.no_grad()` it is the one for a run without gradients. Plain values among the arguments
+    are part of the graph, and are checked, too; attributes and globals that the code reads are those of now.
 
     Args:
         result: what `transform` returned, or a module around it.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from cpt_fx.graph_module import QuantizedGraphModule, blank
 from cpt_fx.meta import ALIASES, FUSED, METHODS, QUANTIZER, STATE, get_attribute, spec_for
@@ -20,6 +20,9 @@ from cpt_fx.runtime import Precision, ensure_precision
 
 OUTER = "_cpt_fx_outer"
 """Attribute of a body that leads to the module around it: what a body reads there is read through it."""
+
+_STATE = f"{STATE}."
+"""What the paths of our own state begin with: tensors, all of them."""
 
 AUTHORS_OWN: frozenset[Any] = frozenset({torch.ops.higher_order.autograd_function_apply})
 """Operators whose bodies are a forward pass and the backward pass its author wrote for it: they stay as they are."""
@@ -45,19 +48,24 @@ class Call:
 
 def body_of(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
     """Return the graph that a node reads, if it is one that passes may change."""
-    if node.op != "get_attr" or (node.users and all(user.target in AUTHORS_OWN for user in node.users)):
+    if node.op != "get_attr" or str(node.target).startswith(_STATE):
         return None
-    try:
-        value = get_attribute(module, str(node.target))
-    except AttributeError:  # not a well-formed graph, which is for others to say
+    # Looked up as modules and plain attributes only, past nn.Module.__getattr__, which is slow: every pass looks at
+    # every node that reads something, and nearly all of them read a tensor.
+    value: Any = module
+    for name in str(node.target).split("."):
+        if not isinstance(value, nn.Module):  # not a well-formed graph, which is for others to say
+            return None
+        value = value._modules[name] if name in value._modules else value.__dict__.get(name)
+    if not isinstance(value, fx.GraphModule):
         return None
-    return value if isinstance(value, fx.GraphModule) else None
+    return None if node.users and all(user.target in AUTHORS_OWN for user in node.users) else value
 
 
 def bodies(module: fx.GraphModule) -> list[tuple[str, fx.GraphModule]]:
     """Return the bodies that nodes of this very graph run, each once, by the name they are read under."""
     found: dict[int, tuple[str, fx.GraphModule]] = {}
-    for node in module.graph.nodes:
+    for node in module.graph.find_nodes(op="get_attr"):
         body = body_of(module, node)
         if body is not None:
             found.setdefault(id(body), (str(node.target), body))

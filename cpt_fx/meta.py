@@ -86,6 +86,8 @@ def _scatter(name: str, source: str, *extra: str) -> OpSpec:
     return OpSpec("aggregation", name, ("input", "dim", "index", source, *extra), ((3, "input"),))
 
 
+_ADDED_IN_PLACE = ("addmm_", "addbmm_", "baddbmm_", "addmv_", "addr_")
+
 SPECS: dict[Target, OpSpec] = {
     torch.conv1d: _conv("conv1d"),
     torch.conv2d: _conv("conv2d"),
@@ -111,6 +113,7 @@ SPECS: dict[Target, OpSpec] = {
     torch.inner: _product("inner"),
     torch.outer: _product("outer"),
     torch.addmm: _product("addmm", addend=True),
+    **{getattr(torch.Tensor, name): _product(name, addend=True) for name in _ADDED_IN_PLACE},
     torch.addbmm: _product("addbmm", addend=True),
     torch.baddbmm: _product("baddbmm", addend=True),
     torch.addmv: _product("addmv", addend=True),
@@ -156,6 +159,7 @@ METHODS: dict[str, Target] = {
     **{name: getattr(torch, name) for name in ("matmul", "mm", "bmm", "mv", "dot", "inner", "outer")},
     **{name: getattr(torch, name) for name in ("addmm", "addbmm", "baddbmm", "addmv", "addr", "vdot", "kron")},
     **{name: getattr(torch, name) for name in ("index_add", "scatter_add", "scatter_reduce", "index_reduce")},
+    **{name: getattr(torch.Tensor, name) for name in _ADDED_IN_PLACE},
     **{f"{name}_": getattr(torch.Tensor, f"{name}_") for name in ("index_add", "scatter_add", "scatter_reduce",
                                                                   "index_reduce")},
     "__matmul__": torch.matmul,
@@ -218,12 +222,18 @@ FUSED: dict[Target, str] = {
     torch._native_multi_head_attention: "fused attention: its products are not separate operators in this graph",
     torch._transformer_encoder_layer_fwd: "fused encoder layer: its products are not separate operators in this graph",
     torch.cdist: "distances are not quantized",
+    torch.conv_tbc: "conv_tbc is not in the operator table",
+    torch.convolution: "convolution in its general form is not in the operator table: call conv1d, conv2d, ...",
+    torch.matrix_power: "matrix_power is not in the operator table",
+    torch.linalg.matrix_power: "matrix_power is not in the operator table",
 }
 """Functions that multiply and that no rule covers, with the reason that inspect shows."""
 
 
 def is_opaque(target: Any) -> bool:
-    """Whether a target is a Python function of somebody else's, kept whole in a graph: what is inside is not seen."""
+    """Whether a target is a function of somebody else's, kept whole in a graph: what is inside is not seen."""
+    if isinstance(target, torch.jit.ScriptFunction):
+        return True
     package = (getattr(target, "__module__", None) or "").partition(".")[0]
     return isinstance(target, FunctionType) and package not in ("torch", "cpt_fx")
 
@@ -404,6 +414,9 @@ def around(node: fx.Node) -> list[tuple[str, type[nn.Module] | None]]:
 def get_attribute(root: nn.Module, path: str) -> Any:
     """Follow a dotted path from a module to whatever stands at its end."""
     value: Any = root
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
+    *holders, last = path.split(".")
+    for name in holders:
+        # Past nn.Module.__getattr__, which is slow: passes look at every node of a graph many times.
+        inside = value._modules.get(name) if isinstance(value, nn.Module) else None
+        value = getattr(value, name) if inside is None else inside
+    return getattr(value, last)

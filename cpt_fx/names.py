@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from torch import fx, nn
 
@@ -14,12 +15,20 @@ NAMES = "cpt_fx_names"
 NTH = "cpt_fx_nth"
 """On a node of a graph that holds one operator only: the how manieth it is at its place."""
 
+_ONLY: dict[type[nn.Module] | None, str] = {
+    nn.Linear: "linear", nn.Bilinear: "bilinear", nn.Conv1d: "conv1d", nn.Conv2d: "conv2d", nn.Conv3d: "conv3d",
+    nn.ConvTranspose1d: "conv_transpose1d", nn.ConvTranspose2d: "conv_transpose2d",
+    nn.ConvTranspose3d: "conv_transpose3d", nn.Embedding: "embedding", nn.EmbeddingBag: "embedding_bag",
+}  # fmt: skip
+"""The one operator of a layer."""
+
 Frame = tuple[str, int, str]
 Place = tuple[tuple[Frame, ...], int]
 """Where in a module's code an operator stands, and the how manieth it is there within one call of the module."""
 
+_OURS = str(Path(__file__).parent)
 _FRAME = re.compile(r'^\s*File "(.*)", line (\d+), in (.*)$', re.MULTILINE)
-_RESUMED = re.compile(r"^torch_dynamo_resume_in_(.*)_at_\d+$")
+RESUMED = re.compile(r"^torch_dynamo_resume_in_(.*)_at_\d+$")
 
 
 class Names:
@@ -68,13 +77,16 @@ class NamesOfOneGraph:
         # A layer of torch's own has one operator, or several that are named; its code says nothing about the model.
         frames = () if layer else frames_of(node.meta.get("stack_trace"))
         key = (call, op, frames)
-        count = node.meta.get(NTH, self._counts.get(key, 0))
+        # A plain layer has one operator per call, however its code is reached.
+        count = 0 if _ONLY.get(kind) == op else node.meta.get(NTH, self._counts.get(key, 0))
         self._counts[key] = count + 1
         return self._names.name(path, op, (frames, count), whole=layer and NAME not in node.meta)
 
 
 def frames_of(stack_trace: str | None) -> tuple[Frame, ...]:
     """Return the frames of a stack trace from the innermost `forward` on, as (file, line, function)."""
-    frames = [(file, int(line), _RESUMED.sub(r"\1", name)) for file, line, name in _FRAME.findall(stack_trace or "")]
+    found = [(file, int(line), RESUMED.sub(r"\1", name)) for file, line, name in _FRAME.findall(stack_trace or "")]
+    # A mode of ours that lets a call through is no part of the model's code.
+    frames = [frame for frame in found if not frame[0].startswith(_OURS)]
     starts = [index for index, (_, _, name) in enumerate(frames) if "forward" in name]
     return tuple(frames[starts[-1] if starts else 0 :])

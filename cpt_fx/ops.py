@@ -7,6 +7,7 @@ tracing; in eager, where reading a CPU tensor costs nothing, full precision skip
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from typing import Any, NamedTuple
@@ -128,6 +129,10 @@ class _StraightThrough(torch.autograd.Function):
         return tangent.clone()
 
 
+# torch asks for the signature at every call, which takes longer than the call; this is where inspect looks first.
+_StraightThrough.forward.__signature__ = inspect.signature(_StraightThrough.forward)  # type: ignore[attr-defined]
+
+
 def _straight_through(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None, record: Tensor | None) -> Tensor:
     """Quantize with the identity as gradient. At full precision the tensor itself comes back, where that can be known.
 
@@ -144,11 +149,18 @@ def _straight_through(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None
     return result
 
 
-def _by_parts(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Let a kernel take complex tensors: their real and imaginary parts are numbers of one tensor."""
+def _for_any_tensor(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Let a kernel take complex tensors, whose real and imaginary parts are numbers of one tensor, and sparse ones.
+
+    A sparse tensor says who is whose neighbour: it comes back as it is, and nobody has seen its levels.
+    """
 
     @wraps(kernel)
     def run(x: Tensor, *args: Any, **options: Any) -> Tensor:
+        if x.layout is not torch.strided:
+            if options.get("record") is not None:
+                options["record"][0].add_(1)
+            return x
         if not x.is_complex():
             return kernel(x, *args, **options)
         return torch.view_as_complex(kernel(torch.view_as_real(x), *args, **options | _with_parts(options)))
@@ -165,7 +177,7 @@ def _with_parts(options: dict[str, Any]) -> dict[str, Any]:
     return moved
 
 
-@_by_parts
+@_for_any_tensor
 def _fake_quantize(
     x: Tensor, bits: Tensor, *, zero_point: Tensor | None = None, range: Tensor | None = None,
     record: Tensor | None = None, **options: Any,
@@ -185,6 +197,8 @@ def _quantize_gradient(x: Tensor, bits: Tensor, *, record: Tensor | None = None,
     grid = _grid_of(options | _with_parts(options) if x.is_complex() else options, "stochastic")
 
     def hook(gradient: Tensor) -> Tensor:
+        if gradient.layout is not torch.strided:
+            return gradient
         parts = torch.view_as_real(gradient) if gradient.is_complex() else gradient
         quantized = _straight_through(parts, bits, grid, None, record)
         return torch.view_as_complex(quantized) if gradient.is_complex() else quantized
@@ -195,7 +209,7 @@ def _quantize_gradient(x: Tensor, bits: Tensor, *, record: Tensor | None = None,
     return x
 
 
-@_by_parts
+@_for_any_tensor
 def _fake_quantize_observed(
     x: Tensor, bits: Tensor, zero_point: Tensor, range: Tensor, weight: Tensor, training: bool, *,
     momentum: float = 0.9, corrected: bool = True, when_off: bool = False, percentile: float = 100.0,
@@ -285,7 +299,7 @@ def _extent(x: Tensor, percentile: float) -> Extent:
     return extent_of(x, (), None) if percentile >= 100 else percentile_extent(x, percentile)
 
 
-@_by_parts
+@_for_any_tensor
 def _fake_quantize_learned(
     x: Tensor, bits: Tensor, zero_point: Tensor, range: Tensor, weight: Tensor, training: bool, *,
     mode: Tensor | None = None, record: Tensor | None = None, **options: Any,

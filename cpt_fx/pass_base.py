@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from cpt_fx.bodies import graphs_of, nodes_of
+from cpt_fx.bodies import graphs_of
 from cpt_fx.meta import PASS, Uncovered
 
 LOG = "cpt_fx"
@@ -65,14 +65,15 @@ class Pass(ABC):
         stage = stage_of(module)
         if STAGES.index(stage) < STAGES.index(self.requires):
             raise ValueError(f"pass {self.name!r} needs a graph that is {self.requires}, this one is {stage}")
-        before = set(nodes_of(module))
-        report = self.run(module) if self.whole else _merged([self.run(graph) for graph in graphs_of(module)])
-        for node in nodes_of(module):
-            if node not in before:
-                node.meta.setdefault(PASS, self.name)
+        graphs = graphs_of(module)
+        before = {node for graph in graphs for node in graph.graph.nodes}
+        report = self.run(module) if self.whole else _merged([self.run(graph) for graph in graphs])
         if self.reaches is not None and STAGES.index(self.reaches) > STAGES.index(stage):
             stage = self.reaches
         for graph in graphs_of(module):
+            for node in graph.graph.nodes:
+                if node not in before:
+                    node.meta.setdefault(PASS, self.name)
             if stage_of(graph) != stage:
                 set_stage(graph, stage)
         return report

@@ -312,7 +312,7 @@ class _Walk:
             return bool(node.meta.get(WEIGHT))
         if node.op not in ("call_function", "call_method"):
             return False
-        used = node.all_input_nodes
+        used = [value for value in node.all_input_nodes if not _is_size(value)]
         return bool(used) and all(value in self.weights for value in used)
 
     def _is_read(self, node: fx.Node) -> bool:
@@ -389,3 +389,8 @@ def _mean_after_or_self(node: fx.Node, family: str, rule: Rule) -> fx.Node:
 
 def _name(target: Any) -> str:
     return str(getattr(target, "__name__", target))
+
+
+def _is_size(node: fx.Node) -> bool:
+    """Whether a value is a size: a parameter expanded to the size of a batch is a parameter still."""
+    return isinstance(node.meta.get("example_value"), (int, torch.SymInt, torch.Size))

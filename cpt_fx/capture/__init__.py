@@ -51,7 +51,7 @@ def capture(
         captured = _symbolic(model, example_inputs, example_kwargs)
     except CaptureError as error:
         return Deferred((f"not captured by torch.fx: {error}",))
-    hidden = _hidden(captured.module)
+    hidden = captured.loses or _hidden(captured.module)
     return Deferred((f"not captured by torch.fx: {hidden}",)) if hidden else captured
 
 
@@ -72,5 +72,5 @@ def _hidden(module: fx.GraphModule) -> str:
             if inside is not None:
                 return f"it calls {node.target} ({type(layer).__name__}) as a whole"
         elif node.op == "call_function" and (node.target is F.multi_head_attention_forward or is_opaque(node.target)):
-            return f"it calls {node.target.__name__} as a whole"
+            return f"it calls {getattr(node.target, '__name__', None) or node.target.name} as a whole"
     return ""

@@ -28,6 +28,8 @@ class Captured:
     module: QuantizedGraphModule
     frontend: str
     notes: tuple[str, ...] = ()
+    loses: str = ""
+    """What the graph does without, though it is no wrong number: another frontend may keep it."""
 
 
 def clone_tree(module: nn.Module, clones: dict[int, nn.Module] | None = None) -> nn.Module:

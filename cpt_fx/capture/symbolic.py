@@ -58,9 +58,10 @@ def capture_symbolic(
     _drop_dead_constants(traced.graph)
     _restore_modes(traced.root, model)
     notes = [f"captured for {name}={value!r}: the code branches on it" for name, value in fixed.items()]
-    if traced.dropped_checkpoints:
+    loses = "forward uses torch.utils.checkpoint" if traced.dropped_checkpoints else ""
+    if loses:
         notes.append("torch.utils.checkpoint inside forward is not kept: activations stay in memory for backward")
-    return Captured(assemble(traced.root, traced.graph), "symbolic", tuple(notes))
+    return Captured(assemble(traced.root, traced.graph), "symbolic", tuple(notes), loses)
 
 
 class Traced(NamedTuple):

@@ -11,6 +11,7 @@ from torch._dynamo.source import LocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import TracingContext
 
+from cpt_fx.dynamo.callers import caller_of, lines_to_forward
 from cpt_fx.dynamo.lift import Compiler, lifted
 from cpt_fx.dynamo.tree import Places
 from cpt_fx.dynamo.views import Frame, view_of
@@ -44,17 +45,25 @@ class Backend:
         run: Callable[..., Any] = view.forward
         if self.inner is not None:
             run = lifted(view, placeholders, inputs, self.inner)
-        return self._guarded(run, expected)
+        return self._guarded(run, expected, graph_module.forward)
 
-    def _guarded(self, run: Callable[..., Any], expected: Sequence[tuple[int, str]]) -> Callable[..., Any]:
-        """Note that a graph runs, and make sure that it runs on the tensors whose names it holds."""
+    def _guarded(
+        self, run: Callable[..., Any], expected: Sequence[tuple[int, str]], plain: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """Note that a graph runs, and make sure that it runs on the tensors whose names it holds.
+
+        Where a module was replaced, or a graph reached in a way that no guard knows, the plain graph runs in the net:
+        operator by operator, each with the quantizers of the tensors that are there.
+        """
         owner = self.owner
-        readers = [(place, name, *_reader(owner.root, name)) for place, name in expected]
+        readers = [(place, *_reader(owner.root, name)) for place, name in expected]
 
         def guarded(*args: Any) -> Any:
-            for place, name, holder, key in readers:
-                if args[place] is not holder[key]:
-                    raise RuntimeError(f"a graph captured for {name} was called with another tensor in its place")
+            for place, holder, key in readers:
+                if args[place] is not holder.get(key):
+                    owner.renew()
+                    with owner.net:
+                        return plain(*args)
             owner.runs += 1
             with owner.net.asleep():
                 return run(*args)
@@ -70,24 +79,38 @@ def _reader(root: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:
 
 
 def _frame(root: nn.Module) -> Frame:
-    """Return whose code Dynamo is looking at, and let the graph serve that module alone.
+    """Return whose code Dynamo is looking at, and let the graph serve the modules that it met there alone.
 
     Dynamo shares a graph between modules of one class. Ranges belong to one module: a guard on identity keeps the
-    others out. Only modules among the frame's own variables need one, all others are reached from there.
+    others out. Modules that are reached from one of the frame's own variables are the same if that one is.
     """
     places = Places(root)
     translator: Any = InstructionTranslator.current_tx()
     while translator.parent is not None:
         translator = translator.parent
-    owner: nn.Module | None = None
-    path = ""
+    owner, path = None, ""
+    scope = {"L": translator.f_locals, "G": translator.f_globals}
+    guards = TracingContext.get().guards_context.dynamo_guards
+    own = []
     for name, value in translator.f_locals.items():
         if isinstance(value, nn.Module) and id(value) in places.modules:
-            guard = LocalSource(name).make_guard(GuardBuilder.ID_MATCH)
-            TracingContext.get().guards_context.dynamo_guards.add(guard)
+            guards.add(LocalSource(name).make_guard(GuardBuilder.ID_MATCH))
+            own.append(f"L['{name}']")
             if owner is None or name == "self":
                 owner, path = value, places.modules[id(value)]
-    return Frame(places, path, owner)
+    for source in {guard.originating_source for guard in guards}:
+        if not source.name.startswith(tuple(own)) and id(_value_of(source.name, scope)) in places.modules:
+            guards.add(source.make_guard(GuardBuilder.ID_MATCH))
+    caller = caller_of(places)
+    return Frame(places, path if owner is not None else caller.path, lines_to_forward(translator.f_code.co_name))
+
+
+def _value_of(source: str, scope: dict[str, Any]) -> Any:
+    """Return what a source names, where it is a plain expression over the frame's variables."""
+    try:
+        return eval(source, {"__builtins__": {}}, scope)
+    except Exception:  # an expression in helpers of Dynamo's: iterators, weak references, never a module of its own
+        return None
 
 
 def broken_by(graph_module: fx.GraphModule) -> str:

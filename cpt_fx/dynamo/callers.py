@@ -8,12 +8,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.autograd.function import FunctionCtx
 
 from cpt_fx.dynamo.tree import Places
+from cpt_fx.names import RESUMED
 
 _OURS = str(Path(__file__).parents[1])
+_TORCH = str(Path(torch.__file__).parent)
 
 
 @dataclass(frozen=True)
@@ -46,3 +49,29 @@ def caller_of(places: Places) -> Caller:
                 return Caller(places.modules[id(first)], "".join(reversed(lines)), tuple(steps), function)
         frame = frame.f_back
     return Caller("", "".join(reversed(lines[:1])), tuple(steps[:1]), function)
+
+
+def lines_to_forward(name: str) -> str:
+    """Return the lines that lead from a forward to a function that Dynamo captures by itself, as a stack trace.
+
+    Captured together with its caller, an operator in there knows them; it must have the same place in both cases.
+    """
+    function = _resumed(name)
+    lines: list[str] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and "forward" not in function:
+        code = frame.f_code
+        if not code.co_filename.startswith((_OURS, _TORCH)):
+            # The function itself is on the stack where it goes on after a break.
+            if lines or _resumed(code.co_name) != function:
+                lines.append(f'  File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}\n')
+            if "forward" in code.co_name:
+                return "".join(reversed(lines))
+        frame = frame.f_back
+    return ""
+
+
+def _resumed(name: str) -> str:
+    """Return the name of the function that a piece of it goes on with."""
+    match = RESUMED.match(name)
+    return match[1] if match else name

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torch import fx
+from torch import Tensor, fx
 from torch.utils import checkpoint as home
 
 if TYPE_CHECKING:
@@ -23,7 +23,16 @@ def checkpointed(body: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
     but drop the random state. Compiled, it becomes that mark again.
     """
     keep = {key: kwargs[key] for key in ("determinism_check", "preserve_rng_state") if key in kwargs}
-    return home.checkpoint(body, *args, use_reentrant=False, **keep)
+    # Dynamo also passes what the code only refers to. Of that a body may change buffers, which arguments must not be.
+    given = [index for index, value in enumerate(args) if isinstance(value, Tensor) and not value.is_leaf]
+
+    def run(*activations: Tensor) -> Any:
+        every = list(args)
+        for index, value in zip(given, activations, strict=True):
+            every[index] = value
+        return body(*every)
+
+    return home.checkpoint(run, *(args[index] for index in given), use_reentrant=False, **keep)
 
 
 @contextmanager

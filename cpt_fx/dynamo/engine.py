@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -15,12 +15,15 @@ from torch import fx, nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import eval_frame
 from torch._dynamo.callback import callback_handler
+from torch._dynamo.eval_frame import skip_code
 
 from cpt_fx.bodies import graphs_of
 from cpt_fx.dynamo.backend import Backend, why_broken
+from cpt_fx.dynamo.callers import caller_of
 from cpt_fx.dynamo.checkpoint import quantized_again
 from cpt_fx.dynamo.lift import Compiler
 from cpt_fx.dynamo.net import Net
+from cpt_fx.dynamo.scripts import noticed_scripts
 from cpt_fx.dynamo.tree import Places, own_tree
 from cpt_fx.errors import TransformError
 from cpt_fx.graph_module import QuantizedGraphModule
@@ -40,11 +43,15 @@ PARTS = 64
 Past such a limit, torch's own is 8, Dynamo lets code run as it is, which alone would be without quantizers.
 """
 
+RENEWALS = 8
+"""How often all graphs may be thrown away because tensors were replaced."""
+
 CAPTURE = {
     "allow_rnn": True,
     "allow_unspec_int_on_nn_module": True,  # else a module that counts is captured anew at each call
     "accumulated_recompile_limit": 1_000_000,
     "use_numpy_random_stream": True,
+    "skip_nnmodule_hook_guards": False,  # else a hook that comes later would never run
     "optimize_ddp": False,  # it would cut the graph between Dynamo and us
 }
 ONE_GRAPH = {**CAPTURE, "capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True,
@@ -87,6 +94,12 @@ class _QuietCompilation:
 _QUIET = _QuietCompilation()
 
 
+_ONE_AT_A_TIME = threading.RLock()
+"""Threads take turns: while a model runs, Dynamo's configuration is ours."""
+_RUNNING: list[Engine] = []
+"""The models that run in this turn, the innermost last."""
+
+
 class NotCapturedError(TransformError):
     """Dynamo did not look at the model's code at all: it is switched off."""
 
@@ -113,6 +126,7 @@ class Engine:
         self.strict = strict
         self.state = Precision()
         self.state.grows = True
+        self.state.train(source.training)
         self.names = Names()
         self.captures: list[Capture] = []
         self.left: list[Uncovered] = []
@@ -138,13 +152,16 @@ class Engine:
         self._thread = 0
         self.failure: BaseException | None = None
         self.net = Net(self)
+        self.outdated = False
+        """Whether a graph was called with tensors that are no longer where it looks for them: all is captured anew."""
+        self._renewals = 0
         self._calls: dict[tuple[int, bool], tuple[Compiler | None, Callable[..., Any]]] = {}
         self._copied = len(self.captures)
         """How many captures are those of the model this one was copied from: shown until there are own ones."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process, and the way in, which leads to the original."""
-        derived = ("runs", "running", "_thread", "failure", "net", "_calls", "_copied")
+        derived = ("runs", "running", "_thread", "failure", "net", "outdated", "_renewals", "_calls", "_copied")
         return {key: value for key, value in self.__dict__.items() if key not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -176,15 +193,24 @@ class Engine:
         """Where the tensors and modules are: read anew for each graph, since tensors may be replaced."""
         return Places(self.root)
 
-    def leave(self, path: str, op: Callable[..., Any], reason: str) -> None:
+    def leave_here(self, op: str, reason: str) -> None:
+        """Take note of an operator that the code between the graphs is about to call, and that stays as it is."""
+        self.leave(caller_of(self.places).path, op, reason)
+
+    def leave(self, path: str, op: str, reason: str) -> None:
         """Take note of an operator between the graphs that stays as it is."""
-        item = Uncovered(path, op.__name__, reason)
+        item = Uncovered(path, op, reason)
         if item not in self.left:
             self.left.append(item)
 
     def runs_here(self) -> bool:
         """Whether the model is running in this very thread."""
         return self.running and self._thread == threading.get_ident()
+
+    def renew(self) -> None:
+        """Capture anew at the next call, unless that has not helped several times."""
+        self._renewals += 1
+        self.outdated = self._renewals <= RENEWALS
 
     def forget_last(self) -> None:
         """Take back the last capture: it never ran."""
@@ -213,12 +239,17 @@ class Engine:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Let the model run in this thread: its own calls of itself go on, Dynamo is quiet about its tracing."""
-        self.running, self._thread = True, threading.get_ident()
-        try:
-            with _QUIET:
+        with _ONE_AT_A_TIME, _QUIET, ExitStack() as stack:
+            # A transformed model inside another one has its own quantizers, and is none of the other one's business.
+            for other in _RUNNING:
+                stack.enter_context(other.net.asleep())
+            was_running, self.running, self._thread = self.running, True, threading.get_ident()
+            _RUNNING.append(self)
+            try:
                 yield
-        finally:
-            self.running = False
+            finally:
+                _RUNNING.pop()
+                self.running = was_running
 
     def run(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: Compiler | None = None, whole: bool = False
@@ -228,12 +259,16 @@ class Engine:
         `compiler` compiles the rewritten graphs; `whole` demands that there is one.
         """
         with self.entered():
+            if self.outdated:
+                self._calls.clear()
+                self.outdated = False
             result = self._call(args, kwargs, compiler, whole)
-        if len(self.captures) > self._settled:
+        found = len(self.captures) + len(self.left)
+        if found > self._settled:
             if self._settled < 0:
                 self._ineffective = self.selected.check(self._modules().items())
             check_coverage(self.history(), self.graphs(), strict=self.strict)
-            self._settled = len(self.captures)
+            self._settled = found
         return result
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: Compiler | None, whole: bool) -> Any:
@@ -255,7 +290,7 @@ class Engine:
             else:
                 reason = self.breaks_because
             self.failure = None
-            with self.net, quantized_again(self), dynamo_config.patch(SEVERAL):
+            with self.net, quantized_again(self), noticed_scripts(self), dynamo_config.patch(SEVERAL):
                 result = self._compiled(compiler, False)(*args, **kwargs)
             if self.failure is not None:
                 raise self.failure
@@ -283,17 +318,20 @@ class Engine:
         return self._calls[key][1]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def outer_compiler() -> tuple[Compiler | None, bool]:
     """Return the compiler of a `torch.compile` around the model, if there is one, and whether it demands one graph."""
     callback = torch._C._dynamo.eval_frame.get_eval_frame_callback()
     if not callable(callback):
         return None, False
     compiler = eval_frame.innermost_backend(callback)
-    if isinstance(compiler, Backend):
-        return None, False
+    if isinstance(getattr(compiler, "compiler_fn", compiler), Backend):
+        return None, False  # another transformed model's, which this one is inside of
     assert_one = type(getattr(callback, "_torchdynamo_orig_backend", None)).__name__ == "ConvertFrameAssert"
     return compiler, assert_one
+
+
+# Not disabled, which would hide the compiler it looks for; only not captured itself.
+skip_code(outer_compiler.__code__)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import inspect
 import re
 from typing import Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
@@ -31,7 +31,7 @@ from cpt_fx.capture.export_interface import (
 from cpt_fx.dynamo.checks import ADVICE, MADE, check_form, check_same, form_of
 from cpt_fx.dynamo.recording import Input, Recording, WholeFloat, WholeInt
 
-_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_EMPTY: dict[Any, Any] = {inspect.Parameter.VAR_POSITIONAL: (), inspect.Parameter.VAR_KEYWORD: {}}
 
 
 class Interface:
@@ -47,13 +47,10 @@ class Interface:
         self.names: dict[int, str] = {}
         self.fakes = {id(value): fake for value, fake in recording.tensors}
         self.values: dict[int, Tensor] = {}
+        self.reads: dict[str, fx.Node] = {}
 
-    def build(self, forward: Any) -> None:
-        """Give the graph the signature of `forward` and the outputs of the run."""
-        self._inputs(forward)
-        self._outputs()
-
-    def _inputs(self, forward: Any) -> None:
+    def restore_inputs(self, forward: Any) -> None:
+        """Give the graph the signature of `forward`."""
         record, graph = self.recording, self.graph
         flat = graph.find_nodes(op="placeholder")
         signature = inspect.signature(forward)
@@ -63,9 +60,9 @@ class Interface:
         bound = signature.bind(*record.args, **record.kwargs).arguments
         with graph.inserting_before(self.start):
             for item in arguments:
-                value = bound.get(item.name, {"**": {}, "*": ()}.get(item.target.rstrip(item.name)))
-                if item.kind in _VARIABLE or (item.name in bound and form_of(value) is not None):
-                    graph.call_function(check_form, (entry.made[item.name], form_of(value), item.name))
+                form = form_of(bound.get(item.name, _EMPTY.get(item.kind)))
+                if form is not None:
+                    graph.call_function(check_form, (entry.made[item.name], form, item.name))
         opaque = {}
         for path, value in pytree.tree_flatten_with_path((record.args, record.kwargs))[0]:
             way = way_to(path, arguments)
@@ -109,12 +106,8 @@ class Interface:
                 node = self.graph.call_method(read, (node,) if read == "storage_offset" else (node, dim))
             node.meta = dict(used.node.meta)
         else:
-            raise (
-                _opaque(opaque)
-                if opaque
-                else CaptureError(
-                    f"the graph takes a {type(value).__name__} from {used.name}, which a single graph cannot hold"
-                )
+            raise CaptureError(
+                f"the graph takes a {type(value).__name__} from {used.name}, which a single graph cannot hold"
             )
         used.node.replace_all_uses_with(node)
 
@@ -147,7 +140,8 @@ class Interface:
     def _check_sizes(self) -> None:
         """Check what the graph takes for granted about its inputs, before anything else runs."""
         environment = self.recording.environment
-        known = [key for key in self.nodes if key in self.fakes and self._can_vary(key)]
+        # Arguments alone: tensors that the module holds are what they are.
+        known = [key for key, node in self.nodes.items() if key in self.fakes and node.op != "get_attr"]
         numbers = {key: number for number, key in enumerate(known)}
         spell = _Sizes({
             symbol: f"t{numbers[id(tensor)]}.size()[{dim}]" if id(tensor) in numbers else str(tensor.shape[dim])
@@ -169,7 +163,7 @@ class Interface:
                     conditions.append(f"{place} == {spell.doprint(expression)}")
                 seen.add(expression)
                 bounds = environment.var_to_range.get(expression)
-                high = -1 if bounds is None or bounds.upper in (int_oo,) else int(bounds.upper)
+                high = -1 if bounds is None or bounds.upper is int_oo else int(bounds.upper)
                 sizes.append((int(bounds.lower) if bounds is not None else 0, high))
             checked.append((self.names[key], str(fake.dtype), tuple(sizes)))
         for guard in environment.guards:
@@ -184,12 +178,11 @@ class Interface:
                     check_inputs, (tuple(self.nodes[key] for key in known), tuple(checked), facts, MADE, ADVICE)
                 )
 
-    def _can_vary(self, key: int) -> bool:
-        """Whether a tensor is an argument: those that the module holds are what they are."""
-        return self.nodes[key].op != "get_attr"
-
-    def _outputs(self) -> None:
+    def restore_outputs(self, module: nn.Module) -> None:
+        """Let the graph, which is that of `module` by now, return what the model returned."""
         record = self.recording
+        self.tree = module
+        self.reads = {str(node.target): node for node in self.graph.find_nodes(op="get_attr")}
         output = self.graph.output_node()
         nodes: Any = output.args[0]
         exits = {id(value): node for value, node in zip(record.returned, nodes, strict=True)}
@@ -211,7 +204,7 @@ class Interface:
                 used.add(id(value))
                 return exits[id(value)]
             if isinstance(value, Tensor):
-                return self.nodes[id(value)] if id(value) in self.nodes else self._own(value)
+                return self._returned(value)
             if isinstance(value, torch.Size):
                 return self.graph.call_function(torch.Size, (tuple(map(leaf, value)),))
             if isinstance(value, CONSTANTS) and not isinstance(value, (WholeInt, WholeFloat)):
@@ -237,6 +230,18 @@ class Interface:
                 "forward keeps a tensor in an object that it does not return, or wraps one in a class of its own: one "
                 "graph would do neither on every call"
             )
+
+    def _returned(self, value: Tensor) -> fx.Node:
+        """Return the node of a tensor that the graph does not compute: an argument, or one that the module holds."""
+        node = self.nodes.get(id(value))
+        if node is not None and node.op != "get_attr":
+            return node
+        name = self.names.get(id(value)) or self.recording.places.tensor(value)
+        if name is None:
+            name = self._free("constant")
+            self.tree.register_buffer(name, value, persistent=False)
+        # One node for each: passes may have replaced it.
+        return self.reads.get(name) or self.graph.create_node("get_attr", name)
 
 
 def _is_its_items(value: dict[Any, Any]) -> bool:

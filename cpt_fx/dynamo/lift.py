@@ -84,7 +84,7 @@ class _Lift:
             return self._inputs[name]
         if path not in self._made:
             with self.graph.inserting_before(_first(self.graph)):
-                made = self.graph.placeholder(path.replace(".", "_"))
+                made = self.graph.placeholder(f"read_{path}".replace(".", "_"))
             made._dynamo_source = None
             self._made[path] = made
             self.reads.append(path)

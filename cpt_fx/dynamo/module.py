@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -14,6 +16,25 @@ from cpt_fx.dynamo.engine import Engine, outer_compiler
 from cpt_fx.dynamo.lift import Compiler
 from cpt_fx.graph_module import ENGINE, take_tensors
 from cpt_fx.meta import STATE
+
+_OWN = frozenset({*vars(nn.Module()), "forward", "_compiled_call_impl"})
+"""Attributes that a result has itself: what nn.Module works with. All others are the model's."""
+
+
+class _Children(dict[str, "nn.Module | None"]):
+    """The modules of a result: those of the model's copy, and the state. What is put in is put into the copy."""
+
+    def __init__(self, root: nn.Module, state: nn.Module) -> None:
+        super().__init__({**root._modules, STATE: state})
+        self._root = root
+
+    def __setitem__(self, name: str, module: nn.Module | None) -> None:
+        super().__setitem__(name, module)
+        self._root._modules[name] = module
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        del self._root._modules[name]
 
 
 class DynamoModule(nn.Module):
@@ -28,10 +49,20 @@ class DynamoModule(nn.Module):
         root = engine.root
         take_tensors(self, root)
         # The same containers: a tensor that is replaced here is replaced there.
-        self._parameters, self._buffers = root._parameters, root._buffers
-        self._modules = {**root._modules, STATE: engine.state}
+        for containers in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
+            self.__dict__[containers] = getattr(root, containers)
         self.__dict__[ENGINE] = engine
         self._connect()
+
+    @property
+    def _modules(self) -> dict[str, nn.Module | None]:
+        """The model's own modules as they are now, and the state."""
+        engine: Engine | None = self.__dict__.get(ENGINE)
+        return {} if engine is None else _Children(engine.root, engine.state)
+
+    @_modules.setter
+    def _modules(self, value: object) -> None:
+        """Keep nothing: nn.Module makes an empty dict when it is built."""
 
     def _connect(self) -> None:
         """Lead every call of the model through the engine, also those that the model's own methods make."""
@@ -57,12 +88,33 @@ class DynamoModule(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         """Look in the model's copy for what is not here."""
-        try:
+        engine: Engine | None = self.__dict__.get(ENGINE)
+        if engine is None:
             return super().__getattr__(name)
-        except AttributeError:
-            if ENGINE not in self.__dict__:
-                raise
-        return getattr(self.__dict__[ENGINE].root, name)
+        if name == STATE:
+            return engine.state
+        value = getattr(engine.root, name)
+        own = isinstance(value, MethodType) and value.__self__ is engine.root
+        return _in_the_net(engine, value) if own and not value.__func__.__module__.startswith("torch.") else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what the model's code reads where it reads it: in the copy."""
+        engine: Engine | None = self.__dict__.get(ENGINE)
+        if engine is None or name in _OWN:
+            super().__setattr__(name, value)
+        if engine is not None and (name not in _OWN or name == "training"):
+            setattr(engine.root, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Delete likewise."""
+        if name in self.__dict__:
+            super().__delattr__(name)
+        else:
+            delattr(self.__dict__[ENGINE].root, name)
+
+    def __dir__(self) -> list[str]:
+        """List what the copy has, too."""
+        return sorted({*object.__dir__(self), *dir(self.__dict__[ENGINE].root)})
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the way in, which is made anew."""
@@ -91,16 +143,30 @@ def _run(engine: Engine, outer: tuple[Compiler | None, bool], args: tuple[Any, .
     return engine.run(args, kwargs, *outer)
 
 
+def _in_the_net(engine: Engine, method: MethodType) -> Callable[..., Any]:
+    """Let what a method multiplies by itself, and in modules that it calls, go through quantizers too."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with engine.net:
+            return method(*args, **kwargs)
+
+    return call
+
+
 class _Entrance:
     """The forward of the model's copy: into the engine, or, in a model that calls itself, on within the graph."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        # Code asks a model for its arguments: attention_mask, labels, ...
+        self.__signature__ = inspect.signature(engine.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.engine.running:
-            return self.engine.forward(*args, **kwargs)
-        return _enter(self.engine, args, kwargs)
+        engine = self.engine
+        # A compiler that comes by cannot ask for threads; it runs in the one that holds the engine, if any does.
+        inside = engine.running if torch.compiler.is_dynamo_compiling() else engine.runs_here()
+        return engine.forward(*args, **kwargs) if inside else _enter(engine, args, kwargs)
 
     __code__ = __call__.__code__  # Dynamo asks a forward for it
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 KNOWN: frozenset[Any] = frozenset({*SPECS, *ALIASES, *FUSED})
 """Functions that multiply: calls of them in eager code are rewritten, all others go through."""
+VARIANTS = 32
+"""Graphs that are kept for one call in the code. One with ever new numbers among its arguments makes new ones."""
 
 
 class Net(TorchFunctionMode):
@@ -33,7 +35,7 @@ class Net(TorchFunctionMode):
         super().__init__()
         self.owner = owner
         self.resting = 0
-        self._graphs: dict[Hashable, QuantizedGraphModule] = {}
+        self._graphs: dict[Hashable, dict[Hashable, QuantizedGraphModule]] = {}
         self._neighbours: dict[Hashable, dict[tuple[int, ...], int]] = {}
 
     @contextmanager
@@ -53,29 +55,35 @@ class Net(TorchFunctionMode):
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operator through a graph made for it: the first time at this place, it is made."""
-        caller = caller_of(self.owner.places)
+        places = self.owner.places
+        caller = caller_of(places)
         if caller.function is not None:
-            self.owner.leave(caller.path, func, f"the backward of {caller.function} is its author's own")
+            self.owner.leave(caller.path, func.__name__, f"the backward of {caller.function} is its author's own")
             return func(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        kinds = tuple(_kind(leaf) for leaf in leaves)
-        key = (func, caller, spec, kinds)
-        view = self._graphs.get(key)
-        new = view is None
-        if view is None:
-            view = self._graph(func, leaves, spec, caller)
+        graphs = self._graphs.setdefault((func, caller), {})
+        key = (spec, tuple(_kind(leaf, places) for leaf in leaves))
+        view = graphs.get(key)
+        if view is not None:
+            return self._run(view, tensors)
+        view = self._graph(func, leaves, spec, caller)
+        try:
+            result = self._run(view, tensors)
+        except Exception:
+            # The operator refuses its operands, which the code around it may expect.
+            self.owner.forget_last()
+            raise
+        if len(graphs) < VARIANTS:
+            graphs[key] = view
+        else:
+            self.owner.forget_last()
+        return result
+
+    def _run(self, view: QuantizedGraphModule, tensors: list[Tensor]) -> Any:
         self.owner.runs += 1
         with self.asleep():
-            try:
-                result = view.forward(*tensors)[0]
-            except Exception:
-                # The operator refuses its operands, which the code around it may expect.
-                if new:
-                    self.owner.forget_last()
-                raise
-        self._graphs[key] = view
-        return result
+            return view.forward(*tensors)[0]
 
     def _graph(
         self, func: Callable[..., Any], leaves: list[Any], spec: pytree.TreeSpec, caller: Caller
@@ -123,10 +131,8 @@ def _value(graph: fx.Graph, tensor: Tensor, node: fx.Node, places: Places) -> fx
     return node
 
 
-def _kind(leaf: Any) -> Hashable:
-    """Return what makes two calls of an operator the same graph: which parameters, how many dims, which options."""
-    if isinstance(leaf, nn.Parameter):
-        return id(leaf)
+def _kind(leaf: Any, places: Places) -> Hashable:
+    """Return what makes two calls of an operator the same graph: the model's tensors, dims, options."""
     if isinstance(leaf, Tensor):
-        return leaf.ndim, leaf.dtype
+        return places.tensor(leaf) or (leaf.ndim, leaf.dtype, isinstance(leaf, nn.Parameter))
     return leaf if isinstance(leaf, Hashable) else repr(leaf)

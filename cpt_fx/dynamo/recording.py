@@ -104,7 +104,7 @@ def record(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any], dynami
     around: nn.Module = object.__new__(type(root))
     around.__dict__ = {**root.__dict__, "forward": forward}
     with (
-        _silence(), engine.entered(), default_stance(), torch.enable_grad(), _any_batch(),
+        _silence(), engine.entered(), default_stance(), _any_batch(),
         shapes_config.patch(**ANY_SIZE),
         dynamo_config.patch({**ONE_GRAPH, **EXACT, "ignore_logging_functions": _log_functions()}),
     ):  # fmt: skip
@@ -249,7 +249,7 @@ class _Recorder:
             return eval(source.name, scope)
 
         places = engine.places
-        view = view_of(graph_module, inputs, Frame(places, "", None), engine.root, engine.state, engine.names)
+        view = view_of(graph_module, inputs, Frame(places, "", ""), engine.root, engine.state, engine.names)
         placeholders = graph_module.graph.find_nodes(op="placeholder")
         ours = view.graph.find_nodes(op="placeholder")
         environment = output.shape_env

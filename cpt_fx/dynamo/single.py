@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 
 from cpt_fx.bodies import OUTER, graphs_of
-from cpt_fx.capture.base import assemble
+from cpt_fx.capture.base import CaptureError, assemble
 from cpt_fx.dynamo.checks import check_modes
 from cpt_fx.dynamo.engine import Engine
 from cpt_fx.dynamo.interface import Interface
@@ -29,11 +29,14 @@ def single_graph_of(
     with trial(model):
         recording = record(engine, args, kwargs, dynamic)
     # Not before the trial is over: until then, copies stand in the place of the buffers.
-    module = _assembled(engine, recording)
+    module, interface = _assembled(engine, recording)
     _share_state(module, engine.state)
     module.meta[SELECTED] = engine.selected
     with engine.net.asleep():
         reports = engine.pipeline.run(module)
+    # The passes saw the outputs as they see those of any graph of Dynamo's.
+    interface.restore_outputs(module)
+    module.recompile()
     engine.state.pin()
     for graph in graphs_of(module):
         _keep_gradient_mode(graph)
@@ -48,7 +51,7 @@ def single_graph_of(
     return module
 
 
-def _assembled(engine: Engine, recording: Recording) -> QuantizedGraphModule:
+def _assembled(engine: Engine, recording: Recording) -> tuple[QuantizedGraphModule, Interface]:
     """Make a module of its own of a recorded graph: the model's tensors under their names, shells for its layers."""
     root, view = engine.root, recording.view
     graph = view.graph
@@ -61,7 +64,8 @@ def _assembled(engine: Engine, recording: Recording) -> QuantizedGraphModule:
             tree.__dict__[name] = view.__dict__[name]
             if isinstance(view.__dict__[name], fx.GraphModule):
                 inner[name] = view.__dict__[name]
-    Interface(graph, tree, recording).build(engine.forward)
+    interface = Interface(graph, tree, recording)
+    interface.restore_inputs(engine.forward)
     module = assemble(tree, graph)
     for name, body in inner.items():
         # Beside the modules, as `add_body` puts it.
@@ -69,7 +73,7 @@ def _assembled(engine: Engine, recording: Recording) -> QuantizedGraphModule:
         module.__dict__[name] = body
         body.__dict__[OUTER] = module
     module.meta[NAMES] = engine.names
-    return module
+    return module, interface
 
 
 def _share_state(module: nn.Module, state: Precision) -> None:
@@ -86,18 +90,25 @@ def _share_state(module: nn.Module, state: Precision) -> None:
 def _keep_gradient_mode(module: fx.GraphModule) -> None:
     """Where a graph switches gradients on again after a stretch without, go back to what the caller has.
 
-    Dynamo writes down what was on at the time of capture: in a call under `no_grad` it would switch gradients on.
+    Dynamo writes down what was on at the time of capture: in a call under `no_grad` it would switch gradients on. In a
+    graph that was captured under `no_grad`, such a stretch is like any other.
     """
-    switches = [
-        node for node in module.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
-        if node.args == (True,)
-    ]  # fmt: skip
+    graph = module.graph
+    switches = graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
     if not switches:
         return
-    with module.graph.inserting_before(next(node for node in module.graph.nodes if node.op != "placeholder")):
-        outer = module.graph.call_function(torch.is_grad_enabled)
-    for node in switches:
-        node.args = (outer,)
+    if torch.is_grad_enabled():
+        with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
+            outer = graph.call_function(torch.is_grad_enabled)
+        for node in switches:
+            node.args = (outer,) if node.args == (True,) else node.args
+    elif any(node.args == (True,) for node in switches):
+        raise CaptureError(
+            "forward switches gradients on, and single_graph was called under torch.no_grad(): call it outside"
+        )
+    else:
+        for node in switches:
+            graph.erase_node(node)
     module.recompile()
 
 

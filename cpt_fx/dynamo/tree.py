@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from types import CellType, FunctionType, MethodType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cpt_fx.capture.base import MODULE_OWN, clone_tree, refuse_taken_names
 
@@ -75,7 +76,7 @@ class _Rebinding:
     def __call__(self, value: Any) -> Any:
         if isinstance(value, nn.Module):
             return self.clones.get(id(value), value)
-        change = _REBUILD.get(type(value))
+        change = _REBUILD.get(type(value)) or (_Rebinding.object if _is_plain_object(value) else None)
         if change is None:
             return value
         key = (id(value), self.own)
@@ -118,15 +119,27 @@ class _Rebinding:
             contents = [cell.cell_contents for cell in value.__closure__ or ()]
         except ValueError:  # a cell that is not filled yet
             return value
+        defaults = (value.__defaults__, value.__kwdefaults__)
         with self._others():
             rebound = [self(content) for content in contents]
-        if not _changed(rebound, contents):
+            others = [self(default) for default in defaults]
+        if not _changed(rebound, contents) and not _changed(others, defaults):
             return value
-        cells = tuple(CellType(content) for content in rebound)
-        new = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+        cells = tuple(CellType(content) for content in rebound) if value.__closure__ else None
+        new = FunctionType(value.__code__, value.__globals__, value.__name__, others[0], cells)
         new.__dict__.update(value.__dict__)
-        new.__kwdefaults__ = value.__kwdefaults__
+        new.__kwdefaults__ = others[1]
         return new
+
+    def object(self, value: Any) -> Any:
+        """Copy a helper object that leads to a module; leave every other one alone."""
+        with self._others():
+            new = {name: self(item) for name, item in vars(value).items()}
+        if not _changed(new.values(), vars(value).values()):
+            return value
+        made = copy.copy(value)
+        made.__dict__.update(new)
+        return made
 
     @contextmanager
     def _others(self) -> Iterator[None]:
@@ -135,6 +148,16 @@ class _Rebinding:
             yield
         finally:
             self.own = own
+
+
+def _is_plain_object(value: Any) -> bool:
+    """Whether a value is an instance of somebody's class that may hold modules."""
+    package = type(value).__module__.partition(".")[0]
+    return hasattr(value, "__dict__") and not isinstance(value, (type, Tensor, ModuleType)) and package not in _SHARED
+
+
+_SHARED = frozenset({"torch", "numpy", "builtins", "functools", "logging", "threading"})
+"""Packages whose objects hold no modules of a model."""
 
 
 def _changed(new: Iterable[Any], old: Iterable[Any]) -> bool:

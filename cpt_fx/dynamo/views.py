@@ -21,12 +21,12 @@ TAG_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
 class Frame:
-    """The module whose code a graph comes from, where it is one of the model's, and the graph's inputs."""
+    """Whose code a graph comes from: a module's path, and the lines that lead from its forward to the code."""
 
-    def __init__(self, places: Places, path: str, owner: nn.Module | None) -> None:
+    def __init__(self, places: Places, path: str, lines: str) -> None:
         self.places = places
         self.path = path
-        self.owner = owner
+        self.lines = lines
         self._stacks: dict[tuple[Any, ...], dict[str, tuple[str, Any]]] = {}
 
     def stack(self, node: fx.Node) -> dict[str, tuple[str, Any]]:
@@ -36,6 +36,12 @@ class Frame:
         if calls not in self._stacks:
             self._stacks[calls] = self._converted(theirs)
         return dict(self._stacks[calls])
+
+    def convert(self, node: fx.Node) -> None:
+        """Say of a node where it comes from in our terms."""
+        node.meta["nn_module_stack"] = self.stack(node)
+        if self.lines and "stack_trace" in node.meta:
+            node.meta["stack_trace"] = self.lines + node.meta["stack_trace"]
 
     def _converted(self, theirs: dict[Any, tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
         stack: dict[str, tuple[str, Any]] = {path: (path, kind) for path, kind in self.places.ancestors(self.path)}
@@ -65,7 +71,7 @@ def view_of(
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for node, value in zip(placeholders, inputs, strict=True):
-        node.meta["nn_module_stack"] = frame.stack(node)
+        frame.convert(node)
         _name_tensor(graph, node, value, first, frame)
     _adopt(view, graph, graph_module, frame)
     return view
@@ -86,7 +92,7 @@ def over(root: nn.Module, state: Precision, names: Names) -> QuantizedGraphModul
 def _adopt(view: QuantizedGraphModule, graph: fx.Graph, source: fx.GraphModule, frame: Frame) -> None:
     """Put a graph into a module: module stacks by path, constants and graphs inside the graph taken along."""
     for node in list(graph.nodes):
-        node.meta["nn_module_stack"] = frame.stack(node)
+        frame.convert(node)
         if node.target is TAG_CHECKPOINT:
             # Run as it is, it would not restore the random state for the second forward pass.
             node.target = checkpointed

@@ -29,10 +29,13 @@ class CaptureInfo:
 
     frontend: str
     notes: tuple[str, ...] = ()
+    breaks: tuple[str, ...] = ()
+    """Where the code could not be kept in one graph, each with file, line and reason."""
 
     def __str__(self) -> str:
-        """The frontend, then the notes."""
-        return "\n  ".join((self.frontend, *self.notes))
+        """The frontend, then the notes, then the breaks."""
+        breaks = (f"the graph breaks at {place}" for place in self.breaks)
+        return "\n  ".join((self.frontend, *self.notes, *breaks))
 
 
 @dataclass(frozen=True, repr=False)
@@ -72,7 +75,7 @@ class Inspection:
     def capture(self) -> CaptureInfo:
         """Which frontend captured the model, and what it had to say."""
         history = history_of(self.model)
-        return CaptureInfo(history.frontend, history.notes)
+        return CaptureInfo(history.frontend, history.notes, history.breaks)
 
     def verify(self, *inputs: Any, gradients: bool = True, **kwargs: Any) -> Verification:
         """Prove that quantization ran, from the records so far or, given inputs, from a trial run on them.

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import cpt_fx
 from cpt_fx.dynamo.engine import Engine
@@ -119,7 +120,10 @@ def test_a_change_of_bits_captures_nothing() -> None:
 
 def test_blocks_of_one_class_have_ranges_of_their_own() -> None:
     """Where the code breaks, Dynamo would run the first block's graph for all three."""
-    broken, whole = captured(seeded(Blocks, breaks=True), recipe=EXACT), captured(seeded(Blocks, breaks=False), recipe=EXACT)
+    broken, whole = (
+        captured(seeded(Blocks, breaks=True), recipe=EXACT),
+        captured(seeded(Blocks, breaks=False), recipe=EXACT),
+    )
     for step in range(3):
         x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
         check_same(train_step(broken, (x,), {}), train_step(whole, (x,), {}))
@@ -136,7 +140,10 @@ def test_breaks_are_listed_with_their_place(caplog: pytest.LogCaptureFixture) ->
         result = captured(seeded(Blocks, breaks=True))
         result(X)
     (line,) = [record.message for record in caplog.records if "sites found" in record.message]
-    assert "Blocks: 16 sites found, 16 quantized by" in line and "0 excluded, 0 uncovered, 7 graphs, 1 break (dynamo)" in line
+    assert (
+        "Blocks: 16 sites found, 16 quantized by" in line
+        and "0 excluded, 0 uncovered, 7 graphs, 1 break (dynamo)" in line
+    )
     notes = "\n".join(cpt_fx.inspect(result).capture.notes)
     assert "the code cannot be one graph" in notes and "models.py:" in notes and "graph_break()" in notes
 
@@ -276,7 +283,8 @@ def test_patterns_select_over_all_graphs() -> None:
         widths = {quantizer.layer: quantizer.bits for quantizer in cpt_fx.inspect(result).quantizers}
         assert widths["blocks.1.one"] == 5 and widths["head"] == 4 and "blocks.0.one" not in widths
         assert sorted(item.layer for item in cpt_fx.inspect(result).uncovered if item.by_choice) == [
-            "blocks.0.matmul", "blocks.0.matmul_1", "blocks.0.matmul_2", "blocks.0.one", "blocks.0.two", "blocks.2.matmul_1",
+            "blocks.0.matmul", "blocks.0.matmul_1", "blocks.0.matmul_2", "blocks.0.one", "blocks.0.two",
+            "blocks.2.matmul_1",
         ]  # fmt: skip
 
 
@@ -306,8 +314,35 @@ def test_tensors_that_are_replaced_are_seen() -> None:
     result = captured(seeded(Modes), bits=32)
     reference = seeded(Modes)
     result(X)
-    other = {name: value + 0.5 if value.is_floating_point() else value for name, value in reference.state_dict().items()}
+    other = {
+        name: value + 0.5 if value.is_floating_point() else value for name, value in reference.state_dict().items()
+    }
     result.load_state_dict(other, strict=False, assign=True)
     reference.load_state_dict(other)
     check_same_output(result.eval()(X), reference.eval()(X))
     check_same_output(result.double()(X.double()), reference.double()(X.double()))
+
+
+def test_a_model_in_evaluation_starts_with_the_widths_for_evaluation() -> None:
+    result = cpt_fx.transform(seeded(Modes).eval(), Static(4, eval_bits=7), capture="dynamo")
+    assert not any(module.training for module in result.modules())
+    result(X)
+    assert {quantizer.bits for quantizer in cpt_fx.inspect(result).quantizers if quantizer.role != "gradient"} == {7}
+    train_step(result.train(), (X,), {})
+    assert {quantizer.bits for quantizer in cpt_fx.inspect(result).quantizers} == {4}
+
+
+def test_a_checkpointed_batch_norm_counts_as_in_plain_torch() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor) -> Any:
+            return checkpoint(lambda y: self.norm(self.fc(y)), x * 1, use_reentrant=False)
+
+    reference = seeded(Normed)
+    result = cpt_fx.transform(seeded(Normed), Static(32))
+    assert cpt_fx.inspect(result).capture.frontend == "dynamo"
+    check_same(train_step(result, (X,), {}), train_step(reference, (X,), {}))
+    assert int(reference.norm.num_batches_tracked) == 2  # type: ignore[arg-type, union-attr]

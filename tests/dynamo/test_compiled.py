@@ -1,0 +1,163 @@
+"""`torch.compile` around a result that Dynamo captured: the rewritten graphs are compiled, never the plain code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import cpt_fx
+from cpt_fx.ops import QUANTIZERS
+from cpt_fx.schedules import named
+from tests.dynamo.models import EXACT, Blocks, Checkpointed, Modes, seeded
+from tests.training import train_step
+from tests.zoo import ANY_MODEL
+from tests.zoo_any import missing
+
+
+@pytest.fixture(autouse=True)
+def _forget_compiled_code() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(7))
+SHAPES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "modes": (lambda: seeded(Modes), X),
+    "broken": (lambda: seeded(Blocks, breaks=True), X),
+    "sequential": (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.LSTM(4, 3)), X),
+    "checkpointed": (lambda: seeded(Checkpointed, reentrant=False, breaks=False), torch.randn(5, 6)),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_compiler_gets_the_rewritten_graphs(name: str) -> None:
+    make, x = SHAPES[name]
+    torch.manual_seed(0)
+    model = make()
+    schedule = named("CR", q_min=3, q_max=8, total_steps=16, cycles=2)
+    result = cpt_fx.transform(model, schedule, capture="dynamo", recipe=EXACT)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled: Any = torch.compile(result, backend=counter)
+    counts, widths = [], set()
+    for _ in range(6):
+        train_step(compiled, (x,), {})
+        schedule.step()
+        counts.append(counter.frame_count)
+        widths.add(cpt_fx.inspect(result).quantizers[0].bits)
+    assert counts[0] >= 1 and counts == counts[:1] * 6, f"a change of bits compiled something: {counts}"
+    assert len(widths) > 2
+    for graph in counter.graphs:
+        quantizers = [node for module in graph.modules() if isinstance(module, fx.GraphModule)
+                      for node in module.graph.nodes if node.target in QUANTIZERS]  # fmt: skip
+        assert quantizers, "a graph without a quantizer was compiled"
+    compiled.eval()
+    with torch.no_grad():
+        compiled(x)
+        once = counter.frame_count
+        for _ in range(2):
+            compiled(x)
+    train_step(compiled.train(), (x,), {})
+    assert counter.frame_count == once, "a switch of modes compiled more than once"
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_compiled_numbers_are_the_eager_ones(name: str) -> None:
+    make, x = SHAPES[name]
+    steps = []
+    for backend in ("eager", "aot_eager"):
+        torch.manual_seed(0)
+        model = make()
+        schedule = named("CR", q_min=3, q_max=8, total_steps=8, cycles=2, q_grad=32)
+        result = cpt_fx.transform(model, schedule, capture="dynamo", recipe=EXACT)
+        module: Any = result if backend == "eager" else torch.compile(result, backend=backend)
+        for seed in range(3):
+            taken = train_step(module, (x,), {}, seed=seed, lr=0.0)
+            schedule.step()
+        evaluated = result.eval()(x)
+        steps.append((taken, evaluated, result.state_dict()))
+    (eager, _, state), (compiled, _, other) = steps
+
+    def close(ours: Tensor | None, theirs: Tensor | None) -> bool:
+        if ours is None or theirs is None:
+            return ours is theirs
+        # Where a model breaks, gradients that cross a border between graphs are added in another order. Quantized
+        # gradients would turn such a last bit into a step of their grid.
+        return float((ours - theirs).abs().max()) <= 1e-5 * float(theirs.abs().max()) + 1e-6
+
+    renamed = {name.removeprefix("_orig_mod."): value for name, value in compiled.gradients.items()}
+    assert all(close(renamed[name], value) for name, value in eager.gradients.items())
+    assert all(close(other[name], value) for name, value in state.items() if value.is_floating_point())
+
+
+def test_a_compiler_that_wants_one_graph_gets_one_or_an_error() -> None:
+    counter = CompileCounterWithBackend("eager")
+    whole = cpt_fx.transform(
+        seeded(Blocks, breaks=False), named("CR", q_min=3, q_max=8, total_steps=8), capture="dynamo"
+    )
+    torch.compile(whole, backend=counter, fullgraph=True)(X)
+    assert counter.frame_count == 1
+    broken = cpt_fx.transform(
+        seeded(Blocks, breaks=True), named("CR", q_min=3, q_max=8, total_steps=8), capture="dynamo"
+    )
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
+        torch.compile(broken, backend="eager", fullgraph=True)(X)
+
+
+def test_in_place_compilation_and_models_around_it() -> None:
+    counter = CompileCounterWithBackend("eager")
+    result = cpt_fx.transform(seeded(Modes), named("CR", q_min=3, q_max=8, total_steps=8), capture="dynamo")
+    result.compile(backend=counter)
+    result(X)
+    assert counter.frame_count == 1 and cpt_fx.inspect(result).quantizers[0].times_run == 1
+
+    class Around(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.before, self.inner = nn.Linear(4, 4), inner
+
+        def forward(self, x: Tensor) -> Any:
+            return self.inner(torch.relu(self.before(x)))
+
+    counter = CompileCounterWithBackend("eager")
+    inner = cpt_fx.transform(seeded(Modes), named("CR", q_min=3, q_max=8, total_steps=8), capture="dynamo")
+    torch.compile(Around(inner), backend=counter)(X)
+    assert counter.frame_count == 2 and cpt_fx.inspect(inner).quantizers[0].times_run == 1
+
+
+# All of the zoo: benchmarks/compiled_zoo.py.
+INDUCTOR = ("gcn", "sdpa_causal_dropout")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", INDUCTOR)
+def test_inductor_compiles_once_for_a_whole_schedule(name: str) -> None:
+    entry = ANY_MODEL[name]
+    reason = missing(entry.needs)
+    if reason is not None:
+        pytest.skip(reason)
+    model, args, kwargs = entry.build()
+    schedule = named("CR", q_min=3, q_max=8, total_steps=12, cycles=2)
+    result = cpt_fx.transform(model, schedule, capture="dynamo")
+    counter = CompileCounterWithBackend("inductor")
+    compiled: Any = torch.compile(result, backend=counter)
+    counts = []
+    for step in range(12):
+        train_step(compiled, args, kwargs, seed=step)
+        schedule.step()
+        counts.append(counter.frame_count)
+    # A model of transformers may fill in its configuration in the first call, which is a second capture of its own.
+    assert counts[0] >= 1 and len(set(counts[1:])) == 1, counts
+    compiled.eval()
+    with torch.no_grad():
+        compiled(*args, **kwargs)
+        once = counter.frame_count
+        compiled(*args, **kwargs)
+    train_step(compiled.train(), args, kwargs)
+    assert counter.frame_count == once
+    assert all(quantizer.times_run for quantizer in cpt_fx.inspect(result).quantizers if quantizer.role == "weight")
