@@ -22,7 +22,7 @@ from cpt_fx.pipeline import Pipeline
 from cpt_fx.recipes import Recipe
 from cpt_fx.runtime import Precision
 from cpt_fx.schedules.base import Schedule
-from cpt_fx.trial import trial
+from cpt_fx.trial import trial, unchanged_attributes
 
 WRAPPERS = ("OptimizedModule", "DataParallel")
 """Modules that go around a transformed model, not into it: by name, since torch's compiler is slow to import."""
@@ -143,8 +143,10 @@ def _as_it_runs(
     if any(isinstance(step, Bind) for step in pipeline):
         schedule.bind(module)
     if example_inputs is not None or example_kwargs is not None:
-        with trial(module):
+        engine.examples = True
+        with trial(module), unchanged_attributes(engine.root):
             module(*(example_inputs or ()), **(example_kwargs or {}))
+        engine.examples = False
         engine.state.forget()
     return module
 

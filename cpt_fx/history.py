@@ -36,8 +36,11 @@ class History:
         return tuple(dict.fromkeys(item for report in self.reports for item in report.uncovered))
 
 
-def check_coverage(history: History, graphs: Sequence[fx.GraphModule], *, strict: bool) -> None:
-    """Refuse a result that quantizes nothing, or, if strict, not everything; log what is covered."""
+def check_coverage(history: History, graphs: Sequence[fx.GraphModule], *, strict: bool, complete: bool = True) -> None:
+    """Refuse a result that quantizes nothing, or, if strict, not everything; log what is covered.
+
+    Where the graphs are not `complete`, there being none to quantize is worth a warning only.
+    """
     sites = {node.meta[SITE].layer for module in graphs for node in module.graph.nodes if SITE in node.meta}
     quantizers = {
         node.meta[QUANTIZER].record for module in graphs for node in module.graph.nodes if QUANTIZER in node.meta
@@ -46,7 +49,10 @@ def check_coverage(history: History, graphs: Sequence[fx.GraphModule], *, strict
     left = [item for item in history.uncovered if not item.by_choice]
     if not quantizers:
         shown = "".join(f"\n  {item}" for item in history.uncovered[:10])
-        raise TransformError(f"there is nothing to quantize in {name}{':' if shown else ''}{shown}")
+        nothing = f"there is nothing to quantize in {name}{':' if shown else ''}{shown}"
+        if complete:
+            raise TransformError(nothing)
+        LOGGER.warning("in this call %s", nothing)
     if strict and left:
         shown = "".join(f"\n  {item}" for item in left)
         raise TransformError(f"strict=True, but {len(left)} operators or operands stay in full precision:{shown}")

@@ -17,6 +17,10 @@ _EXIT: frozenset[Any] = frozenset({
 })  # fmt: skip
 
 
+TRANSFORMED = "under torch.vmap or another transform of torch.func: running ranges and hooks have no place there"
+"""Why a product stays in full precision where a function is transformed."""
+
+
 class Regions:
     """Walks a graph in order and knows, at each node, the contexts it runs in.
 

@@ -51,6 +51,43 @@ def trial(model: nn.Module) -> Iterator[None]:
                         parameter.copy_(value)
 
 
+@contextmanager
+def unchanged_attributes(model: nn.Module) -> Iterator[None]:
+    """Put Python attributes back as they were: counters, lists that fill, tensors that are no buffers."""
+    own = frozenset(vars(nn.Module()))
+    saved = [
+        (module, {key: (value, _copy(value)) for key, value in vars(module).items() if key not in own})
+        for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for module, before in saved:
+            for key in [key for key in vars(module) if key not in own and key not in before]:
+                del vars(module)[key]
+            for key, (value, copied) in before.items():
+                _put_back(value, copied)
+                vars(module)[key] = value
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return value.copy() if type(value) in (list, dict, set) else None
+
+
+def _put_back(value: Any, copied: Any) -> None:
+    """Fill a container or a tensor again with what it held."""
+    if isinstance(value, Tensor):
+        with torch.no_grad():
+            value.copy_(copied)
+    elif type(value) is list:
+        value[:] = copied
+    elif type(value) in (dict, set):
+        value.clear()
+        value.update(copied)
+
+
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Walk over the tensors in what a model returned."""
     if isinstance(value, Tensor):

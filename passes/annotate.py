@@ -42,7 +42,7 @@ from cpt_fx.names import NAMES, Names, frames_of
 from cpt_fx.overrides import SELECTED, Override, Pattern, Patterns, Selected
 from cpt_fx.pass_base import Pass, Report
 from cpt_fx.recipes import Recipe, Rule, default
-from cpt_fx.regions import Regions
+from cpt_fx.regions import TRANSFORMED, Regions
 from cpt_fx.runtime import Precision
 
 _MULTIPLY = ("conv", "linear", "matmul", "attention", "recurrent")
@@ -160,8 +160,7 @@ class _Walk:
         if self._is_excluded(node, layer, spec.name):
             return
         if self.regions.transformed:
-            reason = "under torch.vmap or another transform of torch.func: running ranges and hooks have no place there"
-            self.uncovered.append(Uncovered(layer, spec.name, reason))
+            self.uncovered.append(Uncovered(layer, spec.name, TRANSFORMED))
             return
         changes = [self.overrides[pattern] for pattern in self.changes.matches(layer, around(node))]
         rule = self.recipe.rule(family)

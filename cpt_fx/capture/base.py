@@ -45,6 +45,11 @@ def clone_tree(module: nn.Module, clones: dict[int, nn.Module] | None = None) ->
             f"{type(module).__name__} is TorchScript: its code is compiled and cannot be rewritten. "
             "Transform the Python module it was scripted from"
         )
+    if any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(False), *module.buffers(False))):
+        raise CaptureError(
+            f"{type(module).__name__} does not know the shapes of its parameters yet: run the model once, then "
+            "transform it"
+        )
     # Not the class's own __new__: that of a GraphModule makes another class.
     new = object.__new__(type(module))
     clones[id(module)] = new

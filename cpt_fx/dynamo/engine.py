@@ -27,7 +27,7 @@ from cpt_fx.dynamo.scripts import noticed_scripts
 from cpt_fx.dynamo.tree import Places, own_tree
 from cpt_fx.errors import TransformError
 from cpt_fx.graph_module import QuantizedGraphModule
-from cpt_fx.history import History, check_coverage
+from cpt_fx.history import LOGGER, History, check_coverage
 from cpt_fx.meta import Uncovered
 from cpt_fx.names import Names
 from cpt_fx.overrides import SELECTED, Patterns, Selected, check_before_capture
@@ -136,6 +136,9 @@ class Engine:
         self._ineffective: tuple[str, ...] = ()
         self._check_patterns()
         self._settled = -1
+        self._learned = 0
+        self.examples = False
+        """Whether this call is that of the examples given to transform."""
         self._attempts = 2
         """How often the model may still fail to be one graph."""
         self._reset()
@@ -218,8 +221,14 @@ class Engine:
 
     def follow_mode(self) -> None:
         """Let the graphs have the mode of the model: operators of the root ask them for it."""
-        for module in self.graphs():
-            module.training = self.root.training
+        mode = self.root.training
+        if self.state.training != mode:
+            # The model's own code has switched itself: fit() calls self.train(), predict() calls self.eval().
+            self.state.train(mode)
+        for capture in self.captures:
+            if capture.view.training != mode:
+                for module in graphs_of(capture.view):
+                    module.training = mode
 
     def graphs(self) -> list[fx.GraphModule]:
         """Return every rewritten graph, those inside others too."""
@@ -259,6 +268,7 @@ class Engine:
         `compiler` compiles the rewritten graphs; `whole` demands that there is one.
         """
         with self.entered():
+            self.follow_mode()
             if self.outdated:
                 self._calls.clear()
                 self.outdated = False
@@ -267,13 +277,27 @@ class Engine:
         if found > self._settled:
             if self._settled < 0:
                 self._ineffective = self.selected.check(self._modules().items())
-            check_coverage(self.history(), self.graphs(), strict=self.strict)
+            self._warn_of_late_parameters()
+            # A first call may take an early way out; examples are chosen to show what there is.
+            complete = self.examples or self._settled >= 0
+            check_coverage(self.history(), self.graphs(), strict=self.strict, complete=complete)
             self._settled = found
         return result
 
+    def _warn_of_late_parameters(self) -> None:
+        """Tell of learned ranges that are new: an optimizer that exists already does not know them."""
+        learned = sum(1 for _ in self.state.parameters())
+        if learned > self._learned and not self.examples:
+            LOGGER.warning(
+                "%d learned ranges came up in this call of %s: an optimizer made before does not train them. Make it "
+                "now, or pass example_inputs to cpt_fx.transform",
+                learned - self._learned, type(self.source).__name__,
+            )  # fmt: skip
+        self._learned = learned
+
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: Compiler | None, whole: bool) -> Any:
         with default_stance():
-            if self._attempts:
+            if self._attempts > 0:
                 before, self.failure = self.runs, None
                 try:
                     with dynamo_config.patch(ONE_GRAPH):
@@ -287,6 +311,8 @@ class Engine:
                     if self.runs != before or whole:
                         raise
                     reason = why_broken(error)
+                    # Twice: some models set themselves up in their first call, and are one graph from then on.
+                    self._attempts -= 1
             else:
                 reason = self.breaks_because
             self.failure = None
@@ -294,8 +320,6 @@ class Engine:
                 result = self._compiled(compiler, False)(*args, **kwargs)
             if self.failure is not None:
                 raise self.failure
-            # Twice: some models set themselves up in their first call, and are one graph from then on.
-            self._attempts -= 1
             self.breaks_because = reason
             return result
 

@@ -76,15 +76,38 @@ class DynamoModule(nn.Module):
 
         self.__dict__["forward"] = _uncompiled(call)
 
+    @property
+    def training(self) -> bool:
+        """The mode of the model, which its own code may switch."""
+        engine: Engine | None = self.__dict__.get(ENGINE)
+        return True if engine is None else engine.root.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        engine: Engine | None = self.__dict__.get(ENGINE)
+        if engine is not None:
+            engine.root.training = mode
+
     def train(self, mode: bool = True) -> DynamoModule:
         """Switch the mode of the model and of its graphs."""
         engine: Engine = self.__dict__[ENGINE]
         # The model may have its own idea of a mode: layers that stay frozen.
         engine.root.train(mode)
-        engine.state.train(mode)
-        self.training = engine.root.training
         engine.follow_mode()
         return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        # The model's own way of doing it, extra state included.
+        self.__dict__[ENGINE].root._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, missing: list[str],
+        unexpected: list[str], errors: list[str],
+    ) -> None:  # fmt: skip
+        ours = f"{prefix}{STATE}."
+        theirs = {key: value for key, value in state_dict.items() if not key.startswith(ours)}
+        root = self.__dict__[ENGINE].root
+        root._load_from_state_dict(theirs, prefix, local_metadata, strict, missing, unexpected, errors)
 
     def __getattr__(self, name: str) -> Any:
         """Look in the model's copy for what is not here."""
@@ -102,7 +125,7 @@ class DynamoModule(nn.Module):
         engine: Engine | None = self.__dict__.get(ENGINE)
         if engine is None or name in _OWN:
             super().__setattr__(name, value)
-        if engine is not None and (name not in _OWN or name == "training"):
+        else:
             setattr(engine.root, name, value)
 
     def __delattr__(self, name: str) -> None:

@@ -18,6 +18,7 @@ from cpt_fx.dynamo.views import over
 from cpt_fx.graph_module import QuantizedGraphModule
 from cpt_fx.meta import ALIASES, FUSED, SPECS, WEIGHT
 from cpt_fx.names import NTH
+from cpt_fx.regions import TRANSFORMED
 
 if TYPE_CHECKING:
     from cpt_fx.dynamo.engine import Engine
@@ -59,6 +60,9 @@ class Net(TorchFunctionMode):
         caller = caller_of(places)
         if caller.function is not None:
             self.owner.leave(caller.path, func.__name__, f"the backward of {caller.function} is its author's own")
+            return func(*args, **kwargs)
+        if torch._C._are_functorch_transforms_active():
+            self.owner.leave(caller.path, func.__name__, TRANSFORMED)
             return func(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -107,6 +111,8 @@ class Net(TorchFunctionMode):
         graph.output((node,))
         view.graph = graph
         self.owner.rewrite(view, "")
+        for made in graph.nodes:
+            made.meta.pop("example_value", None)  # an activation, and with it all that led to it
         return view
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import cpt_fx
+from cpt_fx.formats import Range
 from cpt_fx.schedules import Static
 from tests.dynamo.models import EXACT, Modes, seeded
 from tests.training import check_same, check_same_output, train_step
@@ -322,3 +323,124 @@ def test_torchscript_functions_are_looked_into_or_named() -> None:
         blind(X)
     (left,) = cpt_fx.inspect(blind).uncovered
     assert "TorchScript" in left.reason and left.op == "product"
+
+
+def test_what_the_model_switches_itself() -> None:
+    """`predict` calls `self.eval()`: widths, ranges and the mode that is shown follow."""
+
+    def forward(self: Any, x: Tensor) -> Any:
+        return self.fc(x) @ x.t()
+
+    model = model_of(forward, fc=linear())
+    type(model).predict = lambda self, x: self.eval()(x)
+    result = cpt_fx.transform(model, Static(3, eval_bits=8), capture="dynamo", recipe=EXACT)
+    train_step(result, (X,), {})
+    learned = {name: value.clone() for name, value in result.state_dict().items() if "ranges" in name}
+    result.predict(X * 100)  # type: ignore[operator]
+    assert not result.training
+    assert {quantizer.bits for quantizer in cpt_fx.inspect(result).quantizers if quantizer.role != "gradient"} == {8}
+    assert all(torch.equal(result.state_dict()[name], value) for name, value in learned.items())
+
+
+def test_a_model_with_breaks_is_tried_twice_as_a_whole() -> None:
+    tries: list[int] = []
+
+    def forward(self: Any, x: Tensor) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            tries.append(1)
+        y = self.fc(x)
+        stop()
+        return y
+
+    result = captured(model_of(forward, fc=linear()))
+    engine = result.__dict__["_cpt_fx_engine"]
+    for _ in range(6):
+        result(X)
+    assert engine._attempts == 0
+
+
+def test_nothing_of_a_batch_is_kept() -> None:
+    import gc
+    import weakref
+
+    def forward(self: Any, x: Tensor) -> Any:
+        return self.fc(torch.tanh(self.fc(x)))
+
+    with torch._dynamo.config.patch(disable=True):
+        result = captured(model_of(forward, fc=linear()))
+        x = torch.randn(3, 4, requires_grad=True) * 1
+        watch = weakref.ref(x)
+        result(x).sum().backward()
+    del x
+    gc.collect()
+    assert watch() is None
+
+
+def test_examples_leave_no_trace_in_python_either() -> None:
+    def forward(self: Any, x: Tensor) -> Any:
+        self.calls += 1
+        self.outputs.append(self.calls)
+        self.table.add_(1)
+        self.last = x
+        return self.fc(x)
+
+    model = model_of(forward, fc=linear(), calls=0)
+    model.outputs, model.table = [], torch.zeros(3)
+    result = captured(model, example_inputs=(X,))
+    assert result.calls == 0 and result.outputs == [] and not hasattr(result, "last")
+    assert torch.equal(result.table, torch.zeros(3))
+    result(X)
+    assert result.calls == 1 and result.outputs == [1] and model.outputs == []
+
+
+def test_a_first_call_that_takes_a_short_way(caplog: pytest.LogCaptureFixture) -> None:
+    def forward(self: Any, x: Tensor, ready: bool = True) -> Any:
+        return self.fc(x) if ready else x * 1
+
+    result = captured(model_of(forward, fc=linear()))
+    result(X, ready=False)
+    assert "in this call there is nothing to quantize" in caplog.text
+    result(X)
+    assert layers(result) == ["fc"]
+
+
+def test_learned_ranges_that_come_late_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    learned = cpt_fx.recipes.default().with_rule("linear", input=cpt_fx.Format(range=Range.LEARNED))
+    captured(seeded(Modes), recipe=learned, example_inputs=(X,))
+    assert "optimizer" not in caplog.text
+    captured(seeded(Modes), recipe=learned)(X)
+    assert "an optimizer made before does not train them" in caplog.text
+
+
+def test_lazy_layers_are_refused() -> None:
+    with pytest.raises(cpt_fx.CaptureError, match="does not know the shapes of its parameters yet: run the model once"):
+        captured(nn.Sequential(nn.LazyLinear(3)))
+
+
+def test_transforms_of_functions_between_graphs_are_reported() -> None:
+    def forward(self: Any, x: Tensor) -> Any:
+        return self.fc(torch.vmap(lambda row: self.fc.weight @ row)(x))
+
+    model = model_of(forward, fc=linear())
+    with torch._dynamo.config.patch(disable=True):
+        result = captured(model, bits=32)
+        assert torch.equal(result(X), model(X))
+    assert ["torch.vmap" in item.reason for item in cpt_fx.inspect(result).uncovered] == [True]
+
+
+def test_extra_state_of_the_model_is_kept() -> None:
+    class WithExtra(Modes):
+        def get_extra_state(self) -> Any:
+            return {"seen": 3}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.restored = state
+
+    model = seeded(WithExtra)
+    result = captured(model)
+    assert result.state_dict()["_extra_state"] == {"seen": 3}
+    result(X)
+    result.load_state_dict(model.state_dict())
+    assert result.restored == {"seen": 3}
+    again = captured(seeded(WithExtra))
+    again.load_state_dict(result.state_dict())

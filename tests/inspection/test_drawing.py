@@ -160,7 +160,7 @@ def test_the_whole_zoo_can_be_drawn(build_model: Build) -> None:
     text = inspection.html()
     parsed(text)
     items = data_of(text)["items"]
-    assert {f"0.{view.node}" for view in inspection.quantizers} <= items.keys()
+    assert {f"{view.graph}.{view.node}" for view in inspection.quantizers} <= items.keys()
     for item in items.values():
         check_item(item)
 
