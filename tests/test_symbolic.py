@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import random
+from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -314,3 +317,48 @@ def test_a_module_reached_by_a_bound_method_is_found() -> None:
     model.step = model.fc.forward  # type: ignore[assignment, union-attr]
     x = torch.randn(2, 4)
     assert torch.equal(captured(model)(x), model(x))
+
+
+def test_draws_of_python_and_numpy_are_refused() -> None:
+    class Chooses(nn.Module):
+        def __init__(self, draw: Callable[[], float]) -> None:
+            super().__init__()
+            self.fc, self.draw = nn.Linear(3, 3), draw
+
+        def forward(self, x: Tensor) -> Any:
+            return self.fc(x) if self.draw() >= 0 else x
+
+    before = random.getstate()
+    for draw in (random.random, numpy.random.rand):
+        refused(Chooses(draw), "draws random numbers of Python or numpy")
+    assert random.getstate() == before
+
+
+def test_parameters_got_hold_of_by_other_ways_are_refused() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Any:
+            smaller = {name: value * 0.9 for name, value in self.fc.named_parameters()}
+            return torch.func.functional_call(self.fc, smaller, (x,))
+
+    model, x = Scaled(), torch.randn(2, 3)
+    refused(model, "parameters that it did not take from an attribute")
+    assert torch.equal(cpt_fx.transform(model, Static(32))(x), model(x))
+
+
+def test_auto_leaves_a_choice_of_arguments_to_dynamo() -> None:
+    class Optional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor, target: Tensor | None = None) -> Any:
+            y = self.fc(x)
+            return y if target is None else (y - target).square().mean()
+
+    model, x = Optional(), torch.randn(2, 3)
+    result = cpt_fx.transform(model, Static(32))
+    assert torch.equal(result(x), model(x)) and torch.equal(result(x, x), model(x, x))

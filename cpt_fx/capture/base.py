@@ -29,7 +29,7 @@ class Captured:
     frontend: str
     notes: tuple[str, ...] = ()
     loses: str = ""
-    """What the graph does without, though it is no wrong number: another frontend may keep it."""
+    """What the graph does without, or refuses when it is called: another frontend may keep it."""
 
 
 def clone_tree(module: nn.Module, clones: dict[int, nn.Module] | None = None) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import random
 import threading
 import traceback
 import warnings
@@ -11,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import fx, nn
 
@@ -58,8 +60,9 @@ def capture_symbolic(
     _drop_dead_constants(traced.graph)
     _restore_modes(traced.root, model)
     notes = [f"captured for {name}={value!r}: the code branches on it" for name, value in fixed.items()]
-    loses = "forward uses torch.utils.checkpoint" if traced.dropped_checkpoints else ""
-    if loses:
+    loses = f"the code branches on {', '.join(fixed)}" if fixed else ""
+    if traced.dropped_checkpoints:
+        loses = "forward uses torch.utils.checkpoint"
         notes.append("torch.utils.checkpoint inside forward is not kept: activations stay in memory for backward")
     return Captured(assemble(traced.root, traced.graph), "symbolic", tuple(notes), loses)
 
@@ -74,12 +77,17 @@ class Traced(NamedTuple):
 
 def _both_modes(model: nn.Module, fixed: Mapping[str, object]) -> Traced:
     """Trace in training and in evaluation mode and merge: flags that code passes on become run-time values."""
-    state = torch.random.get_rng_state()
+    state, others = torch.random.get_rng_state(), (random.getstate(), numpy.random.get_state())
     try:
         training = _trace(model, fixed, mode=True)
         evaluation = _trace(model, fixed, mode=False)
+        drawn = random.getstate() != others[0] or _differ(numpy.random.get_state(), others[1])
     finally:
         torch.random.set_rng_state(state)
+        random.setstate(others[0])
+        numpy.random.set_state(others[1])
+    if drawn:
+        raise CaptureError("forward draws random numbers of Python or numpy: a graph would hold what one trace drew")
     merge_modes(training.graph, evaluation.graph)
     for node in training.graph.nodes:
         if node.op == "get_attr" and "_tensor_constant" in str(node.target):
@@ -87,6 +95,11 @@ def _both_modes(model: nn.Module, fixed: Mapping[str, object]) -> Traced:
             if not torch.equal(first, second):
                 raise CaptureError(f"{node.name} differs from trace to trace: it is random or depends on outer state")
     return training
+
+
+def _differ(state: Any, other: Any) -> bool:
+    """Compare two states of numpy's generator."""
+    return any(not numpy.array_equal(one, two) for one, two in zip(state, other, strict=True))
 
 
 def _trace(model: nn.Module, fixed: Mapping[str, object], *, mode: bool) -> Traced:
@@ -122,12 +135,13 @@ def _trace(model: nn.Module, fixed: Mapping[str, object], *, mode: bool) -> Trac
             f"torch.fx cannot trace {type(model).__name__}{_line_of(error)}: {type(error).__name__}: "
             f"{str(error).rstrip('.')}{advice if control_flow else ''}"
         ) from error
-    _check_constants(graph)
+    _check_constants(graph, root)
     return Traced(root, graph, tracer.dropped_checkpoints)
 
 
 def _trace_with_guards(tracer: Tracer, root: nn.Module) -> fx.Graph:
     # By name the end of the stack that guards look at (guards.TRACE).
+    tracer.remember(root)
     return tracer.trace(root)
 
 
@@ -142,9 +156,15 @@ def _line_of(error: Exception) -> str:
     return f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
 
 
-def _check_constants(graph: fx.Graph) -> None:
+def _check_constants(graph: fx.Graph, root: nn.Module) -> None:
     """Refuse in-place updates of a tensor that exists only in the trace: they would add up from call to call."""
     for node in graph.nodes:
+        constant = node.op == "get_attr" and "_tensor_constant" in str(node.target)
+        if constant and get_attribute(root, str(node.target)).requires_grad:
+            raise CaptureError(
+                "forward computes with parameters that it did not take from an attribute of their module: torch.fx "
+                "would hold the result as a constant"
+            )
         if writes_in_place(node, {}):
             first = node.args[0] if node.args else None
             if isinstance(first, fx.Node) and first.op == "get_attr" and "_tensor_constant" in str(first.target):

@@ -27,7 +27,7 @@ class Tracer(fx.Tracer):
         super().__init__(param_shapes_constant=False)
         self.fixed = dict(fixed)
         self.originals = originals
-        self._tensor_paths: dict[int, str] | None = None
+        self._tensor_paths: dict[int, str] = {}
         self._context = context()
         self.dropped_checkpoints = False
 
@@ -66,6 +66,11 @@ class Tracer(fx.Tracer):
             return self.originals[id(mod)]
         return super().path_of_module(mod)
 
+    def remember(self, root: nn.Module) -> None:
+        """Note where tensors are before the code runs, which may put others in their places for a while."""
+        named = (*root.named_parameters(), *root.named_buffers())
+        self._tensor_paths = {id(value): name for name, value in named}
+
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
         """Turn parameters and buffers into graph values, by identity (fx searches the whole model for each one).
 
@@ -73,9 +78,6 @@ class Tracer(fx.Tracer):
         """
         if not isinstance(attr_val, torch.Tensor):
             return attr_val
-        if self._tensor_paths is None:
-            named = (*self.root.named_parameters(), *self.root.named_buffers())
-            self._tensor_paths = {id(value): name for name, value in named}
         name = self._tensor_paths.get(id(attr_val))
         if name is None:
             return attr_val

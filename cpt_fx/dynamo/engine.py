@@ -278,9 +278,8 @@ class Engine:
             if self._settled < 0:
                 self._ineffective = self.selected.check(self._modules().items())
             self._warn_of_late_parameters()
-            # A first call may take an early way out; examples are chosen to show what there is.
-            complete = self.examples or self._settled >= 0
-            check_coverage(self.history(), self.graphs(), strict=self.strict, complete=complete)
+            # A call may take an early way out; examples are chosen to show what there is.
+            check_coverage(self.history(), self.graphs(), strict=self.strict, complete=self.examples)
             self._settled = found
         return result
 
