@@ -68,7 +68,12 @@ def shortened(error: Exception) -> str:
         text = "the numbers are not those of the plain model"
     text = re.sub(r"0x[0-9a-f]+|/\S*/(?:site-packages|python3\.\d+)/|" + re.escape(f"{ROOT}/"), "", text)
     kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
-    return textwrap.shorten(kind + text, LONGEST, placeholder=" ...").replace("|", "\\|").replace("<", "\\<")
+    return (
+        textwrap.shorten(kind + text, LONGEST, placeholder=" ...")
+        .replace("|", "\\|")
+        .replace("<", "\\<")
+        .replace("](", "] (")
+    )
 
 
 def table(results: dict[str, dict[str, str]]) -> str:
