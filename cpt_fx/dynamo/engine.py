@@ -42,7 +42,6 @@ PARTS = 64
 
 Past such a limit, torch's own is 8, Dynamo lets code run as it is, which alone would be without quantizers.
 """
-
 RENEWALS = 8
 """How often all graphs may be thrown away because tensors were replaced."""
 
@@ -92,8 +91,6 @@ class _QuietCompilation:
 
 
 _QUIET = _QuietCompilation()
-
-
 _ONE_AT_A_TIME = threading.RLock()
 """Threads take turns: while a model runs, Dynamo's configuration is ours."""
 _RUNNING: list[Engine] = []
@@ -296,7 +293,7 @@ class Engine:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: Compiler | None, whole: bool) -> Any:
         with default_stance():
-            if self._attempts > 0:
+            if self._attempts > 0 or whole:
                 before, self.failure = self.runs, None
                 try:
                     with dynamo_config.patch(ONE_GRAPH):
