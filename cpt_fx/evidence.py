@@ -40,9 +40,9 @@ def witness(record: Tensor, x: Tensor, result: Tensor, bits: int, keep: tuple[in
         return
     before = sample_group(x, keep, over, block).double()
     after = sample_group(result, keep, over, block).double()
-    if not bool(torch.isfinite(after).all()):
+    if not bool(after.isfinite().all()):
         return
-    spread = before.square().mean().sqrt()
-    error = (after - before).square().mean().sqrt() / spread if bool(spread > 0) else spread
+    spread = before.norm()
+    error = (after - before).norm() / spread if bool(spread > 0) else spread
     record[bits] = after.unique().numel()
     record[FULL_PRECISION + bits] = (error * 1e9).round().to(torch.int64)

@@ -1,7 +1,8 @@
 """What holds of a graph at each stage. Cumulative: a later stage keeps the promises of the earlier ones.
 
-A graph that is merely captured promises what `torch.fx` itself checks: values are made before they are used, and every
-module, parameter and attribute that is read exists.
+A graph that is merely captured promises what `torch.fx` itself checks in `Graph.lint`: values are made before they are
+used, and every module, parameter and attribute that is read exists. Here this is checked after every pass, and the
+general way to look up a module's attributes would take most of the time.
 """
 
 from __future__ import annotations
@@ -13,26 +14,17 @@ from torch import fx, nn
 
 from cpt_fx.bodies import given_quantized, graphs_of
 from cpt_fx.errors import TransformError
-from cpt_fx.meta import (
-    ALIASES,
-    LEFT,
-    METHODS,
-    OP_OF_RANGE,
-    OPENED,
-    QUANTIZER,
-    SITE,
-    STATE,
-    Operand,
-    Quantizer,
-    Site,
-    get_attribute,
-    spec_of,
-)
+from cpt_fx.integer.ops import INTEGER_PRODUCTS, TO_INTEGER
+from cpt_fx.meta import LEFT, QUANTIZER, SIMULATED, SITE, STATE, Operand, Quantizer, Site, get_attribute
 from cpt_fx.ops import QUANTIZE_GRADIENT, QUANTIZERS
+from cpt_fx.optable import ALIASES, METHODS, OP_OF_RANGE, OPENED, spec_of
 from cpt_fx.pass_base import STAGES
 from cpt_fx.runtime import Precision
 
 Violations = Iterator[str]
+
+_VERBS = {"get_attr": "reads", "call_module": "calls"}
+"""What a node does with the part of the model that it names."""
 
 
 class SpecError(TransformError):
@@ -42,21 +34,42 @@ class SpecError(TransformError):
 def check(module: fx.GraphModule, stage: str, after: str = "") -> int:
     """Raise `SpecError` with every violation; return the number of nodes looked at, in the graph and its bodies."""
     reached = STAGES[: STAGES.index(stage) + 1]
-    found: list[str] = []
     graphs = graphs_of(module)
-    for graph in graphs:
-        try:
-            graph.graph.lint()
-        except RuntimeError as error:
-            found.append(f"not a well-formed graph: {error}")
+    found = [item for graph in graphs for item in _captured(graph)]
     if not found:
         found = [item for name in reached if name in _SPECS for graph in graphs for item in _SPECS[name](graph)]
-        found += _one_record_each(graphs) if stage == "bound" else []
+        found += _one_record_each(graphs) if "bound" in reached else []
     if found:
         shown = "\n  ".join(found[:10]) + (f"\n  ... and {len(found) - 10} more" if len(found) > 10 else "")
         blame = f"after pass {after!r} " if after else ""
         raise SpecError(f"{blame}the graph breaks the promises of a graph that is {stage}:\n  {shown}")
     return sum(len(graph.graph.nodes) for graph in graphs)
+
+
+def _captured(module: fx.GraphModule) -> Violations:
+    """Values are made before they are used, names are given once, what is called or read exists."""
+    made: set[fx.Node] = set()
+    names: set[str] = set()
+    for node in module.graph.nodes:
+        if not made.issuperset(node.all_input_nodes):
+            late = next(used for used in node.all_input_nodes if used not in made)
+            yield f"not a well-formed graph: {node.name} uses {late.name} before it is made, or from another graph"
+        if node.name in names:
+            yield f"not a well-formed graph: two values are called {node.name}"
+        if node.op == "call_function" and not callable(node.target):
+            yield f"not a well-formed graph: {node.name} calls {node.target!r}, which is no function"
+        if node.op in _VERBS and not _exists(module, node):
+            yield f"not a well-formed graph: {node.name} {_VERBS[node.op]} {node.target}, which does not exist"
+        made.add(node)
+        names.add(node.name)
+
+
+def _exists(module: fx.GraphModule, node: fx.Node) -> bool:
+    try:
+        found = get_attribute(module, str(node.target))
+    except AttributeError:
+        return False
+    return isinstance(found, nn.Module) if node.op == "call_module" else found is not None
 
 
 def _normalized(module: fx.GraphModule) -> Violations:
@@ -113,15 +126,16 @@ def _site(node: fx.Node, site: Site, nodes: dict[str, fx.Node], given: dict[fx.N
         value = _value(nodes.get(operand.node, node), operand)
         value = given.get(value, value) if value is not None else None
         quantizer = value.meta.get(QUANTIZER) if value is not None else None
-        wanted = OP_OF_RANGE[operand.format.range]
-        if value is None or quantizer is None or value.target is not wanted:
+        wanted = {OP_OF_RANGE[operand.format.range], *([TO_INTEGER] if node.target in INTEGER_PRODUCTS else [])}
+        if value is None or quantizer is None or value.target not in wanted:
             yield f"{site.layer}: operand {operand.name} of {node.name} is not quantized"
         elif quantizer.format != operand.format:
             yield f"{site.layer}: operand {operand.name} has format {quantizer.format}, not {operand.format}"
         elif quantizer.dial != site.dial(operand.role):
             wanted_dial = site.dial(operand.role)
             yield f"{site.layer}: operand {operand.name} follows {quantizer.dial.name}, not {wanted_dial.name}"
-    if site.gradient is None:
+    quantizer = node.meta.get(QUANTIZER)
+    if site.gradient is None or (node.target in INTEGER_PRODUCTS and quantizer and quantizer.role == "gradient"):
         return
     output = nodes.get(site.gradient_name)
     users = [user for user in output.users if user.target is QUANTIZE_GRADIENT] if output is not None else []
@@ -151,6 +165,13 @@ def _bound(module: fx.GraphModule) -> Violations:
             yield f"{path} is not a tensor"
 
 
+def _lowered(module: fx.GraphModule) -> Violations:
+    """Every product that was decided about runs on integers where it can, or says why not."""
+    for node in module.graph.nodes:
+        if SITE in node.meta and node.target not in INTEGER_PRODUCTS and SIMULATED not in node.meta:
+            yield f"{node.name} came after lower: it is simulated, and nothing says why"
+
+
 def _one_record_each(graphs: list[fx.GraphModule]) -> list[str]:
     """Every quantizer writes a record of its own."""
     records: dict[str, str] = {}
@@ -177,4 +198,5 @@ _SPECS: dict[str, Callable[[fx.GraphModule], Violations]] = {
     "annotated": _annotated,
     "inserted": _inserted,
     "bound": _bound,
+    "lowered": _lowered,
 }

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx, nn
 from torch._dynamo.guards import GuardBuilder
-from torch._dynamo.source import LocalSource
+from torch._dynamo.source import AttrSource, LocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._guards import TracingContext
+from torch._guards import Source, TracingContext
 
 from cpt_fx.dynamo.callers import caller_of, lines_to_forward
+from cpt_fx.dynamo.control import controls
 from cpt_fx.dynamo.lift import Compiler, lifted
 from cpt_fx.dynamo.tree import Places
 from cpt_fx.dynamo.views import Frame, view_of
@@ -43,7 +45,7 @@ class Backend:
         placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
         expected = [(place, name) for place, value in enumerate(inputs) if (name := frame.places.tensor(value))]
         run: Callable[..., Any] = view.forward
-        if self.inner is not None:
+        if self.inner is not None and not controls(view):
             run = lifted(view, placeholders, inputs, self.inner)
         return self._guarded(run, expected, graph_module.forward)
 
@@ -93,11 +95,14 @@ def _frame(root: nn.Module) -> Frame:
     guards = TracingContext.get().guards_context.dynamo_guards
     own = []
     for name, value in translator.f_locals.items():
+        source: Source = LocalSource(name)
+        if isinstance(value, MethodType):  # the way into a whole model is its forward
+            source, value = AttrSource(source, "__self__"), value.__self__
+        elif isinstance(value, nn.Module) and id(value) in places.modules and (owner is None or name == "self"):
+            owner, path = value, places.modules[id(value)]
         if isinstance(value, nn.Module) and id(value) in places.modules:
-            guards.add(LocalSource(name).make_guard(GuardBuilder.ID_MATCH))
-            own.append(f"L['{name}']")
-            if owner is None or name == "self":
-                owner, path = value, places.modules[id(value)]
+            guards.add(source.make_guard(GuardBuilder.ID_MATCH))
+            own.append(source.name)
     for source in {guard.originating_source for guard in guards}:
         if not source.name.startswith(tuple(own)) and id(_value_of(source.name, scope)) in places.modules:
             guards.add(source.make_guard(GuardBuilder.ID_MATCH))

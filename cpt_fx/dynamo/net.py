@@ -16,8 +16,9 @@ from cpt_fx.dynamo.callers import Caller, caller_of
 from cpt_fx.dynamo.tree import Places
 from cpt_fx.dynamo.views import over
 from cpt_fx.graph_module import QuantizedGraphModule
-from cpt_fx.meta import ALIASES, FUSED, SPECS, WEIGHT
+from cpt_fx.meta import WEIGHT
 from cpt_fx.names import NTH
+from cpt_fx.optable import ALIASES, FUSED, SPECS
 from cpt_fx.regions import TRANSFORMED
 
 if TYPE_CHECKING:

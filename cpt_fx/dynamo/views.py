@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,13 +11,15 @@ from torch import fx, nn
 from cpt_fx.bodies import add_body
 from cpt_fx.capture.base import copy_graph
 from cpt_fx.dynamo.checkpoint import checkpointed
+from cpt_fx.dynamo.control import RUN_AS
 from cpt_fx.dynamo.tree import Places
 from cpt_fx.graph_module import QuantizedGraphModule, blank
 from cpt_fx.meta import STATE, VIEW, WEIGHT
 from cpt_fx.names import NAMES, Names
 from cpt_fx.runtime import Precision
 
-TAG_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+# Run as it is, the mark of a checkpoint would not restore the random state for the second forward pass.
+_RUN_AS: dict[Any, Callable[..., Any]] = {**RUN_AS, torch.ops.higher_order.tag_activation_checkpoint: checkpointed}
 
 
 class Frame:
@@ -93,9 +95,8 @@ def _adopt(view: QuantizedGraphModule, graph: fx.Graph, source: fx.GraphModule, 
     """Put a graph into a module: module stacks by path, constants and graphs inside the graph taken along."""
     for node in list(graph.nodes):
         frame.convert(node)
-        if node.target is TAG_CHECKPOINT:
-            # Run as it is, it would not restore the random state for the second forward pass.
-            node.target = checkpointed
+        if node.op == "call_function" and node.target in _RUN_AS:
+            node.target = _RUN_AS[node.target]
         if node.op != "get_attr":
             continue
         value = getattr(source, str(node.target), None)

@@ -57,6 +57,11 @@ def call(module: fx.GraphModule, target: Any, *args: Any, method: bool = False, 
     return made
 
 
+def tensor_as_layer(module: fx.GraphModule) -> fx.Node:
+    with module.graph.inserting_before(module.graph.output_node()):
+        return module.graph.create_node("call_module", "fc.weight", (node(module, "tanh"),))
+
+
 def call_a_layer(module: fx.GraphModule) -> None:
     module.set_submodule("spare", nn.Linear(3, 3))
     with module.graph.inserting_before(module.graph.output_node()):
@@ -142,6 +147,16 @@ BROKEN: dict[str, tuple[str, Edit, str]] = {
         "normalize", lambda m: call(m, torch.add, node(m, "tanh"), read(m, "nowhere.weight", "x")), "nowhere"),
     "use before it exists": (
         "normalize", lambda m: node(m, "linear").update_arg(0, node(m, "tanh")), "not a well-formed graph"),
+    "a value of another graph": (
+        "normalize", lambda m: node(m, "tanh").update_arg(0, fx.Graph().placeholder("stray")),
+        "tanh uses stray before it is made, or from another graph"),
+    "two values of one name": (
+        "normalize", lambda m: setattr(node(m, "tanh"), "name", "linear"), "two values are called linear"),
+    "a call of what is no function": (
+        "normalize", lambda m: setattr(call(m, torch.add), "target", "add"), "calls 'add', which is no function"),
+    "a call of what is no layer": (
+        "normalize", lambda m: m.graph.output_node().update_arg(0, tensor_as_layer(m)),
+        "calls fc.weight, which does not exist"),
     "a layer is called": ("normalize", call_a_layer, r"spare still calls the layer spare \(Linear\)"),
     "a method": ("normalize", lambda m: call(m, "matmul", method=True), "still calls the method matmul"),
     "an alias": ("normalize", lambda m: call(m, torch.linalg.matmul), "another name of"),
