@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from cpt_fx.meta import FUSED, SPECS
 from cpt_fx.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_LEARNED, FAKE_QUANTIZE_OBSERVED, QUANTIZE_GRADIENT
+from cpt_fx.optable import FUSED, SPECS
 
 VIEWS: frozenset[Any] = frozenset({
     "view", "reshape", "transpose", "permute", "t", "flatten", "unflatten", "squeeze", "unsqueeze", "expand",

@@ -14,8 +14,9 @@ import torch
 from torch import fx, nn
 
 from cpt_fx.graph_module import QuantizedGraphModule, blank
-from cpt_fx.meta import ALIASES, FUSED, METHODS, QUANTIZER, STATE, get_attribute, spec_for
+from cpt_fx.meta import QUANTIZER, STATE, get_attribute
 from cpt_fx.opening.recurrent import scan
+from cpt_fx.optable import ALIASES, FUSED, METHODS, spec_for
 from cpt_fx.runtime import Precision, ensure_precision
 
 OUTER = "_cpt_fx_outer"

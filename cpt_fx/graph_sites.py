@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from cpt_fx.meta import ADDS, DIVIDES, FILLED, MULTIPLIES, SUMS, OpSpec
+from cpt_fx.optable import ADDS, DIVIDES, FILLED, MULTIPLIES, SUMS, OpSpec
 from cpt_fx.recipes import Recipe
 
 _TWO_INPUTS = (("input", "other"), ((0, "input"), (1, "input")))

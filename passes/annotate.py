@@ -15,38 +15,38 @@ from cpt_fx.formats import Format, Group
 from cpt_fx.graph_module import Shell
 from cpt_fx.graph_sites import counts_degrees, elementwise_spec, mean_after
 from cpt_fx.meta import (
-    ADDS,
     FAMILY,
-    FUSED,
-    HIDING,
     LEFT,
     QUANTIZER,
     SITE,
     WEIGHT,
     Dial,
-    Index,
     Operand,
-    OpSpec,
     Site,
     Uncovered,
     around,
-    einsum_group,
     get_attribute,
-    group_of,
-    is_opaque,
     module_path,
     module_stack,
-    spec_of,
-)  # fmt: skip
+)
 from cpt_fx.names import NAMES, Names, frames_of
+from cpt_fx.optable import (
+    ADDS,
+    FUSED,
+    HIDING,
+    MULTIPLY,
+    Index,
+    OpSpec,
+    einsum_group,
+    group_of,
+    is_opaque,
+    spec_of,
+)
 from cpt_fx.overrides import SELECTED, Override, Pattern, Patterns, Selected
 from cpt_fx.pass_base import Pass, Report
 from cpt_fx.recipes import Recipe, Rule, default
 from cpt_fx.regions import TRANSFORMED, Regions
 from cpt_fx.runtime import Precision
-
-_MULTIPLY = ("conv", "linear", "matmul", "attention", "recurrent")
-"""Families whose operators are reported when no rule covers them; the others multiply nothing by themselves."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class _Walk:
         for change in changes:
             rule = change.rule(rule, family)
         if rule is None:
-            if family in _MULTIPLY:
+            if family in MULTIPLY:
                 reason = f"recipe {self.recipe.name!r} leaves {family} in full precision"
                 self.uncovered.append(Uncovered(layer, spec.name, reason))
             return

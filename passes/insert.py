@@ -9,20 +9,9 @@ from torch import fx
 
 from cpt_fx.bodies import OUTER, given_quantized, nodes_of, outermost, state_of
 from cpt_fx.formats import Format, Range
-from cpt_fx.meta import (
-    OP_OF_RANGE,
-    PASS,
-    QUANTIZER,
-    SITE,
-    STATE,
-    Dial,
-    Groups,
-    Operand,
-    Quantizer,
-    Site,
-    gradient_groups,
-)
+from cpt_fx.meta import PASS, QUANTIZER, SITE, STATE, Dial, Operand, Quantizer, Site
 from cpt_fx.ops import QUANTIZE_GRADIENT
+from cpt_fx.optable import OP_OF_RANGE, Groups, gradient_groups
 from cpt_fx.pass_base import Pass, Report
 from cpt_fx.runtime import RANGE, WEIGHT, ZERO_POINT, Precision
 

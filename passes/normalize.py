@@ -10,13 +10,14 @@ import torch
 from torch import fx, nn
 
 from cpt_fx.graph_module import shell_of
-from cpt_fx.meta import ALIASES, METHODS, OPENED, VIEW, get_attribute, spec_of
+from cpt_fx.meta import VIEW, get_attribute
+from cpt_fx.optable import ALIASES, METHODS, OPENED, spec_of
 from cpt_fx.pass_base import Pass, Report
 
 
 @dataclass(frozen=True)
 class Normalize(Pass):
-    """Bring every operator that quantization knows into the form of `cpt_fx.meta.SPECS`.
+    """Bring every operator that quantization knows into the form of `cpt_fx.optable.SPECS`.
 
     Three changes: a call of a layer (`nn.Linear`, convolutions, ...) is replaced by what its own `forward` does,
     traced, so that subclasses, padding modes and hooks keep their meaning; methods and aliases become the one

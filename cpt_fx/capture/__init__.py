@@ -14,7 +14,7 @@ from cpt_fx.capture.export import capture_export, capture_program
 from cpt_fx.capture.given import capture_given
 from cpt_fx.capture.symbolic import capture_symbolic
 from cpt_fx.errors import check_choice
-from cpt_fx.meta import HIDING, is_opaque
+from cpt_fx.optable import HIDING, is_opaque
 
 __all__ = ["FRONTENDS", "CaptureError", "Captured", "Deferred", "capture"]
 

@@ -14,7 +14,8 @@ from torch.nn.utils import parametrize
 
 from cpt_fx.capture.base import CaptureError
 from cpt_fx.capture.guards import context, refuse_handlers, replaced
-from cpt_fx.meta import OPENED, module_path
+from cpt_fx.meta import module_path
+from cpt_fx.optable import OPENED
 
 FACTORIES = ("zeros", "ones", "full", "empty", "rand", "randn", "randint", "randperm", "arange", "linspace", "eye")
 """Functions of torch that make a tensor from nothing: they run in the graph, not once while tracing."""
