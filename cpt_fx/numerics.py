@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cpt_fx.formats import FULL_PRECISION, Rounding, Scheme, Specials
+from cpt_fx.noise import new_seed, uniform
 
 SCALE_FLOOR = 1e-8
 """Smallest affine step, as published: a constant group divides by this instead of by zero."""
@@ -106,7 +107,7 @@ def quantize(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None = None) 
 
 def quantize_or_pass(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None = None) -> Tensor:
     """Like `quantize`, with the two widths that mean "leave it alone" decided at run time, without a branch."""
-    passes = (bits >= FULL_PRECISION) | (bits <= 0)
+    passes = _once((bits >= FULL_PRECISION) | (bits <= 0))
     return torch.where(passes, x, quantize(x, bits, grid, extent))
 
 
@@ -141,36 +142,48 @@ def _round_(codes: Tensor, rounding: Rounding, low: Tensor, high: Tensor) -> Ten
     if rounding is Rounding.NEAREST:
         return codes.round_()
     below = codes.floor()
-    return below.add_(torch.rand_like(codes).lt_(codes.sub_(below)))
+    return below.add_(uniform(new_seed(codes.device), codes).lt_(codes.sub_(below)))
+
+
+def _once(value: Tensor) -> Tensor:
+    """Keep a compiler from computing a group's number again for every element of the group.
+
+    Inductor inlines what is cheap by its count; a shift, two divisions and four comparisons of one number took ten
+    times as long as the element they were for. A view over given strides needs memory to look at, so it stores.
+    """
+    if not torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        return value
+    return value.as_strided(value.shape, value.stride())
 
 
 def _affine(x: Tensor, bits: Tensor, rounding: Rounding, extent: Extent) -> Tensor:
     levels = _levels(bits, x.dtype)
-    scale = (extent.range / levels).clamp_min(SCALE_FLOOR)
-    codes = (x - extent.zero_point).div_(scale)
-    return _round_(codes, rounding, torch.zeros_like(levels), levels).mul_(scale).add_(extent.zero_point)
+    scale = _once((extent.range / levels).clamp_min(SCALE_FLOOR))
+    zero_point = _once(extent.zero_point)
+    codes = (x - zero_point).div_(scale)
+    return _round_(codes, rounding, torch.zeros_like(levels), _once(levels)).mul_(scale).add_(zero_point)
 
 
 def _affine_integer(x: Tensor, bits: Tensor, rounding: Rounding, extent: Extent) -> Tensor:
     levels = _levels(bits, x.dtype)
     low = extent.zero_point.clamp_max(0)
     high = extent.maximum().clamp_min(0)
-    scale = ((high - low) / levels).clamp_min(SCALE_FLOOR)
+    scale = _once(((high - low) / levels).clamp_min(SCALE_FLOOR))
     # NaN survives minimum/maximum, so a poisoned group stays visibly poisoned.
     offset = torch.minimum((-low / scale).round().clamp_min(0), levels)
     codes = x / scale
     # Clamping the shifted codes instead of adding the offset to each of them keeps zero exactly at zero.
-    return _round_(codes, rounding, -offset, levels - offset).mul_(scale)
+    return _round_(codes, rounding, _once(-offset), _once(levels - offset)).mul_(scale)
 
 
 def _symmetric(x: Tensor, bits: Tensor, rounding: Rounding, extent: Extent) -> Tensor:
     # At one bit the only symmetric grid of two levels is -a, +a: the codes sit half a step off zero.
-    half = (bits == 1).to(x.dtype) * 0.5
+    half = _once((bits == 1).to(x.dtype) * 0.5)
     reach = torch.bitwise_left_shift(torch.ones_like(bits), (bits - 1).clamp(0, FULL_PRECISION)).to(x.dtype) - 1
-    scale = amplitude(extent) / (reach + half)
+    scale = _once(amplitude(extent) / (reach + half))
     # Only the division needs a floor: with one in the product, zeros at one bit would become subnormal numbers.
-    codes = (x / scale.clamp_min(torch.finfo(x.dtype).tiny)).sub_(half)
-    return _round_(codes, rounding, -reach - 2 * half, reach).add_(half).mul_(scale)
+    codes = (x / _once(scale.clamp_min(torch.finfo(x.dtype).tiny))).sub_(half)
+    return _round_(codes, rounding, _once(-reach - 2 * half), _once(reach)).add_(half).mul_(scale)
 
 
 _UNIFORM = {Scheme.AFFINE: _affine, Scheme.AFFINE_INTEGER: _affine_integer, Scheme.SYMMETRIC: _symmetric}

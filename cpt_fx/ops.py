@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache, wraps
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from cpt_fx import eager
+from cpt_fx.eager import host_value
 from cpt_fx.evidence import ARMED, witness
 from cpt_fx.formats import FULL_PRECISION, Rounding, Scheme, Specials
 from cpt_fx.learned import LearnedRange
+from cpt_fx.native.simulate import Learner
 from cpt_fx.numerics import Extent, Grid, extent_of, percentile_extent, quantize, quantize_or_pass
+from cpt_fx.saving import computed_again, keep_sources
 
 _GRID = (
     "int[] keep=[], int[]? over=None, str scheme='affine', str rounding='{rounding}', int exponent=0, "
@@ -66,14 +71,6 @@ def _grid_of(options: dict[str, Any], rounding: str) -> Grid:
     )
 
 
-def host_value(tensor: Tensor) -> int | None:
-    """Return the value of a 0-dim tensor where reading it is free; None while tracing or on another device."""
-    plain = tensor.device.type == "cpu" and not isinstance(tensor, torch._subclasses.FakeTensor)
-    if not plain or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return None
-    return int(tensor.item())
-
-
 def _passes(bits: Tensor) -> bool:
     """Whether a width is known to leave a tensor alone."""
     width = host_value(bits)
@@ -85,7 +82,10 @@ def _quantize(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None, record
     if x.numel() == 0 or _passes(bits):
         result = x.clone()
     elif host_value(bits) is None:
-        result = quantize_or_pass(x, bits.to(torch.int64), grid, extent)
+        # Measured before: a range is a few numbers, and kept.
+        extent = extent or (None if grid.block else extent_of(x, grid.keep, grid.over))
+        with nullcontext() if grid.rounding is Rounding.STOCHASTIC else computed_again():
+            result = quantize_or_pass(x, bits.to(torch.int64), grid, extent)
     else:
         result = quantize(x, bits.to(torch.int64), grid, extent)
     if record is not None:
@@ -139,6 +139,9 @@ def _straight_through(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None
     Without a node in the autograd graph, gradients of a tensor with several readers add up in the original's order,
     and floating point addition has the original's last bit.
     """
+    served = _by_kernel(x, bits, grid, extent, record)
+    if served is not None:
+        return served
     # Under torch.func a record can only be written inside an autograd function.
     if not torch._C._are_functorch_transforms_active() and _passes(bits):
         if record is not None:
@@ -147,6 +150,18 @@ def _straight_through(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None
     zero_point, range, top = extent or (None, None, None)
     result: Tensor = _StraightThrough.apply(x, bits, grid, zero_point, range, top, record)  # type: ignore[no-untyped-call]
     return result
+
+
+def _by_kernel(
+    x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None, record: Tensor | None, learner: Learner | None = None
+) -> Tensor | None:
+    """Quantize in one call, where this is eager execution on CPU at a width that quantizes; None where it is not."""
+    if torch._C._are_functorch_transforms_active():
+        return None
+    width = host_value(bits)
+    if width is None or not 0 < width < FULL_PRECISION:
+        return None
+    return eager.straight_through(x, width, grid, extent, record, learner)
 
 
 def _for_any_tensor(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -203,6 +218,12 @@ def _quantize_gradient(x: Tensor, bits: Tensor, *, record: Tensor | None = None,
         quantized = _straight_through(parts, bits, grid, None, record)
         return torch.view_as_complex(quantized) if gradient.is_complex() else quantized
 
+    if host_value(bits) is not None:
+        keep_sources(x)
+    if x._is_view():
+        # A batch of sequences leaves a linear layer as a view. An in-place op that follows would go around the hook of
+        # a view, to whatever it is a view of; nothing else reads that here, so the tie between both can be cut.
+        x = torch.ops.aten._unsafe_view(x, x.shape)
     # On the layer's own output: one quantized gradient serves input, weight and bias, no node is added to the
     # autograd graph, and the hook stays where it was put when an in-place op follows.
     x.register_hook(hook)
@@ -219,15 +240,21 @@ def _fake_quantize_observed(
     if mode is not None and (known := host_value(mode)) is not None:
         training, mode = bool(known), None
     how = _Learning(momentum, when_off, percentile)
+    grid = _grid_of(options, "nearest")
     if mode is not None:
         # Recalled first: learning overwrites.
         recalled = _recall(x, running, corrected, percentile)
         used = _by_mode(mode, _learn(x, bits, running, how, mode), recalled)
     elif training:
+        if percentile >= 100:
+            learner = Learner(*running, -1.0 if _is_recomputing() else momentum)
+            served = _by_kernel(x, bits, grid, None, record, learner)
+            if served is not None:
+                return served
         used = _learn(x, bits, running, how)
     else:
         used = _recall(x, running, corrected, percentile)
-    return _straight_through(x, bits, _grid_of(options, "nearest"), used, record)
+    return _straight_through(x, bits, grid, used, record)
 
 
 class Running(NamedTuple):

@@ -60,7 +60,7 @@ def probabilities(
         scores = scores.masked_fill(mask.logical_not(), -math.inf)
     elif mask is not None:
         scores = (scores + mask).to(scores.dtype)
-    result = torch._safe_softmax(scores, -1) if masked_rows_are_zero else torch.softmax(scores, -1)
+    result = torch.ops.aten._safe_softmax(scores, -1) if masked_rows_are_zero else torch.softmax(scores, -1)
     return F.dropout(result, dropout_p) if training and dropout_p > 0 else result
 
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from cpt_fx.eager import host_value
 from cpt_fx.evidence import new_record
 from cpt_fx.numerics import Grid, quantize_or_pass
-from cpt_fx.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_OBSERVED, QUANTIZE_GRADIENT, QUANTIZERS, _grid_of, host_value
+from cpt_fx.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_OBSERVED, QUANTIZE_GRADIENT, QUANTIZERS, _grid_of
 
 FORMATS: list[dict[str, Any]] = [
     {},
@@ -195,6 +196,17 @@ def test_inplace_after_the_gradient_quantizer() -> None:
     (through_relu,) = torch.autograd.grad(result, leaf, gradient)
     # relu masks first, what is left is quantized
     assert torch.equal(through_relu, FAKE_QUANTIZE(gradient * (leaf > 0), bits()))
+
+
+def test_inplace_after_a_layer_that_returns_a_view() -> None:
+    """A linear layer over sequences does: an in-place op goes around hooks of views, to what they are views of."""
+    x, gradient = torch.randn(2, 3, 4), torch.randn(2, 3, 5)
+    layer = nn.Linear(4, 5)
+    assert layer(x)._is_view()
+    result = QUANTIZE_GRADIENT(layer(x), bits(), rounding="nearest").relu_()
+    result.backward(gradient)
+    expected = FAKE_QUANTIZE(gradient * (layer(x) > 0), bits()).sum((0, 1))
+    assert layer.bias.grad is not None and torch.allclose(layer.bias.grad, expected, rtol=1e-6)
 
 
 def test_one_quantized_gradient_serves_every_reader() -> None:

@@ -124,8 +124,11 @@ def test_integer_is_symmetric_throughout() -> None:
     for name in text(recipes.integer()).values():
         assert name.startswith("symmetric/")
     assert all(rule(recipes.integer(), family).bias is None for family in PRODUCTS)
-    assert form(recipes.integer(), "conv", "input").group is Group.TENSOR
-    assert form(recipes.integer(), "linear", "input").group is Group.VECTOR
+    # The same scale for all that a tensor is multiplied with, forward and backward, factors out of every sum.
+    for family in PRODUCTS:
+        formats = [form(recipes.integer(), family, name) for name in ("input", "weight", "gradient")]
+        assert {found.group for found in formats} == {Group.TENSOR}
+        assert formats[2].rounding is Rounding.STOCHASTIC
 
 
 def test_fp8_and_mx() -> None:

@@ -1,0 +1,77 @@
+"""Kernels in C++ for eager execution on CPU. Optional: whatever they do, torch operators do with the same bits.
+
+They are built when one is first needed, never at import, by the compiler driver that torch.compile uses, into the same
+cache; where there is no compiler, or `CPT_FX_NATIVE=0` is set, the torch operators run, and `status()` says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import torch
+
+_LOG = logging.getLogger("cpt_fx")
+_FOLDER = Path(__file__).parent
+# Loops are vectorised by the compiler itself; sums keep their order and products stay apart from them (the driver's own
+# flags say so), which is what makes the results equal to those of torch's operators.
+_FLAGS = ("-ftree-loop-vectorize", "-mprefer-vector-width=512")
+_switched_off = False
+
+
+def load(name: str) -> ctypes.CDLL | None:
+    """Return the library built from one source of this folder; None where kernels are off or cannot be built."""
+    return None if _switched_off else _built(name)
+
+
+def status() -> str:
+    """Say in a few words whether kernels are used, and if not, why."""
+    if _switched_off:
+        return "switched off"
+    return "used" if _built("simulate.cpp") is not None else _why_not()
+
+
+@contextmanager
+def disabled() -> Iterator[None]:
+    """Run torch operators instead of kernels inside a `with` block."""
+    global _switched_off
+    before, _switched_off = _switched_off, True
+    try:
+        yield
+    finally:
+        _switched_off = before
+
+
+@cache
+def _built(name: str) -> ctypes.CDLL | None:
+    if os.environ.get("CPT_FX_NATIVE", "1") == "0":
+        return None
+    try:
+        # Imported here: it takes as long as torch itself.
+        from torch._inductor.codecache import CppCodeCache
+
+        header = (_FOLDER / "noise.h").read_text()
+        source = (_FOLDER / name).read_text().replace('#include "noise.h"', header)
+        library: ctypes.CDLL = CppCodeCache.load(source, extra_flags=_FLAGS)
+    except Exception as error:  # no compiler, a read-only cache, a platform the driver does not know: all are no harm
+        _failures.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
+        _LOG.warning("native kernels cannot be built (%s): torch operators run instead, slower", _failures[-1])
+        return None
+    return library
+
+
+_failures: list[str] = []
+
+
+def _why_not() -> str:
+    return f"cannot be built: {_failures[-1]}" if _failures else "switched off by CPT_FX_NATIVE=0"
+
+
+def threads(count: int) -> int:
+    """Return how many threads a kernel over so many elements is worth: torch's own rule for its operators."""
+    return 1 if count < 32768 else torch.get_num_threads()

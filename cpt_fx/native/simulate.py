@@ -1,0 +1,119 @@
+"""Quantize-dequantize of one tensor by the kernel in `simulate.cpp`."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cpt_fx import native
+from cpt_fx.formats import Rounding, Scheme
+from cpt_fx.native import buffers
+from cpt_fx.noise import new_seed
+from cpt_fx.numerics import Extent, Grid, reduced_dims
+
+_SCHEMES = {Scheme.AFFINE: 0, Scheme.AFFINE_INTEGER: 1, Scheme.SYMMETRIC: 2}
+_SOURCE = "simulate.cpp"
+_PLAIN = (Tensor, torch.nn.Parameter)
+_POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int
+_ARGUMENTS: list[Any] = [
+    _POINTER, _POINTER, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, _INTEGER, _INTEGER, _POINTER, _POINTER,
+    _INTEGER, _POINTER, _POINTER, _POINTER, ctypes.c_double, _POINTER, _INTEGER,
+]  # fmt: skip
+
+
+class Learner(NamedTuple):
+    """A running range that learns from the range that a kernel measures: minimum, width, weight."""
+
+    zero_point: Tensor
+    range: Tensor
+    weight: Tensor
+    momentum: float
+
+    def fits(self) -> bool:
+        """Whether a kernel can write to it."""
+        return all(state.dtype == torch.float32 and state.device.type == "cpu" for state in self[:3])
+
+
+class Quantized(NamedTuple):
+    """What a kernel made of a tensor, and all it takes to make it again."""
+
+    values: Tensor
+    extents: Tensor
+    seed: Tensor | None
+    is_new: bool
+    """Whether the quantizer's record has nothing on this width yet."""
+
+
+def serves(x: Tensor, grid: Grid) -> bool:
+    """Whether the kernel takes a tensor, which is known to be a plain one: not traced, not batched by torch.func."""
+    return (
+        x.dtype is torch.float32
+        and type(x) in _PLAIN
+        and x.is_cpu
+        and x.is_contiguous()
+        and not (x.is_neg() or x._is_zerotensor())
+        and _layout(x.shape, grid) is not None
+        and native.load(_SOURCE) is not None
+    )
+
+
+def quantize(
+    x: Tensor, bits: int, grid: Grid, extents: Tensor | None = None, seed: Tensor | None = None,
+    learner: Learner | None = None, record: Tensor | None = None,
+) -> Quantized:  # fmt: skip
+    """Quantize a tensor that `serves` accepts. Ranges are those given (as `laid_out` returns them), or its own."""
+    layout = _layout(x.shape, grid)
+    assert layout is not None
+    scheme, outer, groups, inner = layout
+    if seed is None and grid.rounding is Rounding.STOCHASTIC:
+        seed = new_seed(x.device)
+    given = extents is not None
+    if extents is None:
+        extents = torch.empty(3 * groups)
+    out = buffers.empty_like(x)
+    running: tuple[int | None, int | None, int | None, float] = (None, None, None, -1.0)
+    if learner is not None:
+        running = (learner[0].data_ptr(), learner[1].data_ptr(), learner[2].data_ptr(), learner.momentum)
+    is_new = _kernel()(
+        x.data_ptr(), out.data_ptr(), outer, groups, inner, scheme, bits, None if seed is None else seed.data_ptr(),
+        extents.data_ptr(), given, *running, None if record is None else record.data_ptr(),
+        native.threads(outer * groups * inner),
+    )  # fmt: skip
+    return Quantized(out, extents, seed, bool(is_new))
+
+
+def laid_out(extent: Extent) -> Tensor | None:
+    """Return a given range of a whole tensor as the kernel reads it; None where it is anything else."""
+    parts = (extent.zero_point, extent.range, extent.maximum())
+    if any(part.numel() != 1 or part.dtype != torch.float32 or part.device.type != "cpu" for part in parts):
+        return None
+    return torch.cat([part.reshape(1) for part in parts])
+
+
+@cache
+def _kernel() -> Any:
+    library = native.load(_SOURCE)
+    assert library is not None
+    kernel = library.cpt_fx_quantize
+    kernel.argtypes, kernel.restype = _ARGUMENTS, ctypes.c_int
+    return kernel
+
+
+@lru_cache(4096)
+def _layout(shape: torch.Size, grid: Grid) -> tuple[int, int, int, int] | None:
+    """Return the kernel's number of a scheme, and the tensor as [outer, groups, inner], one range for every group.
+
+    None where the kernel does not know the scheme, or where groups do not lie like that.
+    """
+    if grid.block or grid.scheme not in _SCHEMES or shape.numel() == 0:
+        return None
+    dims = reduced_dims(len(shape), grid.keep, grid.over)
+    kept = [dim for dim in range(len(shape)) if dim not in dims]
+    if not dims or (kept and kept != list(range(kept[0], kept[-1] + 1))):
+        return None
+    first, last = (kept[0], kept[-1] + 1) if kept else (0, 0)
+    return _SCHEMES[grid.scheme], shape[:first].numel(), shape[first:last].numel(), shape[last:].numel()

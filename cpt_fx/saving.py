@@ -1,0 +1,176 @@
+"""What products keep for the backward pass: not a quantized copy, but the tensor it was made of, and how.
+
+A product saves its operands. Without quantizers these are tensors that the layer before keeps anyway; quantized copies
+would stand beside them, half as much again. So what is kept is the source, and the backward pass quantizes it once
+more, to the same bits: same width, same range, same noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import traceback
+from torch.utils.checkpoint import CheckpointPolicy
+
+from cpt_fx.native import simulate
+from cpt_fx.numerics import Grid
+
+_SOURCE = "_cpt_fx_source"
+_WORTH_IT = 1 << 15
+"""Elements from which on memory counts for more than the microseconds of a hook."""
+_VIEWS_BETWEEN = 3
+"""How many views may lie between a product and its result: a linear layer over a batch of sequences has one."""
+
+
+class Source(NamedTuple):
+    """What a quantized tensor was made of."""
+
+    x: Tensor
+    width: int
+    grid: Grid
+    extents: Tensor
+    seed: Tensor | None
+
+
+@contextmanager
+def computed_again() -> Iterator[None]:
+    """Tell a compiler the same: what is traced inside is not to be saved for the backward pass.
+
+    By its own rules it would save a product's operand, since the backward pass needs it whole, and beside it what the
+    layer before needs of the source.
+    """
+    meta = traceback.get_current_meta()
+    before = meta.get("recompute")
+    if not traceback.has_preserved_node_meta() or before is not None:
+        yield
+        return
+    meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+    try:
+        yield
+    finally:
+        del meta["recompute"]
+
+
+def mark(quantized: Tensor, source: Source) -> None:
+    """Note on a quantized tensor what it was made of, if it is large."""
+    if quantized.numel() >= _WORTH_IT:
+        setattr(quantized, _SOURCE, source)
+        _stand_before_hooks()
+
+
+def keep_sources(product: Tensor) -> None:
+    """Let the operator that made a tensor keep the sources of its quantized operands instead of the operands."""
+    if _hooks() is not None:
+        # Whatever was saved has gone through them, and to look at it would call them: checkpointing would compute.
+        return
+    for node in _makers(product):
+        for name in _saved_names(node.__class__):
+            saved = getattr(node, f"_saved_{name}")
+            source = _source_of(saved) if isinstance(saved, Tensor) else None
+            if source is not None:
+                getattr(node, f"_raw_saved_{name}").register_hooks(_packer(source), _Kept.again)
+
+
+def _source_of(saved: Tensor) -> Source | None:
+    """Return what a tensor, or the tensor it is a view of, was made of."""
+    return getattr(saved if saved._base is None else saved._base, _SOURCE, None)
+
+
+def _makers(product: Tensor) -> Iterator[Any]:
+    """Walk from a tensor over views to the operator that computed it."""
+    node: Any = product.grad_fn
+    for _ in range(_VIEWS_BETWEEN):
+        if node is None:
+            return
+        yield node
+        if _saved_names(node.__class__) or not node.next_functions:
+            return
+        node = node.next_functions[0][0]
+
+
+@cache
+def _saved_names(kind: Any) -> tuple[str, ...]:
+    """Return the names of the tensors that operators of a kind save; custom functions keep theirs as they like."""
+    names = (name.removeprefix("_raw_saved_") for name in dir(kind) if name.startswith("_raw_saved_"))
+    return tuple(name for name in names if hasattr(kind, f"_saved_{name}"))
+
+
+class _Kept(NamedTuple):
+    """A source in place of a quantized tensor, or of a view of one."""
+
+    source: Source
+    x: Tensor
+    version: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def again(self) -> Tensor:
+        """Quantize once more."""
+        if self.x._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"tensor of shape {tuple(self.x.shape)} that was quantized for a product is at version "
+                f"{self.x._version}; expected version {self.version} instead"
+            )
+        return self._made_of(self.x)
+
+    def _made_of(self, x: Tensor) -> Tensor:
+        width, grid, extents, seed = self.source.width, self.source.grid, self.source.extents, self.source.seed
+        made = simulate.quantize(x, width, grid, extents, seed)
+        return made.values.as_strided(self.size, self.stride, self.offset)
+
+
+def _packer(source: Source) -> Callable[[Tensor], _Kept]:
+    def pack(saved: Tensor) -> _Kept:
+        x = source.x.detach()
+        return _Kept(source, x, x._version, saved.size(), saved.stride(), int(saved.storage_offset()))
+
+    return pack
+
+
+class _Before(NamedTuple):
+    """Hooks on saved tensors in front of the user's own: they are given sources instead of quantized tensors."""
+
+    pack: Callable[[Tensor], Any]
+    unpack: Callable[[Any], Tensor]
+
+    def packed(self, saved: Tensor) -> tuple[_Kept | None, Any]:
+        """Give the user's hook a tensor, or what it was made of."""
+        source = _source_of(saved)
+        if source is None:
+            return None, self.pack(saved)
+        kept = _packer(source)(saved)
+        return kept, self.pack(kept.x)
+
+    def unpacked(self, packed: tuple[_Kept | None, Any]) -> Tensor:
+        """Undo `packed`."""
+        kept, what = packed
+        tensor = self.unpack(what)
+        return tensor if kept is None else kept._made_of(tensor.contiguous())
+
+
+def _hooks() -> tuple[Any, Any] | None:
+    """Return the hooks on saved tensors that are in force."""
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks
+
+
+def _stand_before_hooks() -> None:
+    """Stand before the user's own hooks, in their place: whoever takes them away takes these away.
+
+    Not before those of checkpointing, which keep nothing.
+    """
+    hooks = _hooks()
+    if hooks is None or isinstance(getattr(hooks[0], "__self__", None), _Before):
+        return
+    if getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
+        return
+    before = _Before(*hooks)
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    torch._C._autograd._push_saved_tensors_default_hooks(before.packed, before.unpacked)
