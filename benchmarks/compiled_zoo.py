@@ -19,6 +19,7 @@ import warnings
 from pathlib import Path
 
 import torch
+from common import about, add_output, origin, write
 from torch._dynamo.testing import CompileCounterWithBackend
 
 ROOT = Path(__file__).parents[1]
@@ -31,6 +32,14 @@ from tests.zoo import ANY_MODEL, Entry  # noqa: E402
 from tests.zoo_any import missing  # noqa: E402
 
 STEPS = 12
+INTRODUCTION = (
+    "Calls of the compiler: in the first and in the second training step, by twelve steps over a cycle from 3 to 8",
+    "bits, by evaluation, and by training again after it. The target is `+0` for bits and at most one for each mode.",
+)
+HEAD = (
+    "| model | first and second step | bits change | evaluation | training again | seconds |",
+    "| --- | ---: | ---: | ---: | ---: | ---: |",
+)
 
 
 def compiled(entry: Entry, backend: str) -> tuple[list[int], list[int]]:
@@ -55,30 +64,40 @@ def compiled(entry: Entry, backend: str) -> tuple[list[int], list[int]]:
     return steps, modes
 
 
+def row(name: str, backend: str) -> str | None:
+    """Return a line of the table for a model of the zoo; None where it cannot be built here or is refused."""
+    entry = ANY_MODEL[name]
+    if missing(entry.needs) or entry.refused is not None:
+        return None
+    start = time.perf_counter()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            steps, (evaluated, again, *later) = compiled(entry, backend)
+    except Exception as error:
+        return f"| {name} | {type(error).__name__}: {(str(error).splitlines() or [''])[0][:80]} | | | | |"
+    more = steps[-1] - steps[1]
+    back = max(again, *later) - evaluated
+    cells = (name, f"{steps[0]} + {steps[1] - steps[0]}", f"+{more}", f"+{evaluated - steps[-1]}", f"+{back}")
+    return f"| {' | '.join(cells)} | {time.perf_counter() - start:.0f} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", help="names of models of the zoo; all of them by default")
     parser.add_argument("--backend", default="inductor")
+    add_output(parser)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    print("| model | graphs | after the second step | after evaluation | training again | seconds |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: |")
+    command = " ".join(["python benchmarks/compiled_zoo.py", *options.models, f"--backend {options.backend}"])
+    found = about(command, torch.get_num_threads())
+    lines = []
     for name in options.models or ANY_MODEL:
-        entry = ANY_MODEL[name]
-        if missing(entry.needs) or entry.refused is not None:
-            continue
-        start = time.perf_counter()
-        try:
-            with contextlib.redirect_stdout(io.StringIO()):
-                steps, (evaluated, again, *later) = compiled(entry, options.backend)
-        except Exception as error:
-            print(f"| {name} | {type(error).__name__}: {(str(error).splitlines() or [''])[0][:80]} | | | | |")
-            continue
-        more = steps[-1] - steps[1]
-        back = max(again, *later) - evaluated
-        row = (name, f"{steps[0]} + {steps[1] - steps[0]}", f"+{more}", f"+{evaluated - steps[-1]}", f"+{back}")
-        print(f"| {' | '.join(row)} | {time.perf_counter() - start:.0f} |")
-        sys.stdout.flush()
+        line = row(name, options.backend)
+        if line is not None:
+            lines.append(line)
+            print(line, flush=True)
+    page = "\n".join(["# A whole schedule, compiled", "", origin(found), "", *INTRODUCTION, "", *HEAD, *lines]) + "\n"
+    write(options.output, "compiled_zoo", found | {"rows": lines}, page)
 
 
 if __name__ == "__main__":

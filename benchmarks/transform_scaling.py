@@ -13,9 +13,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import os
-import platform
 import statistics
 import time
 import tracemalloc
@@ -23,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import about, add_output, origin, write
 from torch import Tensor, nn
 
+from cpt_fx.bench.machine import processor as processor  # capture_cost.py finds it here
 from cpt_fx.capture import Captured, capture
 from cpt_fx.pipeline import Pipeline
 from cpt_fx.schedules import named
@@ -151,26 +150,16 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def processor() -> str:
-    """Return the name of the processor, where the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def report(about: dict[str, Any]) -> str:
+def report(found: dict[str, Any]) -> str:
     """Return the page with everything measured."""
     lines = [
         "# Transform time against graph size",
         "",
-        f"{about['machine']}. {about['versions']}. `{about['command']}`",
+        origin(found),
         "",
-        table(about["rows"]),
+        table(found["rows"]),
         "",
-        *(f"* {verdict}" for verdict in about["verdicts"]),
+        *(f"* {verdict}" for verdict in found["verdicts"]),
         "",
         "![Seconds and memory against nodes](transform_scaling.png)",
     ]
@@ -203,23 +192,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
-    arguments = parser.parse_args()
+    add_output(parser)
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = measure(tuple(arguments.sizes), arguments.repeats)
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    about: dict[str, Any] = {
-        "machine": f"{processor()}, {os.cpu_count()} cores, one thread",
-        "versions": f"Python {platform.python_version()}, torch {torch.__version__}",
-        "command": f"python benchmarks/transform_scaling.py --repeats {arguments.repeats}",
-        "rows": rows,
-        "verdicts": verdicts(rows),
-    }
-    (arguments.output / "transform_scaling.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-    plot(rows, arguments.output / "transform_scaling.png")
-    page = report(about)
-    (arguments.output / "transform_scaling.md").write_text(page, encoding="utf-8")
-    print(page)
+    rows = measure(tuple(options.sizes), options.repeats)
+    command = f"python benchmarks/transform_scaling.py --repeats {options.repeats}"
+    found = about(command, threads=1) | {"rows": rows, "verdicts": verdicts(rows)}
+    page = report(found)
+    write(options.output, "transform_scaling", found, page)
+    plot(rows, options.output / "transform_scaling.png")
+    print(page, end="")
 
 
 if __name__ == "__main__":

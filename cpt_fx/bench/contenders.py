@@ -1,0 +1,87 @@
+"""How each contender is made from a model. What cannot be made raises, and its message is shown."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from cpt_fx.api import transform
+from cpt_fx.bench import peers
+from cpt_fx.bench.catalog import Contender, Settings
+from cpt_fx.bench.models import Loss, Workload
+from cpt_fx.errors import check_choice
+from cpt_fx.schedules import NAMES, Schedule, Static, named
+
+LEARNING_RATE = 1e-3
+
+
+@dataclass(kw_only=True)
+class Trainee:
+    """A model with what trains it. `schedule` is None where there are no widths to change."""
+
+    contender: Contender
+    model: nn.Module
+    inputs: tuple[Any, ...]
+    loss: Loss
+    schedule: Schedule | None = None
+    autocast: bool = False
+
+    def __post_init__(self) -> None:
+        """Make the optimizer, and keep the model as it is before it is compiled: what is read off it is read there."""
+        self.plain = self.model
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE)
+
+    def output(self, *inputs: Any) -> Any:
+        """Return what the model makes of inputs."""
+        if not self.autocast:
+            return self.model(*inputs)
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.model(*inputs)
+
+    def step(self) -> None:
+        """Take one training step: what every contender is timed at."""
+        self.loss(self.output(*self.inputs)).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.schedule is not None:
+            self.schedule.step()
+
+
+def make(contender: Contender, workload: Workload, settings: Settings) -> Trainee:
+    """Build a contender, not compiled yet, from copies of the model and its batch."""
+    model, inputs = copy.deepcopy(workload.model).train(), copy.deepcopy(workload.inputs)
+    trainee = partial(Trainee, contender=contender, inputs=inputs, loss=workload.loss)
+    match contender.kind:
+        case "fp32":
+            return trainee(model=model)
+        case "bf16":
+            return trainee(model=model, autocast=True)
+        case "simulated":
+            schedule = plan(settings)
+            return trainee(model=transform(model, schedule, recipe=settings.recipe), schedule=schedule)
+        case "integer":
+            schedule = plan(settings)
+            # Its own recipe: scales must factor out of a product, which those of other recipes do not.
+            return trainee(model=transform(model, schedule, recipe="integer", execution="integer"), schedule=schedule)
+        case kind:
+            return trainee(model=peers.BUILDERS[kind](model, inputs))
+
+
+def plan(settings: Settings) -> Schedule:
+    """Return the schedule: short cycles, so that a few steps see every width."""
+    if settings.schedule == "static":
+        return Static(settings.q_max)
+    name = check_choice("schedule", settings.schedule, NAMES)
+    # Cycles go on for as long as anyone may measure; after the last step the widths would stand still.
+    period = cycle(settings)
+    return named(name, q_min=settings.q_min, q_max=settings.q_max, total_steps=10_000 * period, period=period)
+
+
+def cycle(settings: Settings) -> int:
+    """Return the steps of a cycle: two and a bit for each width, since schedules change fast in the middle."""
+    return 1 if settings.schedule == "static" else 2 * (settings.q_max - settings.q_min + 1)

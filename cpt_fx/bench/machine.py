@@ -1,0 +1,74 @@
+"""What a measurement belongs to: processor, versions, date and command. Every result carries it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PACKAGES = ("cpt_fx", "torch", "transformers", "torchao", "brevitas")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Where, with what, when and how something was measured."""
+
+    processor: str
+    cores: int
+    threads: int
+    versions: dict[str, str]
+    date: str
+    command: str
+
+    @property
+    def place(self) -> str:
+        """All but the command, in a line."""
+        cores = f"{self.cores} core{'s' * (self.cores != 1)}"
+        threads = f"{self.threads} thread{'s' * (self.threads != 1)}"
+        versions = ", ".join(f"{name} {number}" for name, number in self.versions.items())
+        return f"{self.processor}, {cores}, {threads}. {versions}. {self.date}"
+
+    def __str__(self) -> str:
+        """Say it in a line."""
+        return f"{self.place}. {self.command}"
+
+    def to_dict(self) -> dict[str, object]:
+        """Return plain data."""
+        return asdict(self)
+
+
+def here(threads: int, command: str | None = None) -> Machine:
+    """Describe this machine, now. Without a command, it is the one that started this process."""
+    return Machine(
+        processor=processor(),
+        cores=os.cpu_count() or 1,
+        threads=threads,
+        versions=versions(),
+        date=datetime.now(timezone.utc).date().isoformat(),
+        command=command or " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+    )
+
+
+def processor() -> str:
+    """Return the name of the processor, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
+    """Return the versions of Python and of those packages that are installed."""
+    found = {"Python": platform.python_version()}
+    for name in packages:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

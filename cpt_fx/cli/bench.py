@@ -1,0 +1,172 @@
+"""`cpt-fx bench`: a training step under every way to run it, side by side."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cpt_fx.bench.catalog import CONTENDERS, GROUPS, PRESETS, Settings, chosen
+from cpt_fx.cli.common import Commands, UsageError, add_json, command, print_json, print_table, schedule_name
+from cpt_fx.cli.models import load
+
+if TYPE_CHECKING:
+    from cpt_fx.bench.models import Workload
+    from cpt_fx.bench.results import Result
+
+TEXT = """Time a training step of a model in FP32, in bf16 autocast, in simulated and integer low precision, and in
+other packages that are installed, eager and compiled. Contenders take turns in one process; step times are ratios,
+FP32 eager is 1. Next to them: peak memory, compile time, recompilations while widths change, the products that ran,
+and the targets of this project. Compiling takes its time: minutes for a large model with all contenders.
+
+models:
+{models}
+  package.module:callable takes no arguments and returns (model, example_inputs) or (model, example_inputs, loss)
+
+contenders:
+  {contenders}"""
+
+
+def add(commands: Commands) -> None:
+    """Declare the subcommand."""
+    models = "\n".join(f"  {name:<12} {preset.about}, batch {preset.batch}" for name, preset in PRESETS.items())
+    eager = [name for name, contender in CONTENDERS.items() if not contender.compiled]
+    made = command(
+        commands,
+        "bench",
+        run,
+        "step time, memory and compilation, next to FP32 and to other packages",
+        TEXT.format(models=models, contenders=f"{', '.join(eager)};\n  each also with -compiled behind its name"),
+        "cpt-fx bench --model resnet20 --contenders eager simulated-compiled fp32-compiled --html bench.html",
+    )
+    made.add_argument("--model", default="resnet20", metavar="NAME", help="one from above (default: %(default)s)")
+    made.add_argument("--batch", type=int, metavar="N", help="batch of a named model (default: see above)")
+    made.add_argument("--steps", type=int, default=Settings.steps, metavar="N", help="rounds (default: %(default)s)")
+    made.add_argument("--threads", type=int, metavar="N", help="(default: one for each core)")
+    made.add_argument(
+        "--contenders", nargs="+", default=[], metavar="NAME",
+        help=f"names from above, or {' or '.join(GROUPS)} for several; FP32 eager is always there (default: all)",
+    )  # fmt: skip
+    made.add_argument("--recipe", default=Settings.recipe, metavar="NAME", help="formats when simulated (%(default)s)")
+    made.add_argument(
+        "--schedule",
+        type=_schedule,
+        default=Settings.schedule,
+        metavar="NAME",
+        help='or "static" (default: %(default)s)',
+    )
+    made.add_argument(
+        "--bits", type=int, nargs=2, default=(Settings.q_min, Settings.q_max), metavar=("LOW", "HIGH"),
+        help="widths of the schedule (default: 3 8)",
+    )  # fmt: skip
+    made.add_argument("--backend", default=Settings.backend, metavar="NAME", help="compiler (default: %(default)s)")
+    made.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts")
+    add_json(made)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Compare, then print what was measured."""
+    # Read when torch is loaded: its allocator would remark on every block that is older than the profiler.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    low, high = options.bits
+    named = options.model in PRESETS
+    if not named and options.batch is not None:
+        raise UsageError(f"--batch is for named models; the batch of {options.model} is what it returns")
+    if not named and ":" not in options.model:
+        raise UsageError(f"--model is {', '.join(PRESETS)} or package.module:callable, got {options.model!r}")
+    if options.html is not None and options.html.is_dir():
+        raise UsageError(f"--html must be a file, {options.html} is a folder")
+    try:
+        settings = Settings(
+            steps=options.steps,
+            threads=_cores() if options.threads is None else options.threads,
+            contenders=chosen(options.contenders),
+            recipe=options.recipe,
+            schedule=options.schedule,
+            q_min=low,
+            q_max=high,
+            backend=options.backend,
+        )
+        workload = _preset(options) if named else None
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    if workload is None:
+        from cpt_fx.bench.models import given
+
+        workload = given(options.model, load(options.model))
+    result = _compared(workload, settings, _command(options, settings))
+    if options.html is not None:
+        from cpt_fx.bench.page import html
+
+        options.html.write_text(html(result), encoding="utf-8")
+        print(f"wrote {options.html}", file=sys.stderr)
+    if options.json:
+        print_json(result.to_dict())
+    else:
+        _print(result)
+
+
+def _preset(options: argparse.Namespace) -> Workload:
+    from cpt_fx.bench.models import preset
+    from cpt_fx.bench.preparing import quiet
+
+    with quiet():  # transformers looks for other packages, which have remarks
+        return preset(options.model, options.batch)
+
+
+def _command(options: argparse.Namespace, settings: Settings) -> str:
+    """Return the command that would measure this again, whatever it was called as."""
+    words = ["cpt-fx", "bench", "--model", options.model, "--steps", settings.steps, "--threads", settings.threads]
+    if options.batch is not None:
+        words += ["--batch", options.batch]
+    if options.contenders:
+        words += ["--contenders", *options.contenders]
+    for name, value, usual in (
+        ("--recipe", [settings.recipe], [Settings.recipe]),
+        ("--schedule", [settings.schedule], [Settings.schedule]),
+        ("--bits", [settings.q_min, settings.q_max], [Settings.q_min, Settings.q_max]),
+        ("--backend", [settings.backend], [Settings.backend]),
+    ):
+        words += [name, *value] if value != usual else []
+    return shlex.join(map(str, words))
+
+
+def _compared(workload: Workload, settings: Settings, command: str) -> Result:
+    from rich.console import Console
+
+    from cpt_fx.bench.contenders import plan
+    from cpt_fx.bench.measuring import run as compare
+    from cpt_fx.recipes import resolve
+
+    try:
+        plan(settings)
+        resolve(settings.recipe)
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    with Console(stderr=True).status("starting") as status:
+        return compare(workload, settings, status.update, command)
+
+
+def _print(result: Result) -> None:
+    from cpt_fx.bench.table import LEGEND, missing, scale, tables
+
+    print(f"{result.about}\n{result.machine}")
+    for headings, rows in tables(result):
+        print_table(headings, rows)
+    for sentence in missing(result):
+        print(sentence)
+    print(scale(result), *LEGEND, sep="\n")
+    for verdict in result.verdicts:
+        print(f"target, {verdict}")
+
+
+def _schedule(text: str) -> str:
+    return "static" if text.lower() == "static" else schedule_name(text)
+
+
+def _cores() -> int:
+    # As many as this process may run on, which a container may have limited.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

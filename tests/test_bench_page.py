@@ -1,0 +1,62 @@
+"""`benchmarks/README.md` is made from results: nothing measured is left out, nothing missed is hidden."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cpt_fx.bench.catalog import CONTENDERS, Settings, chosen
+from cpt_fx.bench.machine import here
+from cpt_fx.bench.results import Executed, Facts, Result, Row
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+Page = Callable[[Path], str]
+
+
+@pytest.fixture
+def page(monkeypatch: pytest.MonkeyPatch) -> Page:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    for name in ("readme", "common"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    made: Any = __import__("readme")
+    written: Page = made.page
+    return written
+
+
+def result() -> Result:
+    executed = Executed(integer=0, floating=1)
+    facts = Facts(peak_bytes=100, build_seconds=0.1, executed=executed)
+    rows = (
+        Row(contender=CONTENDERS["fp32"], seconds=(1.0, 1.0), facts=facts),
+        Row(contender=CONTENDERS["simulated"], seconds=(2.0, 2.0), facts=facts),
+        Row(contender=CONTENDERS["integer"], reason="ValueError: no"),
+    )
+    settings = Settings(steps=2, contenders=chosen(["simulated", "integer"]))
+    return Result(model="resnet74", about="a net", settings=settings, machine=here(2, "cpt-fx bench"), rows=rows)
+
+
+def test_without_results_nothing_is_claimed(page: Page, tmp_path: Path) -> None:
+    text = page(tmp_path)
+    assert text.count("| not measured |") >= 12
+    assert "12 targets: 0 met, 0 missed, 12 not measured." in text
+    assert text.count("not measured yet |") == 4
+
+
+def test_results_are_shown_with_what_is_missed(page: Page, tmp_path: Path) -> None:
+    (tmp_path / "bench_resnet74.json").write_text(json.dumps(result().to_dict()))
+    (tmp_path / "capture_cost.md").write_text("# x")
+    text = page(tmp_path)
+    assert "| resnet74 | simulated: step time at most 1.2 x FP32 | measured 2.00 | **missed** |" in text
+    assert "| resnet74 | simulated: peak memory at most 1.05 x FP32 | measured 1.00 | met |" in text
+    assert " 1 missed, " in text
+    assert "not available: ValueError: no" in text
+    for part in ("a net. ", "2 threads", "`cpt-fx bench`", "FP32 eager: 1000.0 ms a step"):
+        assert part in text
+    assert "[results/capture_cost.md](results/capture_cost.md)" in text
+
+
+def test_the_page_is_the_one_that_the_results_give(page: Page) -> None:
+    assert (BENCHMARKS / "README.md").read_text(encoding="utf-8") == page(BENCHMARKS / "results")
