@@ -18,7 +18,7 @@ from cpt_fx.history import HISTORY, History, check_coverage
 from cpt_fx.meta import STATE
 from cpt_fx.overrides import Pattern
 from cpt_fx.passes.bind import Bind
-from cpt_fx.pipeline import Pipeline
+from cpt_fx.pipeline import EXECUTIONS, Pipeline
 from cpt_fx.recipes import Recipe
 from cpt_fx.runtime import Precision
 from cpt_fx.schedules.base import Schedule
@@ -26,9 +26,6 @@ from cpt_fx.trial import trial, unchanged_attributes
 
 WRAPPERS = ("OptimizedModule", "DataParallel")
 """Modules that go around a transformed model, not into it: by name, since torch's compiler is slow to import."""
-
-EXECUTIONS = ("simulated",)
-"""How quantized products may run."""
 
 
 def transform(
@@ -63,14 +60,17 @@ def transform(
         exclude: module names, globs or types left in full precision.
         overrides: name, glob or type -> fixed bits (`8`, `(8, 8, 8)`), an offset (`"+2"`), a `Rule`, a `Recipe`, or a
             mapping of `bits`, `offset`, `input`, `weight`, `bias`, `gradient`.
-        execution: `"simulated"`.
-        strict: raise where an operator that multiplies stays in full precision without having been excluded.
+        execution: `"simulated"` in floating point, or `"integer"`: what the formats allow is multiplied on integers at
+            widths up to 8, and `recipe=None` stands for `recipes.integer()`.
+        strict: raise where an operator that multiplies stays in full precision without having been excluded; with
+            `execution="integer"` also where a quantized product is not lowered.
     """
     if not isinstance(overrides, (Mapping, type(None))):
         raise TypeError(
             f"overrides must map module names, globs or types to what is different there, got {overrides!r}"
         )
-    pipeline = Pipeline.standard(recipe=recipe, exclude=exclude, overrides=overrides)
+    check_choice("execution", execution, EXECUTIONS)
+    pipeline = Pipeline.standard(recipe=recipe, exclude=exclude, overrides=overrides, execution=execution)
     return transform_with(
         pipeline, model, schedule, example_inputs=example_inputs, example_kwargs=example_kwargs, frontend=capture,
         execution=execution, strict=strict,
@@ -97,6 +97,7 @@ def transform_with(
             frontend=frontend, execution=execution, strict=strict,
         )  # fmt: skip
         return _rewrapped(model, inner)
+    pipeline = pipeline.executing(execution)
     captured = capture_model(model, frontend, example_inputs, example_kwargs)
     source = model if isinstance(model, nn.Module) else model.module(check_guards=False)
     if isinstance(captured, Captured):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from cpt_fx.meta import FAMILY, LEFT, NAME, PASS, QUANTIZER, SITE, WEIGHT
+from cpt_fx.meta import FAMILY, LEFT, NAME, PASS, QUANTIZER, SIMULATED, SITE, WEIGHT
 
 _GRAPH_ATTRIBUTES = ("_graph", "_code", "_lineno_map", "_prologue_start", "_codegen")
 STATE_DICT_HOOKS = (
@@ -20,7 +20,7 @@ CALL_HOOKS = (
 )  # fmt: skip
 ENGINE = "_cpt_fx_engine"
 """Attribute of a transformed module that has no graph of its own: what finds and runs its graphs."""
-_KEPT_META = (SITE, LEFT, QUANTIZER, PASS, FAMILY, NAME, WEIGHT)
+_KEPT_META = (SITE, LEFT, QUANTIZER, SIMULATED, PASS, FAMILY, NAME, WEIGHT)
 
 
 class Shell(nn.Module):

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from torch import fx, nn
 
 from cpt_fx.errors import TransformError
-from cpt_fx.meta import QUANTIZER, SITE, Uncovered
+from cpt_fx.meta import QUANTIZER, SIMULATED, SITE, Uncovered
+from cpt_fx.optable import MULTIPLY
 from cpt_fx.pass_base import Report, unique
 
 LOGGER = logging.getLogger("cpt_fx")
@@ -56,6 +57,15 @@ def check_coverage(history: History, graphs: Sequence[fx.GraphModule], *, strict
     if strict and left:
         shown = "".join(f"\n  {item}" for item in left)
         raise TransformError(f"strict=True, but {len(left)} operators or operands stay in full precision:{shown}")
+    simulated = unique(
+        f"{node.meta[SITE].layer}: {node.meta[SITE].op}: {node.meta[SIMULATED]}"
+        for module in graphs
+        for node in module.graph.nodes
+        if SIMULATED in node.meta and node.meta[SITE].family in MULTIPLY
+    )
+    if strict and simulated:
+        shown = "".join(f"\n  {item}" for item in simulated)
+        raise TransformError(f"strict=True, but {len(simulated)} products do not wholly run on integers:{shown}")
     places = {(item.layer, item.op) for item in history.uncovered if not item.operand}
     chosen = {(item.layer, item.op) for item in history.uncovered if item.by_choice and not item.operand}
     LOGGER.info(
@@ -71,5 +81,7 @@ def check_coverage(history: History, graphs: Sequence[fx.GraphModule], *, strict
         LOGGER.log(level, "%s", note)
     for note in ineffective:
         LOGGER.warning("%s", note)
+    for text in simulated:
+        LOGGER.warning("not on integers: %s", text)
     for item in left:
         LOGGER.warning("in full precision: %s", item)

@@ -15,7 +15,7 @@ from cpt_fx.meta import PASS, Uncovered
 LOG = "cpt_fx"
 """Key in `GraphModule.meta` under which the stage reached and the passes' findings are kept."""
 
-STAGES = ("captured", "normalized", "annotated", "inserted", "bound")
+STAGES = ("captured", "normalized", "annotated", "inserted", "bound", "lowered")
 """What holds of a graph, in order; `spec.py` says what each one promises."""
 
 

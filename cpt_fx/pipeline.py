@@ -11,18 +11,22 @@ from typing import Any
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from cpt_fx.errors import nearest
+from cpt_fx.errors import check_choice, nearest
 from cpt_fx.overrides import Pattern, as_patterns
 from cpt_fx.pass_base import Pass, Report, recompile
 from cpt_fx.passes.annotate import Annotate
 from cpt_fx.passes.bind import Bind
 from cpt_fx.passes.insert import Insert
+from cpt_fx.passes.lower import Lower
 from cpt_fx.passes.normalize import Normalize
 from cpt_fx.passes.open import Open
 from cpt_fx.passes.share import Share
 from cpt_fx.passes.verify import Verify
-from cpt_fx.recipes import Recipe, resolve
+from cpt_fx.recipes import Recipe, integer, resolve
 from cpt_fx.schedules.base import Schedule
+
+EXECUTIONS = ("simulated", "integer")
+"""How quantized products may run."""
 
 
 @contextmanager
@@ -57,10 +61,13 @@ class Pipeline:
         exclude: Iterable[Pattern] | Pattern = (),
         overrides: Mapping[Pattern, Any] | None = None,
         schedule: Schedule | None = None,
+        execution: str = "simulated",
     ) -> Pipeline:
         """Return what `transform` runs."""
+        if recipe is None and execution == "integer":
+            recipe = integer()
         choice = (resolve(recipe), as_patterns(exclude), dict(overrides or {}))
-        return cls(
+        standard = cls(
             (
                 Normalize(),
                 Open(*choice),
@@ -70,6 +77,14 @@ class Pipeline:
                 Bind(schedule),
             )
         )
+        return standard.executing(execution)
+
+    def executing(self, execution: str) -> Pipeline:
+        """Return a pipeline for an execution: `"integer"` needs `Lower`, which comes last where it is not there."""
+        check_choice("execution", execution, EXECUTIONS)
+        if execution == "simulated" or any(isinstance(step, Lower) for step in self.passes):
+            return self
+        return Pipeline((*self.passes, Lower()))
 
     def run(self, module: fx.GraphModule) -> tuple[Report, ...]:
         """Run every pass on a graph, in place, and check the graph after each of them."""

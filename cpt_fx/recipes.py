@@ -147,16 +147,15 @@ def default() -> Recipe:
 
 
 def integer() -> Recipe:
-    """Return symmetric formats throughout, one scale per row or channel: what integer kernels multiply.
+    """Return symmetric formats throughout, one scale per tensor: what integer kernels multiply.
 
-    Biases stay in full precision: they are added to the accumulator, they multiply nothing.
+    A tensor is a factor of up to three products, forward and backward, which sum over different dims. Only a scale
+    that it has as a whole can be taken out of all of them. Biases stay in full precision: they are added to the
+    accumulator, they multiply nothing.
     """
-    rows = Format(scheme=Scheme.SYMMETRIC, group=Group.VECTOR)
     whole = Format(scheme=Scheme.SYMMETRIC)
-    channels = Format(scheme=Scheme.SYMMETRIC, group=Group.CHANNEL)
-    products = Rule(input=rows, weight=channels, gradient=replace(rows, rounding=Rounding.STOCHASTIC))
-    spatial = Rule(input=whole, weight=channels, gradient=replace(whole, rounding=Rounding.STOCHASTIC))
-    return replace(_everywhere("integer", products), conv=spatial)
+    gradient = replace(whole, rounding=Rounding.STOCHASTIC)
+    return _everywhere("integer", Rule(input=whole, weight=whole, gradient=gradient))
 
 
 def fp8() -> Recipe:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from cpt_fx.errors import TransformError
 from cpt_fx.evidence import RECORD_LENGTH
 from cpt_fx.formats import FULL_PRECISION
+from cpt_fx.integer.counts import COUNTS
 from cpt_fx.meta import STATE, Dial
 from cpt_fx.schedules import Bits
 from cpt_fx.schedules.base import Schedule
@@ -42,6 +43,7 @@ class Precision(_State):
         self.bits = _State()
         self.ranges = _State()
         self.records = _State()
+        self.products = _State()
         self.grows = False
         """Whether graphs may still be found: a checkpoint may then know more ranges than there are by now."""
         self.dials: dict[str, Dial] = {}
@@ -113,9 +115,15 @@ class Precision(_State):
             self.records.register_buffer(name, torch.zeros(RECORD_LENGTH, dtype=torch.int64), persistent=False)
         return f"{STATE}.records.{name}"
 
+    def add_counts(self, name: str) -> str:
+        """Make sure a product that may run on integers has something to count in; return its path from the model."""
+        if name not in self.products._buffers:
+            self.products.register_buffer(name, torch.zeros(COUNTS, dtype=torch.int64), persistent=False)
+        return f"{STATE}.products.{name}"
+
     def forget(self) -> None:
         """Forget what was observed and recorded: it came from a run that only looked at the model."""
-        for state in (self.ranges, self.records):
+        for state in (self.ranges, self.records, self.products):
             for buffer in (*state.buffers(), *state.parameters()):
                 buffer.detach().zero_()
 

@@ -17,12 +17,18 @@ ROOT = Path(__file__).parents[1]
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("cpt_fx.errors", "cpt_fx.formats", "cpt_fx.schedules"),
     (
+        "cpt_fx.integer",
+        "cpt_fx.native",
+        "cpt_fx.noise",
         "cpt_fx.numerics",
         "cpt_fx.evidence",
+        "cpt_fx.eager",
+        "cpt_fx.saving",
         "cpt_fx.learned",
         "cpt_fx.ops",
         "cpt_fx.functional",
         "cpt_fx.recipes",
+        "cpt_fx.optable",
         "cpt_fx.meta",
         "cpt_fx.aliasing",
         "cpt_fx.graph_sites",
@@ -44,7 +50,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cpt_fx.history",
         "cpt_fx.trial",
     ),
-    ("cpt_fx.demo", "cpt_fx.report", "cpt_fx.cli"),
+    ("cpt_fx.bench", "cpt_fx.demo", "cpt_fx.report", "cpt_fx.cli"),
     ("cpt_fx", "cpt_fx.__main__"),
 )
 

@@ -12,7 +12,8 @@ from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cpt_fx.graph_module import QuantizedGraphModule
-from cpt_fx.meta import FUSED, QUANTIZER
+from cpt_fx.meta import QUANTIZER
+from cpt_fx.optable import FUSED
 from cpt_fx.pipeline import Pipeline
 from cpt_fx.recipes import paper
 from cpt_fx.schedules import Bits, Static

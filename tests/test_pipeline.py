@@ -243,9 +243,9 @@ ZOO: dict[str, tuple[Any, Recipe, dict[str, Any]]] = {
     "recurrent_layer": (recurrent_layer, default(), {}),
     "lstm_cell": (Cell, paper(), {}),
     "graph_convolution": (graph_convolution, paper(family="graph", aggregation="q"), {}),
-    "functional": (functional_mix, integer(), {}),
+    "functional": (functional_mix, integer(), {"execution": "integer"}),
 }
-FILES = sorted(f"{model}.{stage}.txt" for model in ZOO for stage in ("capture", *NAMES))
+FILES = sorted([*(f"{model}.{stage}.txt" for model in ZOO for stage in ("capture", *NAMES)), "functional.lower.txt"])
 
 
 def graphs_of(name: str) -> dict[str, str]:

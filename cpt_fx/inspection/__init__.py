@@ -6,10 +6,11 @@ from torch import nn
 
 from cpt_fx.api import history_of
 from cpt_fx.inspection.model import CaptureInfo, Inspection
+from cpt_fx.inspection.products import ProductView
 from cpt_fx.inspection.verification import Verification, VerificationError
 from cpt_fx.inspection.views import QuantizerView
 
-__all__ = ["CaptureInfo", "Inspection", "QuantizerView", "Verification", "VerificationError", "inspect"]
+__all__ = ["CaptureInfo", "Inspection", "ProductView", "QuantizerView", "Verification", "VerificationError", "inspect"]
 
 
 def inspect(result: nn.Module) -> Inspection:

@@ -60,7 +60,7 @@ def box_of(item: Item) -> Box:
     """Return the box of a node, or of a module that is folded."""
     if item.kind == "module":
         return _module(item)
-    if item.view is not None:
+    if item.kind == "quantizer":
         return _quantizer(item)
     title, subtitle = shortened(item.title), shortened(item.subtitle, 40)
     if item.kind == "operator":
@@ -148,7 +148,7 @@ def module_note(item: Item) -> str:
 
 def classes(item: Item) -> str:
     """Return the style classes of a box."""
-    if item.view is not None:
+    if item.kind == "quantizer" and item.view is not None:
         return f"box quantizer {item.view.role if item.view.role in ROLES else ''}".strip()
     kind = {"module": "module", "operator": "op", "input": "end", "output": "end"}.get(item.kind, "value")
     return f"box {kind}"
@@ -156,7 +156,7 @@ def classes(item: Item) -> str:
 
 def label_of(item: Item) -> str:
     """Name a box for those who do not see it."""
-    if item.view is not None:
+    if item.kind == "quantizer" and item.view is not None:
         return f"{item.view}, {item.view.bits} bits"
     if item.kind == "module":
         return f"module {item.path or item.title}: {module_note(item)}"

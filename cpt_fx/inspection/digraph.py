@@ -53,7 +53,7 @@ def target_name(node: fx.Node) -> str:
 
 def kind_of(module: fx.GraphModule, node: fx.Node, view: QuantizerView | None) -> str:
     """Return `quantizer`, `operator`, `parameter`, `buffer`, `constant`, `input`, `output`, or `state` (our own)."""
-    if view is not None:
+    if view is not None and SITE not in node.meta:
         return "quantizer"
     if node.op == "placeholder":
         return "input"

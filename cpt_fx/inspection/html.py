@@ -14,6 +14,7 @@ from cpt_fx.inspection.table import levels, what, width_text, widths_by_role
 from cpt_fx.inspection.theme import DARK, LIGHT, resource, variables
 from cpt_fx.inspection.tree import Item, build
 from cpt_fx.inspection.views import QuantizerView
+from cpt_fx.integer.counts import DIRECTIONS
 
 if TYPE_CHECKING:
     from cpt_fx.inspection.model import Inspection
@@ -42,6 +43,7 @@ def page(inspection: Inspection) -> str:
         "stats": _stats(inspection, views),
         "legend": _legend(list(widths_by_role(views))),
         "uncovered": _uncovered(inspection),
+        "products": _products(inspection),
         "passes": _passes(inspection),
         "quantizers": _quantizers(views),
         # "<" cannot end the script element it stands in.
@@ -70,7 +72,7 @@ def _item(item: Item) -> dict[str, Any]:
 
 
 def _heading(item: Item) -> str:
-    if item.view is not None:
+    if item.kind == "quantizer" and item.view is not None:
         return f"{item.view.layer} · {what(item.view)}"
     if item.kind == "module":
         return item.path if item.path and " … " not in item.title else f"{item.path} {item.title}".strip()
@@ -79,7 +81,7 @@ def _heading(item: Item) -> str:
 
 def _facts(item: Item) -> list[tuple[str, str]]:
     """Return what the panel shows of a box."""
-    view = item.view
+    view = item.view if item.kind == "quantizer" else None
     if view is None:
         if item.kind != "module":
             return [("kind", item.kind), *((key, value) for key, value in item.facts.items() if value)]
@@ -144,6 +146,19 @@ def _passes(inspection: Inspection) -> str:
     notes = [("capture", inspection.capture.frontend, "; ".join(inspection.capture.notes))]
     rows = [(report.name, f"{report.changed} changed", "; ".join(report.notes)) for report in inspection.passes]
     return _table(("pass", "result", "notes"), notes + rows)
+
+
+def _products(inspection: Inspection) -> str:
+    """Return a section on what ran on integers, where anything can."""
+    products = inspection.products
+    if not any(product.lowered for product in products):
+        return ""
+    rows = [
+        (item.layer or "(root)", item.op, *(item.ran() if item.lowered else ("–",) * 3), "; ".join(item.reasons))
+        for item in products
+    ]
+    heads = ("layer", "product", *DIRECTIONS, "in floating point because")
+    return f"<section><h2>On integers</h2>{_table(heads, rows)}</section>"
 
 
 def _quantizers(views: tuple[QuantizerView, ...]) -> str:

@@ -16,6 +16,7 @@ from cpt_fx.api import graphs, history_of
 from cpt_fx.inspection import table
 from cpt_fx.inspection.digraph import digraph
 from cpt_fx.inspection.html import page
+from cpt_fx.inspection.products import ProductView, products_of
 from cpt_fx.inspection.svg import drawing
 from cpt_fx.inspection.verification import Verification, verify
 from cpt_fx.inspection.views import QuantizerView, views_of
@@ -60,6 +61,11 @@ class Inspection:
     def quantizers(self) -> tuple[QuantizerView, ...]:
         """Every quantize node as it stands now, or with `shown` as the trial run saw it."""
         return views_of(self.graphs) if self.shown is None else self.shown.views
+
+    @property
+    def products(self) -> tuple[ProductView, ...]:
+        """Every quantized product: how often it ran on integers, forward and backward, and why where it did not."""
+        return products_of(self.graphs)
 
     @property
     def uncovered(self) -> tuple[Uncovered, ...]:

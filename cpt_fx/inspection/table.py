@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from cpt_fx.inspection.products import product_table
 from cpt_fx.inspection.views import QuantizerView
 
 if TYPE_CHECKING:
@@ -75,6 +76,16 @@ def width_text(widths: list[int]) -> str:
     return str(widths[0]) if len(widths) == 1 else f"{widths[0]}–{widths[-1]}"
 
 
+def integer_part(inspection: Inspection) -> list[ConsoleRenderable]:
+    """Return what ran on integers, where anything can."""
+    products = inspection.products
+    if not any(product.lowered for product in products):
+        return []
+    count = sum(product.on_integers for product in products)
+    return [Text(f"on integers whenever they ran: {count} of {len(products)} products", "bold"),
+            product_table(products), Text("")]  # fmt: skip
+
+
 def overview(inspection: Inspection) -> ConsoleRenderable:
     """Return all of an inspection for a terminal."""
     views = inspection.quantizers
@@ -86,6 +97,7 @@ def overview(inspection: Inspection) -> ConsoleRenderable:
         *(Text(f"  {note}", "dim") for note in inspection.capture.notes),
         Text(""),
         quantizer_table(views),
+        *integer_part(inspection),
         Text(f"in full precision: {len(left)}, excluded by choice: {len(inspection.uncovered) - len(left)}", "bold"),
         *(Text.from_markup(f"  {escape(str(item))}", style="yellow" if item in left else "dim", emoji=False)
           for item in inspection.uncovered),

@@ -157,7 +157,7 @@ def _leaf(
     if node.meta.get(PASS):
         facts["made by"] = f"pass {node.meta[PASS]}"
     title, subtitle = name, ""
-    if view is not None:
+    if kind == "quantizer" and view is not None:
         title = "output gradient" if view.role == "gradient" else view.operand
         subtitle = f"{view.format.scheme.value} · {view.group}"
     elif kind in ("parameter", "buffer", "constant"):
@@ -172,6 +172,9 @@ def _leaf(
         site: Any = node.meta.get(SITE)
         if site is not None:
             facts["layer"] = site.layer
+        if view is not None:
+            # An integer product, which quantizes the gradient of its result itself.
+            subtitle = facts["gradient"] = f"gradient {view.bits} bits"
     return Item(prefix + node.name, kind, title, subtitle, path, view, facts)
 
 

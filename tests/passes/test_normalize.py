@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import parametrizations
 
 from cpt_fx.graph_module import Shell
-from cpt_fx.meta import ALIASES, FUSED, METHODS, SPECS
+from cpt_fx.optable import ALIASES, FUSED, METHODS, SPECS
 from cpt_fx.pass_base import stage_of
 from cpt_fx.passes.normalize import Normalize
 from cpt_fx.passes.verify import Verify

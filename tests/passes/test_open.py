@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from cpt_fx.graph_module import QuantizedGraphModule
-from cpt_fx.meta import FAMILY, FUSED, NAME, PASS
+from cpt_fx.meta import FAMILY, NAME, PASS
+from cpt_fx.optable import FUSED
 from cpt_fx.passes.annotate import Annotate
 from cpt_fx.passes.normalize import Normalize
 from cpt_fx.passes.open import OPENERS, Open

@@ -1,0 +1,121 @@
+"""What ran on integers: every quantized product, how often it did, and why it did not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from torch import fx
+
+from cpt_fx.integer.counts import DIRECTIONS, RATIO, REASONS, Outcome
+from cpt_fx.integer.ops import INTEGER_PRODUCTS
+from cpt_fx.meta import SIMULATED, SITE, Site, get_attribute
+from cpt_fx.optable import MULTIPLY
+
+
+@dataclass(frozen=True)
+class ProductView:
+    """One quantized product as it stands now. Three numbers each: forward, gradient of the left and right operand."""
+
+    layer: str
+    op: str
+    """The operator of the model, such as `linear`."""
+    node: str
+    integer: tuple[int, int, int] = (0, 0, 0)
+    """How often it ran on integers."""
+    floating: tuple[int, int, int] = (0, 0, 0)
+    """How often it ran in floating point, as far as it was counted: what is not lowered counts nothing."""
+    reasons: tuple[str, ...] = ()
+    """Why it is not on integers, or was not on all runs."""
+    ratios: tuple[float | None, float | None, float | None] = (None, None, None)
+    """How many times as fast the last run of each is on integers here, where a measurement decided about it."""
+    lowered: bool = False
+    """Whether it is an integer operator in the graph."""
+    graph: int = 0
+    """Index of its graph in `cpt_fx.graphs(result)`."""
+
+    @property
+    def on_integers(self) -> bool:
+        """Whether all its products ran on integers, whenever they ran."""
+        return self.lowered and sum(self.integer) > 0 and not sum(self.floating)
+
+    def __str__(self) -> str:
+        """Say it in one line."""
+        runs = ", ".join(f"{name} {text}" for name, text in zip(DIRECTIONS, self.ran(), strict=True))
+        why = f": {'; '.join(self.reasons)}" if self.reasons else ""
+        return f"{self.layer or '(root)'}: {self.op}: {f'on integers: {runs}' if self.lowered else 'simulated'}{why}"
+
+    def ran(self) -> tuple[str, str, str]:
+        """Return for each direction how many of its runs were on integers."""
+        first, second, third = (_share(*both) for both in zip(self.integer, self.floating, strict=True))
+        return first, second, third
+
+
+def _share(integer: int, floating: int) -> str:
+    return f"{integer} of {integer + floating}" if floating else str(integer)
+
+
+def products_of(modules: list[fx.GraphModule]) -> tuple[ProductView, ...]:
+    """Read every quantized product of every graph, once where several captures of one layer count together."""
+    found: dict[Any, ProductView] = {}
+    for index, module in enumerate(modules):
+        for node in module.graph.nodes:
+            if SITE not in node.meta or node.meta[SITE].family not in MULTIPLY:
+                continue
+            counts: Any = node.kwargs.get("counts") if node.target in INTEGER_PRODUCTS else None
+            key = counts.target if counts is not None else (node.meta[SITE].layer, node.target)
+            if key not in found:
+                found[key] = _view(module, node, counts, index)
+    return tuple(found.values())
+
+
+def _view(module: fx.GraphModule, node: fx.Node, counts: fx.Node | None, index: int) -> ProductView:
+    site: Site = node.meta[SITE]
+    static = [node.meta[SIMULATED]] if SIMULATED in node.meta else []
+    if counts is None:
+        reasons = static or ["the model was transformed with execution='simulated'"]
+        return ProductView(site.layer, site.op, node.name, reasons=tuple(reasons), graph=index)
+    table = [[int(number) for number in row] for row in get_attribute(module, str(counts.target)).tolist()]
+    first, second, third = (row[Outcome.INTEGER] for row in table)
+    ran = [sum(row[:RATIO]) for row in table]
+    others = [total - row[Outcome.INTEGER] for total, row in zip(ran, table, strict=True)]
+    ratios = [row[RATIO] / 1000 if row[RATIO] else None for row in table]
+    seen = [
+        f"{DIRECTIONS[place]}: {_because(outcome, ratios[place])} ({row[outcome]} of {ran[place]})"
+        for place, row in enumerate(table)
+        for outcome in REASONS
+        if row[outcome]
+    ]
+    return ProductView(
+        layer=site.layer,
+        op=site.op,
+        node=node.name,
+        integer=(first, second, third),
+        floating=(others[0], others[1], others[2]),
+        reasons=(*static, *seen),
+        ratios=(ratios[0], ratios[1], ratios[2]),
+        lowered=True,
+        graph=index,
+    )
+
+
+def _because(outcome: Outcome, ratio: float | None) -> str:
+    measured = f", {ratio:.2g} times as fast" if outcome is Outcome.SIZE and ratio is not None else ""
+    return REASONS[outcome] + measured
+
+
+def product_table(views: Iterable[ProductView]) -> Table:
+    """Return one row per product."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1))
+    for name in ("layer", "product"):
+        table.add_column(name, overflow="fold", max_width=30)
+    for name in DIRECTIONS:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("in floating point because", overflow="fold")
+    for view in views:
+        table.add_row(view.layer or "(root)", view.op, *(view.ran() if view.lowered else ("–",) * 3),
+                      "; ".join(view.reasons))  # fmt: skip
+    return table

@@ -1,0 +1,75 @@
+"""Quantizing to 8-bit codes: what the symmetric quantizer computes before it multiplies by its scale again."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cpt_fx import noise
+from cpt_fx.formats import Rounding
+from cpt_fx.integer import kernels
+from cpt_fx.numerics import amplitude, extent_of, reduced_dims, working_dtype
+
+WIDEST = 8
+"""Most bits whose codes an int8 holds."""
+
+
+class Codes(NamedTuple):
+    """A quantized tensor, `values * scale`: int8 codes, and one scale, or one per group, broadcastable to the codes.
+
+    A range that is not finite makes the scale NaN, and with it every product: codes cannot hold a NaN, scales can.
+    """
+
+    values: Tensor
+    scale: Tensor
+
+    def dequantized(self) -> Tensor:
+        """Return the tensor as floating point numbers, bit for bit what the simulated quantizer returns."""
+        return self.values.to(self.scale.dtype) * self.scale
+
+
+@torch.no_grad()
+def quantize_codes(
+    x: Tensor,
+    bits: int,
+    *,
+    rounding: str = "nearest",
+    seed: Tensor | None = None,
+    keep: tuple[int, ...] = (),
+    over: tuple[int, ...] | None = None,
+) -> Codes:
+    """Quantize to the symmetric grid of 1 to 8 bits, with the range of the whole tensor or of each of its groups."""
+    if not 1 <= bits <= WIDEST:
+        raise ValueError(f"codes of int8 have 1 to {WIDEST} bits, got bits={bits}")
+    if rounding not in (Rounding.NEAREST, Rounding.STOCHASTIC):
+        raise ValueError(f"rounding must be 'nearest' or 'stochastic', got {rounding!r}")
+    if rounding == Rounding.STOCHASTIC and seed is None:
+        raise ValueError("stochastic rounding needs a seed: cpt_fx.noise.new_seed(device)")
+    if not x.numel():
+        return Codes(torch.empty_like(x, dtype=torch.int8), torch.zeros((), dtype=working_dtype(x), device=x.device))
+    x, seed = x.detach(), seed if rounding == Rounding.STOCHASTIC else None
+    if len(reduced_dims(x.ndim, keep, over)) == x.ndim and (done := kernels.codes(x, bits, seed)) is not None:
+        return Codes(*done)
+    return _quantize(x, bits, seed, keep, over)
+
+
+def _quantize(x: Tensor, bits: int, seed: Tensor | None, keep: tuple[int, ...], over: tuple[int, ...] | None) -> Codes:
+    """Take the steps of numerics._symmetric in their order, since the order decides the last bit."""
+    values = x.to(working_dtype(x))
+    top = amplitude(extent_of(x, keep, over))
+    # At one bit the codes sit half a step off zero; twice the codes are whole, and half the scale is the amplitude.
+    reach, half = float(2 ** (bits - 1) - 1), 0.5 if bits == 1 else 0.0
+    scale = top / (reach + half)
+    codes = (values / scale.clamp_min(torch.finfo(values.dtype).tiny)).sub_(half).clamp_(-reach - 2 * half, reach)
+    if seed is None:
+        codes.round_()
+    else:
+        below = codes.floor()
+        codes = below.add_(noise.uniform(seed, codes).lt_(codes.sub_(below)))
+    if bits == 1:
+        codes, scale = codes.mul_(2).add_(1), scale * half
+    # Finite numbers over an infinite scale come out of the simulated quantizer as 0 * inf: NaN, like everything else.
+    finite = scale.isfinite()
+    return Codes(codes.where(finite, 0.0).to(torch.int8), scale.where(finite, torch.nan))

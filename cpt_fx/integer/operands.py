@@ -1,0 +1,240 @@
+"""One factor of a product while the graph runs: codes at 8 bits or less, floating point numbers above.
+
+In eager execution the width is known and an operand is one or the other. A compiled graph is made for all widths: there
+an operator that no compiler looks into reads the width when the graph runs, and fills one of two tensors whose shapes
+are known before. The other one is a `blank`: it has the shape, and no memory of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cpt_fx.eager import host_value
+from cpt_fx.evidence import witness
+from cpt_fx.integer.codes import WIDEST, Codes, quantize_codes
+from cpt_fx.integer.products import bias_grad
+from cpt_fx.noise import new_seed
+from cpt_fx.numerics import reduced_dims
+from cpt_fx.ops import FAKE_QUANTIZE
+
+_SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
+_RAW = torch.uint32
+"""What the floating point numbers of a compiled graph, float32 all of them, are declared as. Compilers let a buffer
+that nobody reads any more hold the next value of its type. That must not happen to a blank, and no other value of a
+model has this type."""
+_NOT_CODES = -1.0
+"""A scale that says: look at the floating point numbers. Those of codes are not negative."""
+
+
+class Grid(NamedTuple):
+    """The options of a symmetric quantizer: which elements share a scale, and how they are rounded."""
+
+    keep: tuple[int, ...] = ()
+    over: tuple[int, ...] | None = None
+    rounding: str = "nearest"
+
+    def options(self) -> dict[str, Any]:
+        """Return the same for a simulated quantizer."""
+        return {"keep": self.keep, "over": self.over, "scheme": "symmetric", "rounding": self.rounding}
+
+    def scale_shape(self, shape: torch.Size) -> list[int]:
+        """Return the shape that the scales of a tensor have."""
+        dims = reduced_dims(len(shape), self.keep, self.over)
+        if len(dims) == len(shape):
+            return []
+        return [1 if dim in dims else size for dim, size in enumerate(shape)]
+
+
+class Operand(NamedTuple):
+    """Codes with their scale, or floating point numbers; in a graph that is being compiled all three."""
+
+    codes: Tensor | None
+    scale: Tensor | None
+    wide: Tensor | None
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the tensor that was quantized."""
+        part = self.wide if self.codes is None else self.codes
+        assert part is not None
+        return part.shape
+
+    @property
+    def traced(self) -> bool:
+        """Whether only the run will tell which of the two it is."""
+        return self.codes is not None and self.wide is not None
+
+
+def is_supported(x: Tensor) -> bool:
+    """Whether a tensor can have codes: others are quantized as in simulated execution."""
+    ordinary = x.layout is torch.strided and x.dtype in _SUPPORTED
+    return ordinary and not torch._C._are_functorch_transforms_active()
+
+
+def has_codes(x: Tensor, width: int) -> bool:
+    """Whether a tensor is multiplied by its codes at a width."""
+    return 1 <= width <= WIDEST and x.numel() > 0
+
+
+def quantized(x: Tensor, bits: Tensor, grid: Grid, record: Tensor | None) -> Operand:
+    """Quantize a tensor to what its width says; what is not multiplied by codes is what simulated execution has."""
+    width = host_value(bits)
+    if not is_supported(x):
+        return Operand(None, None, _simulated(x, bits, grid, record))
+    if width is None:
+        seed = new_seed(x.device) if grid.rounding == "stochastic" else None
+        over = None if grid.over is None else list(grid.over)
+        return Operand(*QUANTIZE(x, bits, seed, list(grid.keep), over, grid.rounding, record))
+    if not has_codes(x, width):
+        return Operand(None, None, _simulated(x, bits, grid, record))
+    return Operand(*_codes(x, width, grid, None, record), None)
+
+
+def exact(x: Tensor) -> Operand:
+    """Return a tensor that is not quantized as an operand."""
+    return Operand(None, None, x)
+
+
+def _simulated(x: Tensor, bits: Tensor, grid: Grid, record: Tensor | None) -> Tensor:
+    result: Tensor = FAKE_QUANTIZE(x, bits, **grid.options(), record=record)
+    return result
+
+
+def _codes(x: Tensor, width: int, grid: Grid, seed: Tensor | None, record: Tensor | None) -> Codes:
+    if seed is None and grid.rounding == "stochastic":
+        seed = new_seed(x.device)
+    codes = quantize_codes(x, width, rounding=grid.rounding, seed=seed, keep=grid.keep, over=grid.over)
+    if record is not None:
+        record[0].add_(1)
+        if x.device.type == "cpu" and not int(record[width]):
+            witness(record, x, codes.dequantized(), width, grid.keep, grid.over, 0)
+    return codes
+
+
+@cache
+def _emptiness(size: int, device: torch.device) -> Tensor:
+    return torch.empty(size, dtype=_RAW, device=device)
+
+
+def blank(shape: torch.Size, device: torch.device) -> Tensor:
+    """Return a tensor that nobody reads. All of one shape share one piece of memory, which is never written."""
+    return _emptiness(shape.numel(), device)[: shape.numel()].view(shape)
+
+
+def is_blank(x: Tensor) -> bool:
+    """Whether a tensor takes no memory of its own."""
+    shared = _emptiness(x.numel(), x.device)
+    return x.dtype is _RAW and x.untyped_storage().data_ptr() == shared.untyped_storage().data_ptr()
+
+
+_LIBRARY = torch.library.Library("cpt_fx", "FRAGMENT")
+_LIBRARY.define(
+    "_quantize(Tensor x, Tensor bits, Tensor? seed, int[] keep, int[]? over, str rounding, Tensor(a!)? record) "
+    "-> (Tensor codes, Tensor scale, Tensor wide)"
+)
+_LIBRARY.define(
+    "_sum(Tensor codes, Tensor scale, Tensor wide, SymInt[] shape, ScalarType dtype, int channel) -> Tensor"
+)
+_LIBRARY.define("_dequantize(Tensor codes, Tensor scale, Tensor wide, ScalarType dtype) -> Tensor")
+SUM = torch.ops.cpt_fx._sum.default
+QUANTIZE = torch.ops.cpt_fx._quantize.default
+DEQUANTIZE = torch.ops.cpt_fx._dequantize.default
+
+
+def _quantize_at_run_time(
+    x: Tensor, bits: Tensor, seed: Tensor | None, keep: list[int], over: list[int] | None, rounding: str,
+    record: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grid = Grid(tuple(keep), None if over is None else tuple(over), rounding)
+    width = int(bits)
+    if has_codes(x, width):
+        codes, scale = _codes(x, width, grid, seed, record)
+        return codes.contiguous(), scale, blank(x.shape, x.device)
+    # A copy where nothing is rounded: an operator returns none of its arguments.
+    wide = _simulated(x, bits, grid, record).to(torch.float32).contiguous()
+    wide = wide.clone() if wide.data_ptr() == x.data_ptr() else wide
+    scale = x.new_full(grid.scale_shape(x.shape), _NOT_CODES, dtype=torch.float32)
+    # Never written, which on a CPU means that it takes no memory.
+    return torch.empty(x.shape, dtype=torch.int8, device=x.device), scale, wide.view(_RAW)
+
+
+def _quantize_shapes(
+    x: Tensor, bits: Tensor, seed: Tensor | None, keep: list[int], over: list[int] | None, rounding: str,
+    record: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grid = Grid(tuple(keep), None if over is None else tuple(over), rounding)
+    codes, wide = (torch.empty(x.shape, dtype=dtype, device=x.device) for dtype in (torch.int8, _RAW))
+    return codes, x.new_empty(grid.scale_shape(x.shape), dtype=torch.float32), wide
+
+
+def revealed(operand: Operand) -> Codes | Tensor:
+    """Return what an operand is, now that the graph runs."""
+    codes, scale, wide = operand
+    if codes is None or scale is None:
+        assert wide is not None
+        return wide
+    if wide is None:
+        return Codes(codes, scale)
+    if not wide.numel() or float(scale.view(-1)[0]) == _NOT_CODES:
+        return wide.view(torch.float32)
+    return Codes(codes, scale)
+
+
+def value_of(factor: Codes | Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a factor as floating point numbers: those that simulated execution multiplies."""
+    return (factor.dequantized() if isinstance(factor, Codes) else factor).to(dtype)
+
+
+def _dequantize_at_run_time(codes: Tensor, scale: Tensor, wide: Tensor, dtype: torch.dtype) -> Tensor:
+    value = value_of(revealed(Operand(codes, scale, wide)), dtype)
+    return value.clone() if value.data_ptr() == wide.data_ptr() else value
+
+
+def dequantized(operand: Operand, dtype: torch.dtype) -> Tensor:
+    """Return an operand as the tensor that simulated execution has."""
+    if operand.traced:
+        result: Tensor = DEQUANTIZE(*operand, dtype)
+        return result
+    return value_of(revealed(operand), dtype)
+
+
+def summed(operand: Operand, shape: Sequence[int], dtype: torch.dtype, channel: int) -> Tensor:
+    """Add an operand up to the shape of a bias; one of a single dim belongs to the channels."""
+    if operand.traced:
+        result: Tensor = SUM(*operand, shape, dtype, channel)
+        return result
+    return _summed(revealed(operand), shape, dtype, channel)
+
+
+def _summed(factor: Codes | Tensor, shape: Sequence[int], dtype: torch.dtype, channel: int) -> Tensor:
+    values = factor.values if isinstance(factor, Codes) else factor
+    if len(shape) != 1 or shape[0] != values.shape[channel]:
+        return value_of(factor, dtype).sum_to_size(tuple(shape))
+    if isinstance(factor, Codes):
+        return bias_grad(factor, channel, dtype)
+    dims = [dim for dim in range(values.ndim) if dim != channel % values.ndim]
+    return (factor.sum(dims) if dims else factor.clone()).to(dtype)
+
+
+def _sum_at_run_time(
+    codes: Tensor, scale: Tensor, wide: Tensor, shape: list[int], dtype: torch.dtype, channel: int
+) -> Tensor:
+    return _summed(revealed(Operand(codes, scale, wide)), shape, dtype, channel)
+
+
+for _device in ("CPU", "CUDA"):
+    _LIBRARY.impl("_quantize", _quantize_at_run_time, _device)
+    _LIBRARY.impl("_dequantize", _dequantize_at_run_time, _device)
+    _LIBRARY.impl("_sum", _sum_at_run_time, _device)
+torch.library.register_fake("cpt_fx::_quantize", _quantize_shapes, lib=_LIBRARY)
+torch.library.register_fake(
+    "cpt_fx::_dequantize", lambda codes, scale, wide, dtype: codes.new_empty(codes.shape, dtype=dtype), lib=_LIBRARY
+)
+torch.library.register_fake(
+    "cpt_fx::_sum", lambda codes, scale, wide, shape, dtype, channel: codes.new_empty(shape, dtype=dtype), lib=_LIBRARY
+)

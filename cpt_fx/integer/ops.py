@@ -1,0 +1,285 @@
+"""The operators of a lowered graph: `torch.ops.cpt_fx.to_integer`, `integer_linear`, `integer_matmul`, `integer_conv`.
+
+`to_integer` stands for the quantizer of an operand. It returns a list for the products that read it: a tensor that
+carries the gradient, and the operand: codes and scale in eager execution, all that an `Operand` has in a graph that is
+being compiled. A list of one tensor is an operand in simulated form: above 8 bits in eager execution, and where a
+tensor cannot have codes. Two such operands are multiplied by the operators of simulated execution.
+
+A product quantizes the gradient of its result once, and multiplies it with both operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cpt_fx.eager import host_value
+from cpt_fx.evidence import ARMED
+from cpt_fx.integer.counts import Outcome
+from cpt_fx.integer.kinds import CONV, LINEAR, MATMUL, Geometry, Kind, as_images, geometry_of, without_added
+from cpt_fx.integer.multiply import Call, multiply
+from cpt_fx.integer.operands import Grid, Operand, dequantized, exact, has_codes, is_supported, quantized, summed
+from cpt_fx.ops import FAKE_QUANTIZE, QUANTIZE_GRADIENT
+
+_GRID = "int[] keep=[], int[]? over=None, str rounding='{rounding}'"
+_PRODUCT = _GRID.format(rounding="stochastic") + ", Tensor(a!)? record=None, Tensor(b!)? counts=None) -> Tensor"
+SCHEMAS = {
+    "to_integer": f"(Tensor x, Tensor bits, *, {_GRID.format(rounding='nearest')}, Tensor(a!)? record=None) "
+    "-> Tensor[]",
+    "integer_linear": f"(Tensor[] input, Tensor? bits, Tensor[] weight, Tensor? bias=None, *, {_PRODUCT}",
+    "integer_matmul": f"(Tensor[] input, Tensor? bits, Tensor[] other, Tensor? addend=None, *, {_PRODUCT}",
+    "integer_conv": "(Tensor[] input, Tensor? bits, Tensor[] weight, Tensor? bias=None, int[] stride=[1], "
+    f"int[] padding=[0], int[] dilation=[1], *, {_PRODUCT}",
+}
+
+
+class _Quantize(torch.autograd.Function):
+    """An operand of a product; the gradient of what the product gets of it is the gradient of the tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bits: Tensor, grid: Grid, record: Tensor | None) -> tuple[Tensor, ...]:
+        operand = [part for part in quantized(x, bits, grid, record) if part is not None]
+        ctx.mark_non_differentiable(*operand)
+        ctx.set_materialize_grads(False)
+        # Not the tensor itself: its place in the autograd graph changes when it is overwritten later.
+        return (x.new_empty(()).expand(x.shape), *operand)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return gradients[0], None, None, None
+
+
+def _to_integer(x: Tensor, bits: Tensor, *, record: Tensor | None = None, **options: Any) -> list[Tensor]:
+    grid = _grid_of(options, "nearest")
+    width = host_value(bits)
+    if not is_supported(x) or (width is not None and not has_codes(x, width)):
+        return [FAKE_QUANTIZE(x, bits, **grid.options(), record=record)]
+    return list(_Quantize.apply(x, bits, grid, record))  # type: ignore[no-untyped-call]
+
+
+def _grid_of(options: dict[str, Any], rounding: str) -> Grid:
+    over = options.get("over")
+    return Grid(
+        tuple(options.get("keep", ())), None if over is None else tuple(over), options.get("rounding", rounding)
+    )
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a product is, besides its operands."""
+
+    kind: Kind
+    geometry: Geometry
+    bits: Tensor | None
+    grid: Grid
+    record: Tensor | None
+    counts: Tensor | None
+    dtype: torch.dtype = torch.float32
+    """Of the result."""
+
+
+class _Multiply(torch.autograd.Function):
+    """A product and its gradients. For backward it keeps operands: codes, where those are what is multiplied."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, left_edge: Tensor, right_edge: Tensor, bias: Tensor | None, left: Operand, right: Operand, job: _Job
+    ) -> Tensor:
+        needs_left, needs_right = ctx.needs_input_grad[:2]
+        nothing = Operand(None, None, None)
+        ctx.save_for_backward(*(left if needs_right else nothing), *(right if needs_left else nothing))
+        # Held, not saved: a schedule may write the width before backward, which then has the new one.
+        ctx.job, ctx.edges = job, (left_edge, right_edge)
+        ctx.bias = None if bias is None else (bias.shape, bias.dtype)
+        left, right = _images(ctx, left, right)
+        ctx.factors = left.shape, right.shape
+        shape = job.kind.shape(left.shape, right.shape, job.geometry)
+        call = Call(job.kind.names[0], bias, shape, job.geometry)
+        result = multiply(call, left, right, (job.dtype, job.dtype), job.counts)
+        if job.kind is CONV:
+            shape = without_added(shape, left_edge.ndim, right_edge.ndim - 2)
+        return _no_view(result, shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        job: _Job = ctx.job
+        saved = ctx.saved_tensors  # once: checkpointing counts how often it is asked for
+        left, right = Operand(*saved[:3]), Operand(*saved[3:])
+        if torch.is_grad_enabled():
+            found, factor = _differentiable(ctx, gradient, left, right)
+        else:
+            factor = exact(gradient) if job.bits is None else quantized(gradient, job.bits, job.grid, job.record)
+            found = _gradients(ctx, factor, left, right, gradient.dtype)
+        bias = None
+        if ctx.needs_input_grad[2]:
+            # The channels of a gradient are where they are in its images, without the dim of the images themselves.
+            channel = job.kind.channel - (job.kind is CONV and ctx.edges[0].ndim < ctx.edges[1].ndim)
+            shape, dtype = ctx.bias
+            bias = summed(factor, shape, dtype, channel)
+        return *found, bias, None, None, None
+
+
+def _images(ctx: Any, left: Operand, right: Operand) -> tuple[Operand, Operand]:
+    """Return operands, or a gradient and an operand, with the dims that products of their kind have."""
+    if ctx.job.kind is not CONV:
+        return left, right
+    dims = ctx.edges[1].ndim - 2
+    return as_images(left, ctx.edges[0].ndim, dims), as_images(right, ctx.edges[1].ndim, dims)
+
+
+def _gradients(
+    ctx: Any, factor: Operand, left: Operand, right: Operand, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
+    """Multiply the gradient of a product with its operands."""
+    job: _Job = ctx.job
+    found: list[Tensor | None] = []
+    images, _ = _images(ctx, factor, right)
+    left, right = _images(ctx, left, right)
+    for which, other in enumerate((right, left)):
+        if not ctx.needs_input_grad[which]:
+            found.append(None)
+            continue
+        edge = ctx.edges[which]
+        call = Call(job.kind.names[1 + which], None, ctx.factors[which], job.geometry)
+        found.append(multiply(call, images, other, (dtype, edge.dtype), job.counts).view(edge.shape))
+    return found[0], found[1]
+
+
+def _differentiable(
+    ctx: Any, gradient: Tensor, left: Operand, right: Operand
+) -> tuple[tuple[Tensor | None, Tensor | None], Operand]:
+    """Return what backward returns, as simulated execution computes it: with a graph of its own."""
+    job: _Job = ctx.job
+    if job.bits is not None:
+        gradient = FAKE_QUANTIZE(gradient, job.bits, **job.grid.options(), record=job.record)
+    values = []
+    for edge, operand in zip(ctx.edges, (left, right), strict=True):
+        # An operand that was not kept is a factor of no gradient that is asked for.
+        absent = operand.codes is None and operand.wide is None
+        value = torch.zeros_like(edge) if absent else _Dequantize.apply(edge, operand)  # type: ignore[no-untyped-call]
+        values.append(value if value.requires_grad else value.requires_grad_())
+    result = job.kind.simulated(values[0].to(job.dtype), values[1].to(job.dtype), None, job.geometry)
+    needed = [which for which in (0, 1) if ctx.needs_input_grad[which]]
+    made = torch.autograd.grad(result, [values[which] for which in needed], gradient, create_graph=True)
+    if job.counts is not None:
+        _count(job.counts, [1 + which for which in needed], Outcome.DIFFERENTIATED)
+    found = dict(zip(needed, made, strict=True))
+    return (found.get(0), found.get(1)), exact(gradient)
+
+
+def _no_view(result: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor in a shape, not as a view of another one: what follows may overwrite it."""
+    if result._base is None and tuple(result.shape) == shape:
+        return result
+    owned: Tensor = torch.ops.aten._unsafe_view.default(result, shape)
+    return owned
+
+
+class _Dequantize(torch.autograd.Function):
+    """An operand as simulated execution has it, for a product that runs as it does there."""
+
+    @staticmethod
+    def forward(ctx: Any, edge: Tensor, operand: Operand) -> Tensor:
+        return dequantized(operand, edge.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def _product(
+    kind: Kind, left: list[Tensor], bits: Tensor | None, right: list[Tensor], bias: Tensor | None, geometry: Geometry,
+    options: dict[str, Any],
+) -> Tensor:  # fmt: skip
+    grid, record, counts = _grid_of(options, "stochastic"), options.get("record"), options.get("counts")
+    edges = left[0], right[0]
+    simulated = len(left) == len(right) == 1
+    supported = all(len(part) > 1 or is_supported(part[0]) for part in (left, right))
+    autocast = torch.is_autocast_enabled(edges[0].device.type)
+    if simulated or not supported or (edges[0].dtype != edges[1].dtype and not autocast):
+        values = [part[0] if len(part) == 1 else _Dequantize.apply(part[0], _operand(part)) for part in (left, right)]  # type: ignore[no-untyped-call]
+        return _simulated(kind, values, bits, bias, geometry, grid, record, counts)
+    dtype = torch.get_autocast_dtype(edges[0].device.type) if autocast else edges[0].dtype
+    job = _Job(kind, geometry, bits, grid, record, counts, dtype)
+    result: Tensor = _Multiply.apply(*edges, bias, _operand(left), _operand(right), job)  # type: ignore[no-untyped-call]
+    if record is not None:
+        record[ARMED].clamp_(min=1 + result.requires_grad)
+    return result
+
+
+def _operand(parts: list[Tensor]) -> Operand:
+    """Return the operand in a list: a tensor in simulated form is one that is not codes."""
+    if len(parts) == 1:
+        return exact(parts[0].detach())
+    return Operand(parts[1], parts[2], parts[3] if len(parts) > 3 else None)
+
+
+def _simulated(
+    kind: Kind, values: list[Tensor], bits: Tensor | None, bias: Tensor | None, geometry: Geometry, grid: Grid,
+    record: Tensor | None, counts: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Multiply as simulated execution does, and count that."""
+    result = kind.simulated(values[0], values[1], bias, geometry)
+    # Under torch.func a record can only be written inside of an autograd function.
+    if counts is not None and not torch._C._are_functorch_transforms_active():
+        outcome = Outcome.WIDTH
+        if not all(map(is_supported, values)) or not all(value.numel() for value in values):
+            outcome = Outcome.NO_CODES
+        counts[0, outcome].add_(1)
+        needed = [1 + place for place, value in enumerate(values) if value.requires_grad]
+        if needed and result.requires_grad:
+            result.register_hook(lambda gradient: _count(counts, needed, outcome))
+    if bits is None:
+        return result
+    quantized: Tensor = QUANTIZE_GRADIENT(result, bits, **grid.options(), record=record)
+    return quantized
+
+
+def _count(counts: Tensor, directions: list[int], outcome: Outcome) -> None:
+    for direction in directions:
+        counts[direction, outcome].add_(1)
+
+
+def _integer_linear(
+    input: list[Tensor], bits: Tensor | None, weight: list[Tensor], bias: Tensor | None = None, **options: Any
+) -> Tensor:
+    return _product(LINEAR, input, bits, weight, bias, (), options)
+
+
+def _integer_matmul(
+    input: list[Tensor], bits: Tensor | None, other: list[Tensor], addend: Tensor | None = None, **options: Any
+) -> Tensor:
+    return _product(MATMUL, input, bits, other, addend, (), options)
+
+
+def _integer_conv(
+    input: list[Tensor], bits: Tensor | None, weight: list[Tensor], bias: Tensor | None = None,
+    stride: Sequence[int] = (1,), padding: Sequence[int] = (0,), dilation: Sequence[int] = (1,), **options: Any,
+) -> Tensor:  # fmt: skip
+    geometry = geometry_of(weight[0].ndim - 2, stride, padding, dilation)
+    return _product(CONV, input, bits, weight, bias, geometry, options)
+
+
+_KERNELS = {
+    "to_integer": _to_integer,
+    "integer_linear": _integer_linear,
+    "integer_matmul": _integer_matmul,
+    "integer_conv": _integer_conv,
+}
+_LIBRARY = torch.library.Library("cpt_fx", "FRAGMENT")
+for _name, _schema in SCHEMAS.items():
+    _LIBRARY.define(_name + _schema)
+    # As in cpt_fx.ops: inference_mode skips the Autograd key, and torch.func opens the operator first.
+    for _key in ("FuncTorchDynamicLayerFrontMode", "Autograd", "CompositeExplicitAutograd"):
+        _LIBRARY.impl(_name, _KERNELS[_name], _key)
+
+TO_INTEGER = torch.ops.cpt_fx.to_integer.default
+INTEGER_LINEAR = torch.ops.cpt_fx.integer_linear.default
+INTEGER_MATMUL = torch.ops.cpt_fx.integer_matmul.default
+INTEGER_CONV = torch.ops.cpt_fx.integer_conv.default
+INTEGER_PRODUCTS = (INTEGER_LINEAR, INTEGER_MATMUL, INTEGER_CONV)
+"""Every op that multiplies on integers."""

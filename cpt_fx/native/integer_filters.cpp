@@ -1,0 +1,184 @@
+// The gradient of filters: for every pair of channels and every tap, the product of two images, summed over all places.
+//
+// Both operands are stored by places, so they are multiplied as they lie, 64 places at a time. The gradient is laid out
+// like a plane of the images, with zeros where the filter has no place; so what a tap saw is one piece of memory there.
+// Processors multiply unsigned by signed bytes: images are stored with 128 added, of which the sums are freed at the end.
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#ifdef __AVX512VNNI__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int64_t kRows = 6, kColumns = 4, kLine = 64;
+constexpr int64_t kSpan = 4096;           // places that are summed at a time: what rows of a tile keep in the cache
+constexpr int64_t kChunk = 2 * 1024 * 1024;  // bytes of images that are laid out at a time
+
+using Sums = int32_t[kRows][kColumns];
+
+// Dot products of six gradients with four images, `count` a multiple of 64.
+#ifdef __AVX512VNNI__
+// Named one by one: GCC 12 moves an array of so many sums between registers and memory at every step.
+#define CPT_FX_ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5)
+#define CPT_FX_ZERO(r) \
+  __m512i a##r = _mm512_setzero_si512(), b##r = a##r, c##r = a##r, d##r = a##r;
+#define CPT_FX_STEP(r)                                         \
+  {                                                            \
+    __m512i gradient = _mm512_load_si512(gradients[r] + i);    \
+    asm("" : "+v"(gradient)); /* loaded once, not four times */ \
+    a##r = _mm512_dpbusd_epi32(a##r, first, gradient);         \
+    b##r = _mm512_dpbusd_epi32(b##r, second, gradient);        \
+    c##r = _mm512_dpbusd_epi32(c##r, third, gradient);         \
+    d##r = _mm512_dpbusd_epi32(d##r, fourth, gradient);        \
+  }
+#define CPT_FX_STORE(r)                 \
+  _mm512_store_si512(lanes[r][0], a##r); \
+  _mm512_store_si512(lanes[r][1], b##r); \
+  _mm512_store_si512(lanes[r][2], c##r); \
+  _mm512_store_si512(lanes[r][3], d##r);
+
+__attribute__((noinline)) void tile(const int8_t* const* gradients, const uint8_t* const* images, int64_t count, Sums& sums) {
+  CPT_FX_ROWS(CPT_FX_ZERO)
+  for (int64_t i = 0; i < count; i += kLine) {
+    const __m512i first = _mm512_loadu_si512(images[0] + i), second = _mm512_loadu_si512(images[1] + i);
+    const __m512i third = _mm512_loadu_si512(images[2] + i), fourth = _mm512_loadu_si512(images[3] + i);
+    CPT_FX_ROWS(CPT_FX_STEP)
+  }
+  alignas(64) int32_t lanes[kRows][kColumns][16];
+  CPT_FX_ROWS(CPT_FX_STORE)
+  asm volatile("" : : "r"(lanes) : "memory");  // keeps the sums in registers until here
+  for (int row = 0; row < kRows; ++row)
+    for (int column = 0; column < kColumns; ++column)
+      sums[row][column] = _mm512_reduce_add_epi32(_mm512_load_si512(lanes[row][column]));
+}
+#else
+void tile(const int8_t* const* gradients, const uint8_t* const* images, int64_t count, Sums& sums) {
+  for (int row = 0; row < kRows; ++row)
+    for (int column = 0; column < kColumns; ++column) {
+      const int8_t* gradient = gradients[row];
+      const uint8_t* seen = images[column];
+      int32_t total = 0;
+#pragma omp simd reduction(+ : total)
+      for (int64_t i = 0; i < count; ++i) total += gradient[i] * seen[i];
+      sums[row][column] = total;
+    }
+}
+#endif
+
+int64_t up(int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; }
+
+// Memory that a call works in; kept, since fresh memory costs more than what is done in it.
+template <typename T>
+T* scratch(int64_t count, int which) {
+  thread_local std::vector<uint8_t> kept[3];
+  const size_t bytes = count * sizeof(T) + kLine;
+  if (kept[which].size() < bytes) kept[which] = std::vector<uint8_t>(bytes);
+  const uintptr_t start = reinterpret_cast<uintptr_t>(kept[which].data());
+  return reinterpret_cast<T*>(kept[which].data() + (kLine - start % kLine) % kLine);
+}
+
+// The planes of an image: see integer_products.cpp. Here one channel lies beside the same channel of the next image.
+struct Planes {
+  int64_t channels, height, width, row_step, column_step, top, left, rows, columns, count;
+  const int64_t* phases;
+};
+
+// Lay out one channel of one image, or of one gradient: its pixels, `flip`ped, between what stands for zero.
+void lay_out(const int8_t* pixels, const Planes& p, const int64_t* phase, uint8_t flip, uint8_t* __restrict out) {
+  const int64_t shift = phase[1] - p.left;
+  for (int64_t i = 0; i < p.rows; ++i, out += p.columns) {
+    const int64_t row = i * p.row_step + phase[0] - p.top;
+    std::memset(out, flip, p.columns);
+    if (row < 0 || row >= p.height) continue;
+    const int64_t first = shift < 0 ? (-shift + p.column_step - 1) / p.column_step : 0;
+    const int64_t last = std::min(p.columns, p.width > shift ? (p.width - shift + p.column_step - 1) / p.column_step : 0);
+    const int8_t* line = pixels + row * p.width + shift;
+    if (p.column_step == 1) {
+#pragma omp simd
+      for (int64_t j = first; j < last; ++j) out[j] = static_cast<uint8_t>(line[j]) ^ flip;
+    } else {
+      for (int64_t j = first; j < last; ++j) out[j] = static_cast<uint8_t>(line[j * p.column_step]) ^ flip;
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// out[i, j, tap] = sum of gradient i times image j as the tap saw it. `taps` holds offsets in the planes of a channel;
+// planes[10] and planes[11] are the size of the gradient.
+void cpt_fx_filters(const int8_t* g, const int8_t* x, float* out, int64_t images, int64_t outputs,
+                    const int64_t* planes, const int64_t* phases, const int64_t* taps, int64_t tap_count,
+                    const float* first_scale, const float* second_scale, int threads) {
+  const Planes p{planes[0], planes[1], planes[2], planes[3], planes[4], planes[5],
+                 planes[6], planes[7], planes[8], planes[9], phases};
+  const Planes of_g{outputs, planes[10], planes[11], 1, 1, 0, 0, p.rows, p.columns, 1, nullptr};
+  const int64_t size = p.rows * p.columns, most = std::max(p.channels * p.count, outputs);
+  const int64_t chunk = std::min(images, std::max<int64_t>(1, kChunk / (most * size)));
+  const int64_t chain = up(chunk * size, kLine);             // one channel of a chunk's images, plane by plane
+  const int64_t seen = up(p.count * chain + size + 2 * kLine, 4096) + kLine;  // all its planes
+  const int64_t padded = up(outputs, kRows), line = chain + kLine;
+  int8_t* gradients = scratch<int8_t>(padded * line, 0);
+  uint8_t* channels = scratch<uint8_t>(up(p.channels, kColumns) * seen, 1);
+  const int64_t pairs = outputs * p.channels * tap_count;
+  int64_t* total = scratch<int64_t>(pairs, 2);
+  std::fill(total, total + pairs, 0);
+  const int64_t zero_phase[2] = {0, 0};
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  for (int64_t from = 0; from < images; from += chunk) {
+    const int64_t here = std::min(chunk, images - from), count = up(here * size, kLine);
+#pragma omp for schedule(static) nowait
+    for (int64_t row = 0; row < padded; ++row) {
+      std::memset(gradients + row * line, 0, line);
+      if (row < outputs)
+        for (int64_t n = 0; n < here; ++n)
+          lay_out(g + ((from + n) * outputs + row) * of_g.height * of_g.width, of_g, zero_phase, 0,
+                  reinterpret_cast<uint8_t*>(gradients + row * line + n * size));
+    }
+#pragma omp for schedule(static)
+    for (int64_t channel = 0; channel < up(p.channels, kColumns); ++channel) {
+      uint8_t* at = channels + channel * seen;
+      std::memset(at + p.count * chain, 128, seen - p.count * chain);
+      if (channel < p.channels)
+        for (int64_t phase = 0; phase < p.count; ++phase)
+          for (int64_t n = 0; n < here; ++n)
+            lay_out(x + ((from + n) * p.channels + channel) * p.height * p.width, p, phases + 2 * phase, 128,
+                    at + phase * chain + n * size);
+    }
+    const int64_t blocks = padded / kRows;
+#pragma omp for schedule(dynamic)
+    for (int64_t block = 0; block < blocks; ++block)
+      for (int64_t start = 0; start < count; start += kSpan) {
+        const int64_t span = std::min(kSpan, count - start);
+        const int8_t* rows[kRows];
+        int32_t over[kRows];
+        for (int64_t row = 0; row < kRows; ++row) {
+          rows[row] = gradients + (block * kRows + row) * line + start;
+          int32_t sum = 0;
+#pragma omp simd reduction(+ : sum)
+          for (int64_t i = 0; i < span; ++i) sum += rows[row][i];
+          over[row] = 128 * sum;
+        }
+        for (int64_t channel = 0; channel < p.channels; channel += kColumns)
+          for (int64_t tap = 0; tap < tap_count; ++tap) {
+            const uint8_t* columns[kColumns];
+            for (int64_t column = 0; column < kColumns; ++column)
+              columns[column] = channels + (channel + column) * seen + taps[2 * tap] * chain + taps[2 * tap + 1] + start;
+            Sums sums;
+            tile(rows, columns, span, sums);
+            for (int64_t row = 0; row < std::min(kRows, outputs - block * kRows); ++row)
+              for (int64_t column = 0; column < std::min(kColumns, p.channels - channel); ++column)
+                total[((block * kRows + row) * p.channels + channel + column) * tap_count + tap] +=
+                    sums[row][column] - over[row];
+          }
+      }
+  }
+  const float scale = *first_scale * *second_scale;
+  for (int64_t i = 0; i < pairs; ++i) out[i] = static_cast<float>(total[i]) * scale;
+}
+}

@@ -1,0 +1,273 @@
+"""Real integer arithmetic: quantizers and the products behind them become operators that multiply codes of 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from cpt_fx.bodies import given_quantized, nodes_of, outermost, state_of
+from cpt_fx.formats import Format, Range, Rounding, Scheme
+from cpt_fx.integer.ops import INTEGER_CONV, INTEGER_LINEAR, INTEGER_MATMUL, TO_INTEGER
+from cpt_fx.meta import PASS, QUANTIZER, SIMULATED, SITE, Operand, Quantizer, Site, get_attribute
+from cpt_fx.ops import FAKE_QUANTIZE, QUANTIZE_GRADIENT
+from cpt_fx.optable import MULTIPLY, spec_for
+from cpt_fx.pass_base import Pass, Report, unique
+from cpt_fx.runtime import Precision
+
+LEFT, RIGHT, ADDED = 0, 2, 3
+"""Positions of the two factors and of what is added in an integer product; the width of the gradient is at 1."""
+WIDTH = 1
+
+_FACTORS: dict[Any, tuple[Any, dict[int, int]]] = {
+    F.linear: (INTEGER_LINEAR, {0: LEFT, 1: RIGHT, 2: ADDED}),
+    torch.matmul: (INTEGER_MATMUL, {0: LEFT, 1: RIGHT}),
+    torch.mm: (INTEGER_MATMUL, {0: LEFT, 1: RIGHT}),
+    torch.bmm: (INTEGER_MATMUL, {0: LEFT, 1: RIGHT}),
+    torch.addmm: (INTEGER_MATMUL, {0: ADDED, 1: LEFT, 2: RIGHT}),
+    torch.conv1d: (INTEGER_CONV, {0: LEFT, 1: RIGHT, 2: ADDED}),
+    torch.conv2d: (INTEGER_CONV, {0: LEFT, 1: RIGHT, 2: ADDED}),
+}
+"""The operators that have an integer form: which, and where their arguments go."""
+
+
+class _StaysError(Exception):
+    """A product stays simulated; the message says why."""
+
+
+@dataclass(frozen=True)
+class Lower(Pass):
+    """Let linear layers, matrix products and convolutions run on integers where their formats allow it.
+
+    A product of codes is right only where the scales can be taken out of its sum, and where zero is a grid point that
+    needs no offset: symmetric grids with a range per tensor. Widths decide at run time: to 8 bits on integers, above
+    that in floating point. Every product that is not, or not wholly, lowered says why.
+    """
+
+    name: ClassVar[str] = "lower"
+    requires: ClassVar[str] = "bound"
+    reaches: ClassVar[str | None] = "lowered"
+
+    def run(self, module: fx.GraphModule) -> Report:
+        """Decide for all products of a graph, then rewrite them."""
+        sites = [node for node in module.graph.nodes if SITE in node.meta]
+        products = [node for node in sites if node.meta[SITE].family in MULTIPLY]
+        plans, notes = [], []
+        for node in sites:
+            node.meta.pop(SIMULATED, None)
+            if node.target in _NEW:
+                continue
+            try:
+                plans.append(_plan(module, node))
+            except _StaysError as reason:
+                node.meta[SIMULATED] = str(reason)
+            if SIMULATED in node.meta and node in products:
+                notes.append(f"{node.meta[SITE].layer}: {node.meta[SITE].op}: {node.meta[SIMULATED]}")
+        editor = _Editor(module, plans)
+        for plan in plans:
+            editor.lower(plan)
+        count = f"{len(plans)} of {len(products)} products on integers"
+        return Report(self.name, len(plans), (count, *notes))
+
+
+_NEW = frozenset({INTEGER_LINEAR, INTEGER_MATMUL, INTEGER_CONV})
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What becomes of one product."""
+
+    node: fx.Node
+    target: Callable[..., Any]
+    places: dict[int, int]
+    geometry: tuple[list[int], ...]
+    gradient: fx.Node | None
+    """Its gradient quantizer, where the integer product does its work."""
+
+
+def _plan(module: fx.GraphModule, node: fx.Node) -> _Plan:
+    """Return how a product is lowered, or raise with the reason why it is not."""
+    site: Site = node.meta[SITE]
+    if site.family not in MULTIPLY:
+        raise _StaysError("no product of two tensors")
+    if node.target not in _FACTORS:
+        raise _StaysError(f"{site.op} has no integer form")
+    target, places = _FACTORS[node.target]
+    operands = {operand.index: operand for operand in site.operands}
+    for index, place in places.items():
+        if place == ADDED:
+            continue
+        operand = operands.get(index)
+        if operand is None:
+            raise _StaysError("one of its operands is not quantized")
+        _check_operand(module, node, operand)
+    geometry = _geometry(module, node) if target is INTEGER_CONV else ()
+    if target is not INTEGER_CONV and node.kwargs:
+        raise _StaysError(f"{site.op} is called with {', '.join(node.kwargs)}")
+    gradient, why = _gradient(node, site)
+    if why:
+        node.meta[SIMULATED] = f"backward in floating point: {why}"
+    return _Plan(node, target, places, geometry, gradient)
+
+
+def _check_operand(module: fx.GraphModule, node: fx.Node, operand: Operand) -> None:
+    """Raise where an operand cannot be multiplied by its codes."""
+    value: Any = node.args[operand.index]  # type: ignore[index]
+    if value in given_quantized(module):
+        raise _StaysError(f"operand {operand.name} is quantized once, outside of the loop that multiplies it")
+    why = _why_not(operand.format)
+    if why:
+        raise _StaysError(f"operand {operand.name}: {why}")
+    if value.target is not FAKE_QUANTIZE:
+        raise _StaysError(f"operand {operand.name} does not come from a quantizer of this graph")
+    others = [user for user in value.users if user is not node]
+    if others and operand.format.rounding is Rounding.STOCHASTIC:
+        raise _StaysError(f"operand {operand.name} is rounded stochastically, and {others[0].name} reads it, too")
+
+
+def _why_not(format: Format) -> str:
+    """Return why codes of a format cannot be multiplied; nothing where they can."""
+    if format.scheme is Scheme.FLOAT:
+        return f"format {format} has no integer codes"
+    if format.scheme is not Scheme.SYMMETRIC:
+        return f"format {format} is not symmetric: its zero point does not factor out of a product"
+    if format.block:
+        return f"format {format} has a scale per block, which does not factor out of a product"
+    if format.range is not Range.DYNAMIC:
+        return f"format {format} has a range that is {format.range.value}, not that of the tensor"
+    return ""
+
+
+def _gradient(node: fx.Node, site: Site) -> tuple[fx.Node | None, str]:
+    """Return the gradient quantizer that goes into the product, or why there is none."""
+    if site.gradient is None:
+        return None, "its gradient is not quantized"
+    if site.gradient_name != node.name:
+        return None, "its gradient is quantized after the bias that is added to it"
+    why = _why_not(site.gradient)
+    if why:
+        return None, f"gradient: {why}"
+    return next(user for user in node.users if user.target is QUANTIZE_GRADIENT), ""
+
+
+def _geometry(module: fx.GraphModule, node: fx.Node) -> tuple[list[int], ...]:
+    """Return stride, padding and dilation of a convolution."""
+    spec = spec_for(node.target)
+    assert spec is not None
+    given: dict[str, Any] = dict(zip(spec.arguments, node.args, strict=False)) | dict(node.kwargs)
+    if given.pop("groups", 1) != 1:
+        raise _StaysError("a grouped convolution has no integer form")
+    found = []
+    for name, default in (("stride", 1), ("padding", 0), ("dilation", 1)):
+        value = given.get(name, default)
+        if isinstance(value, str):
+            value = _named_padding(module, node, value, given)
+        numbers = list(value) if isinstance(value, (tuple, list)) else [value]
+        if not all(isinstance(number, int) for number in numbers):
+            raise _StaysError(f"{name} is known only when the graph runs")
+        found.append(numbers)
+    return tuple(found)
+
+
+def _named_padding(module: fx.GraphModule, node: fx.Node, name: str, given: dict[str, Any]) -> list[int]:
+    """Return the padding that a name stands for, where it is the same on both sides."""
+    if name == "valid":
+        return [0]
+    read: Any = node.args[1].args[0]  # type: ignore[union-attr]
+    weight = get_attribute(module, str(read.target)) if read.op == "get_attr" else None
+    if not isinstance(weight, torch.Tensor):
+        raise _StaysError("padding='same' around a filter whose size only the run knows")
+    sizes = weight.shape[2:]
+    dilation = given.get("dilation", 1)
+    steps = list(dilation) if isinstance(dilation, (tuple, list)) else [dilation]
+    total = [step * (size - 1) for step, size in zip(steps * (len(sizes) // len(steps)), sizes, strict=True)]
+    if any(amount % 2 for amount in total):
+        raise _StaysError("padding='same' that differs between two sides has no integer form")
+    return [amount // 2 for amount in total]
+
+
+class _Editor:
+    """Rewrites the products of one graph."""
+
+    def __init__(self, module: fx.GraphModule, plans: list[_Plan]) -> None:
+        self.graph = module.graph
+        self.state: Precision = state_of(module)
+        self.products = {plan.node for plan in plans}
+        self.added = {plan.node.args[index] for plan in plans for index, place in plan.places.items()
+                      if place == ADDED and index < len(plan.node.args)}  # fmt: skip
+        self._codes: dict[fx.Node, fx.Node] = {}
+        lowered = [node for node in nodes_of(outermost(module)) if node.target in _NEW]
+        self._counts = {str(getattr(node.kwargs["counts"], "target", "")).rpartition(".")[2] for node in lowered}
+
+    def lower(self, plan: _Plan) -> None:
+        """Turn a product, its quantizers, and the quantizer of its gradient into integer operators."""
+        node, site = plan.node, plan.node.meta[SITE]
+        arguments: list[Any] = [None, None, None, None]
+        for index, place in plan.places.items():
+            value = node.args[index] if index < len(node.args) else None
+            arguments[place] = value if place == ADDED else self._quantizer(value)  # type: ignore[arg-type]
+        options: dict[str, Any] = {}
+        if plan.gradient is not None:
+            arguments[WIDTH], options = self._absorb(node, plan.gradient)
+        options["counts"] = self._read(self.state.add_counts(self._free(site.layer)), node)
+        node.target = plan.target
+        node.args = (*arguments, *plan.geometry)
+        node.kwargs = options
+        moved = (replace(item, index=plan.places[item.index]) for item in site.operands if not item.node)
+        rest = (item for item in site.operands if item.node)
+        node.meta[SITE] = replace(site, operands=(*moved, *rest))
+        node.meta[PASS] = Lower.name
+
+    def _quantizer(self, value: fx.Node) -> fx.Node:
+        """Return the codes of a quantized value. What else reads it keeps the floating point numbers."""
+        if value in self._codes or value.target is TO_INTEGER:
+            return self._codes.get(value, value)
+        quantizer: Quantizer = value.meta[QUANTIZER]
+        options = {key: option for key, option in value.kwargs.items() if key in ("keep", "over", "rounding", "record")}
+        if value not in self.added and all(user in self.products for user in value.users):
+            value.target, value.kwargs = TO_INTEGER, options
+            value.meta[PASS] = Lower.name
+            value.meta.pop("val", None)
+            return value
+        with self.graph.inserting_after(value):
+            made = self.graph.create_node("call_function", TO_INTEGER, value.args, name=f"{value.name}_codes")
+        record = self.state.add_record(made.name)
+        made.kwargs = {**options, "record": self._read(record, made)}
+        readers = unique(user.meta[SITE].layer for user in value.users if user in self.products)
+        made.meta |= {key: value.meta[key] for key in ("nn_module_stack", "stack_trace") if key in value.meta}
+        made.meta[QUANTIZER] = replace(quantizer, layers=readers, record=record)
+        kept = tuple(layer for layer in quantizer.layers if layer not in readers)
+        value.meta[QUANTIZER] = replace(quantizer, layers=kept or quantizer.layers)
+        self._codes[value] = made
+        return made
+
+    def _absorb(self, node: fx.Node, gradient: fx.Node) -> tuple[Any, dict[str, Any]]:
+        """Let a product quantize its own gradient; return the width and the options of the quantizer it replaces."""
+        width, record = gradient.args[1], gradient.kwargs["record"]
+        options = {key: option for key, option in gradient.kwargs.items() if key != "scheme"}
+        for read in (width, record):
+            assert isinstance(read, fx.Node)
+            if read > node:
+                node.prepend(read)
+        node.meta[QUANTIZER] = gradient.meta[QUANTIZER]
+        gradient.replace_all_uses_with(node)
+        self.graph.erase_node(gradient)
+        return width, options
+
+    def _free(self, layer: str) -> str:
+        """Return a name for the counts of a layer that no other product of these graphs has."""
+        name = "".join(character if character.isalnum() else "_" for character in layer) or "root"
+        free, number = name, 0
+        while free in self._counts:
+            number += 1
+            free = f"{name}_{number}"
+        self._counts.add(free)
+        return free
+
+    def _read(self, path: str, before: fx.Node) -> fx.Node:
+        with self.graph.inserting_before(before):
+            return self.graph.create_node("get_attr", path)
