@@ -7,10 +7,12 @@ tracing; in eager, where reading a CPU tensor costs nothing, full precision skip
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache, wraps
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -366,6 +368,17 @@ FAKE_QUANTIZE_OBSERVED = torch.ops.cpt_fx.fake_quantize_observed.default
 FAKE_QUANTIZE_LEARNED = torch.ops.cpt_fx.fake_quantize_learned.default
 QUANTIZERS = (FAKE_QUANTIZE, FAKE_QUANTIZE_OBSERVED, FAKE_QUANTIZE_LEARNED, QUANTIZE_GRADIENT)
 """Every op that quantizes."""
+
+
+def _fingerprint() -> str:
+    """Return a mark of the code that compilers trace through."""
+    sources = (Path(__file__).with_name(f"{name}.py") for name in ("ops", "numerics", "noise", "learned", "saving"))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
+
+
+# Compilers keep what they made of a graph, on disk, under the names of its operators. What these do may change from one
+# version of cpt_fx to the next: the mark keeps an upgrade from running the old code.
+torch.compiler.config.cache_key_tag += f" cpt_fx:{_fingerprint()}"
 
 
 def as_bits(bits: int | Tensor, like: Tensor) -> Tensor:

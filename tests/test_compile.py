@@ -95,3 +95,67 @@ def test_inductor() -> None:
     torch.testing.assert_close(ours.output, theirs.output)
     for name, gradient in theirs.gradients.items():
         torch.testing.assert_close(ours.gradients[f"_orig_mod.{name}"], gradient)
+
+
+class Attending(nn.Module):
+    """Fused attention, which is opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        result: Tensor = self.out(attended.transpose(1, 2).flatten(2))
+        return result
+
+
+@pytest.mark.parametrize("capture", ["symbolic", "export", "dynamo"])
+def test_a_cycle_over_opened_attention(capture: str) -> None:
+    """Every width from 3 to 8 for weights, activations and gradients, in training and in evaluation."""
+    plan = Custom(lambda step: Bits(3 + step % 6, 3 + step % 6, 3 + step % 6), total_steps=12)
+    x = torch.randn(2, 5, 16)
+    given = (x,) if capture == "export" else None
+    model = cpt_fx.transform(Attending(), plan, capture=capture, example_inputs=given)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = compile_whole(model, counter)
+    torch._dynamo.utils.counters.clear()
+    for step in range(12):
+        compiled.train()
+        compiled(x).square().mean().backward()
+        with torch.no_grad():
+            compiled.eval()(x)
+        plan.step()
+        if step == 1:
+            seen = counter.frame_count
+    assert counter.frame_count == seen <= 2
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert not torch._dynamo.utils.counters["recompiles"]
+
+
+def test_compiled_code_keeps_no_quantized_copies() -> None:
+    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1)]
+    for _ in range(3):
+        layers += [nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1)]
+    plain, x = nn.Sequential(*layers), torch.randn(8, 3, 32, 32)
+    quantized = cpt_fx.transform(copy.deepcopy(plain), Static(4))
+    kept = []
+    for model in (plain, quantized):
+        # Inductor's partition of a graph into forward and backward, without its code.
+        compiled = compile_whole(model, "aot_eager_decomp_partition")
+        sizes: dict[int, int] = {}
+
+        def pack(tensor: Tensor, sizes: dict[int, int] = sizes) -> Tensor:
+            sizes[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = compiled(x).square().mean()
+        loss.backward()
+        kept.append(sum(sizes.values()))
+    assert kept[1] <= 1.02 * kept[0]
+
+
+def test_compilers_do_not_take_the_code_of_another_version_from_their_caches() -> None:
+    assert "cpt_fx:" in torch.compiler.config.cache_key_tag

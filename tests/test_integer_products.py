@@ -1,7 +1,7 @@
 """Codes and products of codes, by kernels and by torch's operators, against sums in int64 and float64."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -24,8 +24,25 @@ NEEDS_KERNELS = pytest.mark.skipif(native.load("integer_products.cpp") is None, 
 @pytest.fixture(params=["kernels", "torch"])
 def way(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run a test with kernels and without."""
-    with native.disabled() if request.param == "torch" else nullcontext():
+    with native.disabled() if request.param == "torch" else fenced():
         yield request.param
+
+
+@contextmanager
+def fenced() -> Iterator[None]:
+    """Let kernels write into the middle of larger pieces of memory, and see that they touch nothing else."""
+    fences: list[Tensor] = []
+
+    def new(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        size = torch.Size(shape).numel()
+        memory = torch.full((size + 512,), 77, dtype=dtype)
+        fences.extend((memory[:256], memory[256 + size :]))
+        return memory[256 : 256 + size].view(tuple(shape))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "_new", new)
+        yield
+    assert all(bool(fence.eq(77).all()) for fence in fences)
 
 
 def codes(*shape: int, seed: int = 0, scale: float = 0.03) -> Codes:
@@ -201,7 +218,7 @@ def test_matrices_of_any_layout(sizes: tuple[int, int, int], first: str, second:
 
     a, b = laid_out((rows, inner), first, 0), laid_out((inner, columns), second, 1)
     expected = a.to(torch.int64) @ b.to(torch.int64)
-    with nullcontext() if by_kernel else native.disabled():
+    with fenced() if by_kernel else native.disabled():
         result = kernels.product(a, b, None)
         assert torch.equal((reference.integer_mm(a, b) if result is None else result).to(torch.int64), expected)
 
@@ -295,7 +312,7 @@ def test_convolutions_of_any_shape(data: st.DataObject) -> None:
     w = codes(w.values.shape[0], x.values.shape[1], *kernel, seed=1)
     out = reference.output_sizes(size, kernel, stride, padding, dilation)
     g = codes(x.values.shape[0], w.values.shape[0], *out, seed=2)
-    with nullcontext() if data.draw(st.booleans(), label="by kernel") else native.disabled():
+    with fenced() if data.draw(st.booleans(), label="by kernel") else native.disabled():
         _check_convolution(x, w, g, stride, padding, dilation)
 
 
@@ -318,6 +335,13 @@ def test_convolutions_of_networks(
     pads = (0 if x_shape[2] == 1 else padding, padding)
     out = reference.output_sizes(x_shape[2:], w_shape[2:], (stride, stride), pads, (1, 1))
     _check_convolution(x, w, codes(x_shape[0], w_shape[0], *out, seed=2), (stride, stride), pads, (1, 1))
+
+
+@pytest.mark.parametrize("images", [1, 2, 5])
+def test_convolution_of_sequences(way: str, images: int) -> None:
+    """One row, of which a plane is as long as the sequence, while the result is shorter."""
+    x, w, g = codes(images, 3, 1, 9), codes(6, 3, 1, 3, seed=1), codes(images, 6, 1, 7, seed=2)
+    _check_convolution(x, w, g, (1, 1), (0, 0), (1, 1))
 
 
 def test_convolution_whose_patches_are_a_view_of_the_image(way: str) -> None:

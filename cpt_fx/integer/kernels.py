@@ -24,7 +24,7 @@ def codes(x: Tensor, bits: int, seed: Tensor | None) -> tuple[Tensor, Tensor] | 
     # Noise belongs to an element's place in the tensor; without noise a dense tensor can be read as it is stored.
     dense = x.is_contiguous() or (seed is None and _is_dense(x))
     x = x if dense else x.contiguous()
-    values, scale = torch.empty_like(x, dtype=torch.int8), torch.empty(())
+    values, scale = torch.empty_like(x, dtype=torch.int8), _new(())
     seed_at = None if seed is None else seed.contiguous().data_ptr()
     threads = native.threads(x.numel())
     library.cpt_fx_codes(x.data_ptr(), values.data_ptr(), x.numel(), bits, seed_at, scale.data_ptr(), threads)
@@ -49,7 +49,7 @@ def sums(values: Tensor, channel: int) -> Tensor | None:
     values = values.contiguous()
     shape = values.shape
     outer, inner = shape[:channel].numel(), shape[channel + 1 :].numel()
-    result = torch.empty(shape[channel], dtype=torch.int64)
+    result = _new((shape[channel],), torch.int64)
     threads = native.threads(values.numel())
     library.cpt_fx_code_sums(values.data_ptr(), outer, shape[channel], inner, result.data_ptr(), threads)
     return result
@@ -64,7 +64,7 @@ def product(
         return None
     rows, inner, columns = left.shape[-2], left.shape[-1], right.shape[-1]
     batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
-    result = torch.empty(*batch, rows, columns, dtype=torch.int32 if scales is None else torch.float32)
+    result = _new((*batch, rows, columns), torch.int32 if scales is None else torch.float32)
     left, right = _in_two_batches(left, batch), _in_two_batches(right, batch)
     steps = (_LONG * 4)(*left.stride()), (_LONG * 4)(right.stride(0), right.stride(1), right.stride(3), right.stride(2))
     # Kept alive until the call is over.
@@ -100,7 +100,7 @@ def convolution(
     plan = describe(x.shape[1], size, kernel, _pair(out), *place)
     # How many channels come out, and how far apart those that come out and those that go in are in the filters.
     rows = (w.shape[1], taps, w.shape[1] * taps) if turned else (w.shape[0], w.shape[1] * taps, taps)
-    result = torch.empty(x.shape[0], rows[0], *out)
+    result = _new((x.shape[0], rows[0], *out))
     floats = [None if y is None else y.to(torch.float32).contiguous() for y in (*scales, bias)]
     library.cpt_fx_convolve(
         x.data_ptr(), w.data_ptr(), result.data_ptr(), x.shape[0], plan.planes, plan.phases, (_LONG * 3)(*rows),
@@ -123,13 +123,18 @@ def filters(
         x.shape[1], _pair(x.shape[2:]), _pair(kernel), _pair(g.shape[2:]), _pair(stride), _pair(padding),
         _pair(dilation), by_plane=True,
     )  # fmt: skip
-    result = torch.empty(g.shape[1], x.shape[1], *kernel)
+    result = _new((g.shape[1], x.shape[1], *kernel))
     floats = [y.to(torch.float32).contiguous() for y in scales]
     library.cpt_fx_filters(
         g.data_ptr(), x.data_ptr(), result.data_ptr(), x.shape[0], g.shape[1], plan.planes, plan.phases, plan.taps,
         kernel[0] * kernel[1], *(y.data_ptr() for y in floats), native.threads(result.numel() * g[:, 0].numel() // 64),
     )  # fmt: skip
     return result
+
+
+def _new(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Make what a kernel writes its result into. Not of the default dtype, which is the user's."""
+    return torch.empty(tuple(shape), dtype=dtype)
 
 
 def _pair(sizes: Sequence[int]) -> tuple[int, int]:

@@ -469,7 +469,9 @@ void cpt_fx_convolve(const int8_t* x, const int8_t* w, float* out, int64_t image
     at += up(f.rows, kRows) * 4 * all[n].taps * p.groups();
   }
   const float scale = *first_scale * *second_scale;
-  const bool flat = p.height == 1 && p.rows == 1 && p.columns == p.width;
+  // Without neighbours: one row, as long as the image, and of each pixel only itself is seen.
+  const bool flat = p.height == 1 && p.rows == 1 && p.columns == p.width && job_count == 1 && all[0].taps == 1 &&
+                    all[0].columns == p.width;
   const int64_t piece = flat ? piece_of(p, p.columns) : p.columns;
   const int64_t pieces = (p.columns + piece - 1) / piece;
   const int64_t parts = flat ? pieces : std::max<int64_t>(1, threads / std::max<int64_t>(1, images));
