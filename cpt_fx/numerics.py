@@ -142,7 +142,7 @@ def _round_(codes: Tensor, rounding: Rounding, low: Tensor, high: Tensor) -> Ten
     if rounding is Rounding.NEAREST:
         return codes.round_()
     below = codes.floor()
-    return below.add_(uniform(new_seed(codes.device), codes).lt_(codes.sub_(below)))
+    return below.add_(uniform(_once(new_seed(codes.device)), codes).lt_(codes.sub_(below)))
 
 
 def _once(value: Tensor) -> Tensor:
