@@ -376,8 +376,20 @@ def test_eager_keeps_codes_for_backward() -> None:
     x = torch.randn(64, 768, requires_grad=True)
     ours, _ = both(model, CODES)
     assert kept(ours, x) <= 0.26 * kept(model, x)
+    parameters = sum(parameter.numel() * 4 for parameter in model.parameters() if parameter.ndim > 1)
+    assert kept(ours, x) <= 0.26 * (kept(model, x) - parameters), "codes of weights are made again, not kept"
     set_widths(ours, 16, 16)
-    assert kept(ours, x) > 0.9 * kept(model, x)
+    assert kept(ours, x) > 0.9 * (kept(model, x) - parameters)
+
+
+def test_a_weight_changed_between_the_passes_is_an_error() -> None:
+    model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))
+    ours, _ = both(model, CODES)
+    result = ours(torch.randn(3, 16)).sum()
+    with torch.no_grad():
+        model[1].weight.add_(1)  # type: ignore[operator]
+    with pytest.raises(RuntimeError, match=r"inplace operation: a parameter of shape \(4, 8\)"):
+        result.backward()
 
 
 def kept(model: nn.Module, x: Tensor) -> int:

@@ -95,6 +95,41 @@ def quantized(x: Tensor, bits: Tensor, grid: Grid, record: Tensor | None) -> Ope
     return Operand(*_codes(x, width, grid, None, record), None)
 
 
+class Weight(NamedTuple):
+    """A parameter that codes were made of: backward makes them again, which is cheaper than to keep them."""
+
+    parameter: Tensor
+    version: int
+    width: int
+    grid: Grid
+
+    def again(self) -> Operand:
+        """Return the codes once more."""
+        if self.parameter._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"parameter of shape {tuple(self.parameter.shape)} is at version {self.parameter._version}; expected "
+                f"version {self.version} instead"
+            )
+        return Operand(*_codes(self.parameter, self.width, self.grid, None, None), None)
+
+
+_WEIGHT = "_cpt_fx_weight"
+
+
+def remember_weight(operand: Operand, x: Tensor, bits: Tensor, grid: Grid) -> None:
+    """Note on codes in eager execution that they are those of a parameter."""
+    width = host_value(bits)
+    if operand.codes is None or width is None or grid.rounding != "nearest" or not isinstance(x, torch.nn.Parameter):
+        return
+    setattr(operand.codes, _WEIGHT, Weight(x.detach(), x._version, width, grid))
+
+
+def weight_of(operand: Operand) -> Weight | None:
+    """Return the parameter that an operand is made of, where that is noted."""
+    return getattr(operand.codes, _WEIGHT, None)
+
+
 def exact(x: Tensor) -> Operand:
     """Return a tensor that is not quantized as an operand."""
     return Operand(None, None, x)

@@ -22,7 +22,18 @@ from cpt_fx.evidence import ARMED
 from cpt_fx.integer.counts import Outcome
 from cpt_fx.integer.kinds import CONV, LINEAR, MATMUL, Geometry, Kind, as_images, geometry_of, without_added
 from cpt_fx.integer.multiply import Call, multiply
-from cpt_fx.integer.operands import Grid, Operand, dequantized, exact, has_codes, is_supported, quantized, summed
+from cpt_fx.integer.operands import (
+    Grid,
+    Operand,
+    dequantized,
+    exact,
+    has_codes,
+    is_supported,
+    quantized,
+    remember_weight,
+    summed,
+    weight_of,
+)  # fmt: skip
 from cpt_fx.ops import FAKE_QUANTIZE, QUANTIZE_GRADIENT
 
 _GRID = "int[] keep=[], int[]? over=None, str rounding='{rounding}'"
@@ -42,7 +53,9 @@ class _Quantize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bits: Tensor, grid: Grid, record: Tensor | None) -> tuple[Tensor, ...]:
-        operand = [part for part in quantized(x, bits, grid, record) if part is not None]
+        made = quantized(x, bits, grid, record)
+        remember_weight(made, x, bits, grid)
+        operand = [part for part in made if part is not None]
         ctx.mark_non_differentiable(*operand)
         ctx.set_materialize_grads(False)
         # Not the tensor itself: its place in the autograd graph changes when it is overwritten later.
@@ -91,7 +104,12 @@ class _Multiply(torch.autograd.Function):
     ) -> Tensor:
         needs_left, needs_right = ctx.needs_input_grad[:2]
         nothing = Operand(None, None, None)
-        ctx.save_for_backward(*(left if needs_right else nothing), *(right if needs_left else nothing))
+        ctx.weights = weight_of(left), weight_of(right)
+        kept = [
+            part if needed and weight is None else nothing
+            for part, needed, weight in zip((left, right), (needs_right, needs_left), ctx.weights, strict=True)
+        ]
+        ctx.save_for_backward(*kept[0], *kept[1])
         # Held, not saved: a schedule may write the width before backward, which then has the new one.
         ctx.job, ctx.edges = job, (left_edge, right_edge)
         ctx.bias = None if bias is None else (bias.shape, bias.dtype)
@@ -108,7 +126,12 @@ class _Multiply(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         job: _Job = ctx.job
         saved = ctx.saved_tensors  # once: checkpointing counts how often it is asked for
-        left, right = Operand(*saved[:3]), Operand(*saved[3:])
+        left, right = (
+            weight.again() if weight is not None and needed else Operand(*parts)
+            for weight, needed, parts in zip(
+                ctx.weights, (ctx.needs_input_grad[1], ctx.needs_input_grad[0]), (saved[:3], saved[3:]), strict=True
+            )
+        )
         if torch.is_grad_enabled():
             found, factor = _differentiable(ctx, gradient, left, right)
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -55,8 +56,9 @@ def _built(name: str) -> ctypes.CDLL | None:
         # Imported here: it takes as long as torch itself.
         from torch._inductor.codecache import CppCodeCache
 
-        header = (_FOLDER / "noise.h").read_text()
-        source = (_FOLDER / name).read_text().replace('#include "noise.h"', header)
+        source = re.sub(
+            r'#include "(\w+\.h)"', lambda include: (_FOLDER / include[1]).read_text(), (_FOLDER / name).read_text()
+        )
         library: ctypes.CDLL = CppCodeCache.load(source, extra_flags=_FLAGS)
     except Exception as error:  # no compiler, a read-only cache, a platform the driver does not know: all are no harm
         _failures.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
