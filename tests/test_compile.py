@@ -134,11 +134,23 @@ def test_a_cycle_over_opened_attention(capture: str) -> None:
     assert not torch._dynamo.utils.counters["recompiles"]
 
 
+class Residual(nn.Module):
+    """Two layers and a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = (nn.Conv2d(8, 8, 3, padding=1, bias=False) for _ in range(2))
+        self.norm1, self.norm2 = nn.BatchNorm2d(8), nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm1(self.conv1(x)).relu()
+        result: Tensor = (self.norm2(self.conv2(hidden)) + x).relu()
+        return result
+
+
 def test_compiled_code_keeps_no_quantized_copies() -> None:
-    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1)]
-    for _ in range(3):
-        layers += [nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1)]
-    plain, x = nn.Sequential(*layers), torch.randn(8, 3, 32, 32)
+    """Left to itself the compiler saves what convolutions read, and for each ReLU a mask of the source beside it."""
+    plain, x = nn.Sequential(Residual(), Residual()), torch.randn(4, 8, 16, 16, requires_grad=True)
     quantized = cpt_fx.transform(copy.deepcopy(plain), Static(4))
     kept = []
     for model in (plain, quantized):
@@ -147,14 +159,15 @@ def test_compiled_code_keeps_no_quantized_copies() -> None:
         sizes: dict[int, int] = {}
 
         def pack(tensor: Tensor, sizes: dict[int, int] = sizes) -> Tensor:
-            sizes[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+            sizes[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             loss = compiled(x).square().mean()
         loss.backward()
         kept.append(sum(sizes.values()))
-    assert kept[1] <= 1.02 * kept[0]
+    # The layers of the plain model save their own inputs; those of the quantized one compute them from the norm's.
+    assert kept[1] < 0.8 * kept[0]
 
 
 def test_compilers_do_not_take_the_code_of_another_version_from_their_caches() -> None:
