@@ -36,6 +36,8 @@ def straight_through(
         given = simulate.laid_out(extent)
         if given is None:
             return None
+        # One range is given: whatever groups the tensor has, they share it.
+        grid = grid._replace(keep=(), over=None)
     if not torch.is_grad_enabled():
         return _quantize(x, width, grid, given, record, learner).values
     if not x.requires_grad:

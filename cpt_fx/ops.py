@@ -1,24 +1,23 @@
 """The operators that rewritten graphs are made of: `torch.ops.cpt_fx.*`.
 
 Each is one readable node. The Autograd kernel is composite: compilers trace through it, so it fuses with its
-neighbours, and eager execution runs the same code. Widths arrive as 0-dim tensors and are never read back while
-tracing; in eager, where reading a CPU tensor costs nothing, full precision skips the arithmetic altogether.
+neighbours. Eager execution runs the same code, or on CPU a kernel with the same bits (`eager`). Widths arrive as 0-dim
+tensors and are never read back while tracing; in eager, where reading a CPU tensor costs nothing, full precision skips
+the arithmetic altogether.
 """
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache, wraps
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cpt_fx import eager
+from cpt_fx import compile_cache, eager
 from cpt_fx.eager import host_value
 from cpt_fx.evidence import ARMED, witness
 from cpt_fx.formats import FULL_PRECISION, Rounding, Scheme, Specials
@@ -352,6 +351,7 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "fake_quantize_observed": _fake_quantize_observed,
     "fake_quantize_learned": _fake_quantize_learned,
 }
+compile_cache.mark()
 _LIBRARY = torch.library.Library("cpt_fx", "DEF")
 for _name, _schema in SCHEMAS.items():
     _LIBRARY.define(_name + _schema)
@@ -368,17 +368,6 @@ FAKE_QUANTIZE_OBSERVED = torch.ops.cpt_fx.fake_quantize_observed.default
 FAKE_QUANTIZE_LEARNED = torch.ops.cpt_fx.fake_quantize_learned.default
 QUANTIZERS = (FAKE_QUANTIZE, FAKE_QUANTIZE_OBSERVED, FAKE_QUANTIZE_LEARNED, QUANTIZE_GRADIENT)
 """Every op that quantizes."""
-
-
-def _fingerprint() -> str:
-    """Return a mark of the code that compilers trace through."""
-    sources = (Path(__file__).with_name(f"{name}.py") for name in ("ops", "numerics", "noise", "learned", "saving"))
-    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
-
-
-# Compilers keep what they made of a graph, on disk, under the names of its operators. What these do may change from one
-# version of cpt_fx to the next: the mark keeps an upgrade from running the old code.
-torch.compiler.config.cache_key_tag += f" cpt_fx:{_fingerprint()}"
 
 
 def as_bits(bits: int | Tensor, like: Tensor) -> Tensor:

@@ -76,6 +76,16 @@ def keep_sources(product: Tensor) -> None:
                 getattr(node, f"_raw_saved_{name}").register_hooks(_packer(source), _Kept.again)
 
 
+def check_unchanged(x: Tensor, version: int) -> None:
+    """Refuse to quantize again what has changed, in the words that autograd has for it."""
+    if x._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {tuple(x.shape)} that was quantized for a product is at version {x._version}; expected version "
+            f"{version} instead"
+        )
+
+
 def _source_of(saved: Tensor) -> Source | None:
     """Return what a tensor, or the tensor it is a view of, was made of."""
     return getattr(saved if saved._base is None else saved._base, _SOURCE, None)
@@ -112,12 +122,7 @@ class _Kept(NamedTuple):
 
     def again(self) -> Tensor:
         """Quantize once more."""
-        if self.x._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"tensor of shape {tuple(self.x.shape)} that was quantized for a product is at version "
-                f"{self.x._version}; expected version {self.version} instead"
-            )
+        check_unchanged(self.x, self.version)
         return self._made_of(self.x)
 
     def _made_of(self, x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cpt_fx.errors", "cpt_fx.formats", "cpt_fx.schedules"),
     (
         "cpt_fx.integer",
+        "cpt_fx.compile_cache",
         "cpt_fx.native",
         "cpt_fx.noise",
         "cpt_fx.numerics",

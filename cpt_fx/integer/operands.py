@@ -21,6 +21,7 @@ from cpt_fx.integer.products import bias_grad
 from cpt_fx.noise import new_seed
 from cpt_fx.numerics import reduced_dims
 from cpt_fx.ops import FAKE_QUANTIZE
+from cpt_fx.saving import check_unchanged
 
 _SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
 _RAW = torch.uint32
@@ -105,12 +106,7 @@ class Weight(NamedTuple):
 
     def again(self) -> Operand:
         """Return the codes once more."""
-        if self.parameter._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"parameter of shape {tuple(self.parameter.shape)} is at version {self.parameter._version}; expected "
-                f"version {self.version} instead"
-            )
+        check_unchanged(self.parameter, self.version)
         return Operand(*_codes(self.parameter, self.width, self.grid, None, None), None)
 
 

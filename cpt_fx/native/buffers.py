@@ -36,8 +36,9 @@ def empty_like(x: Tensor) -> Tensor:
         return torch.empty_like(x)
     buffers = _MINE.buffers
     for key, storage in buffers.items():
-        # One use is ours.
-        if storage.nbytes() == size and torch._C._storage_Use_Count(storage._cdata) == 1:
+        # One use is ours. Another process that shares the memory is not counted.
+        unused = storage.nbytes() == size and torch._C._storage_Use_Count(storage._cdata) == 1
+        if unused and not storage.is_shared():
             buffers.move_to_end(key)
             return x.new_empty(0).set_(storage, 0, x.shape, x.stride())
     made = torch.empty_like(x)

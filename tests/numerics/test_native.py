@@ -120,6 +120,22 @@ def test_left_to_the_torch_operators(x: Tensor) -> None:
     assert not simulate.serves(x, Grid())
 
 
+@pytest.mark.parametrize("groups", GROUPS, ids=str)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_given_range_is_that_of_every_group(scheme: str, groups: dict[str, Any]) -> None:
+    ends = {"zero_point": torch.tensor(-1.0), "range": torch.tensor(2.5)}
+    kernel, torch_operators = both(torch.randn(6, 7, 8), 4, scheme=scheme, **groups, **ends)
+    assert same_bits(kernel, torch_operators)
+
+
+def test_a_buffer_that_another_process_may_read_is_not_taken_again() -> None:
+    x = torch.randn(1 << 16)
+    shared = buffers.empty_like(x).share_memory_()
+    storage = shared.untyped_storage()._cdata
+    del shared
+    assert storage not in {buffers.empty_like(x).untyped_storage()._cdata for _ in range(3)}
+
+
 def test_a_buffer_is_not_taken_while_somebody_holds_it() -> None:
     x = torch.randn(1 << 16)
     held = [buffers.empty_like(x) for _ in range(9)]
