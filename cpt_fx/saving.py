@@ -21,7 +21,7 @@ from cpt_fx.native import simulate
 from cpt_fx.numerics import Grid
 
 _SOURCE = "_cpt_fx_source"
-_WORTH_IT = 1 << 15
+_WORTH_IT = 1 << 16
 """Elements from which on memory counts for more than the microseconds of a hook."""
 _VIEWS_BETWEEN = 3
 """How many views may lie between a product and its result: a linear layer over a batch of sequences has one."""

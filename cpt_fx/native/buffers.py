@@ -35,7 +35,7 @@ def empty_like(x: Tensor) -> Tensor:
     if size < _WORTH_IT:
         return torch.empty_like(x)
     buffers = _MINE.buffers
-    for key, storage in buffers.items():
+    for key, storage in reversed(buffers.items()):
         # One use is ours. Another process that shares the memory is not counted.
         unused = storage.nbytes() == size and torch._C._storage_Use_Count(storage._cdata) == 1
         if unused and not storage.is_shared():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cpt_fx import native
 from cpt_fx.evidence import ARMED, RECORD_LENGTH, SAMPLE, new_record, sample_group, witness
 from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_OBSERVED, QUANTIZE_GRADIENT
@@ -97,6 +98,37 @@ def test_sample_group() -> None:
     assert sample_group(torch.tensor(3.0), (), None).tolist() == [3]
     assert sample_group(torch.zeros(3, SAMPLE), (), None).numel() == SAMPLE
     assert not sample_group(torch.zeros(3, requires_grad=True), (), None).requires_grad
+
+
+def samples() -> list[tuple[Tensor, Tensor]]:
+    """Pairs of a tensor and what is said to be its quantized form."""
+    x = torch.randn(3, SAMPLE)
+    wide = torch.randn(5).expand(7, 5).t()
+    return [
+        (x, x.mul(4).round().div(4)),
+        (x, x.clone()),
+        (x[:, ::2], x[:, ::2].round()),
+        (wide, wide.round()),
+        (torch.tensor([-0.0, 0.0, 1.0]), torch.tensor([-0.0, 0.0, 1.0])),
+        (torch.zeros(9), torch.zeros(9)),
+        (torch.tensor(1.5), torch.tensor(2.0)),
+        (x, torch._neg_view(x)),
+        (x, torch._efficientzerotensor(x.shape)),
+        (x.double(), x.double().round()),
+        (x, torch.where(x > 2, torch.nan, x)),
+    ]
+
+
+@pytest.mark.skipif(native.status() != "used", reason="no kernels here")
+@pytest.mark.parametrize("case", range(len(samples())))
+def test_kernel_and_torch_see_the_same(case: int) -> None:
+    x, result = samples()[case]
+    by_kernel, by_torch = new_record(), new_record()
+    witness(by_kernel, x, result, 8, (), None, 0)
+    with native.disabled():
+        witness(by_torch, x, result, 8, (), None, 0)
+    # Both sum in double precision, in orders of their own: a part per billion may fall to the other side.
+    assert by_kernel[8] == by_torch[8] and abs(int(by_kernel[40] - by_torch[40])) <= 1
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
