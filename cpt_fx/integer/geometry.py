@@ -1,6 +1,6 @@
-"""Where the pixels of a convolution lie: planes, taps and jobs as `native/integer_products.cpp` takes them.
+"""Where the pixels of a convolution lie: planes, taps and jobs as `native/integer_convolutions.cpp` takes them.
 
-A plane holds every so-manieth row and column of an image with its padding. In it, what one tap of the filter sees at
+A plane holds every n-th row and column of an image with its padding. In it, what one tap of the filter sees at
 neighbouring places are neighbouring pixels: places and pixels differ by an offset, one for every tap.
 """
 
@@ -57,7 +57,7 @@ def backward(
 ) -> Geometry:
     """Describe the gradient of the images, of size `out`, from one of size `size`.
 
-    With a stride, every so-manieth row and column of the result is a convolution with some of the taps.
+    With a stride, every n-th row and column of the result is a convolution with some of the taps.
     """
     if kernel == stride == (1, 1) and padding == (0, 0):
         size = out = (1, size[0] * size[1])

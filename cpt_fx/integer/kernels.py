@@ -90,7 +90,7 @@ def convolution(
     padding: Sequence[int], dilation: Sequence[int], *, turned: bool = False,
 ) -> Tensor | None:  # fmt: skip
     """Convolve images; or, `turned`, carry a gradient back to images. The result has the height and width `out`."""
-    library = _library("integer_products.cpp")
+    library = _library("integer_convolutions.cpp")
     if library is None or x.device.type != "cpu":
         return None
     x, w = x.contiguous(), w.contiguous()

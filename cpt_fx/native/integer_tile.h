@@ -1,0 +1,121 @@
+// A tile of integer products: 6 rows of the left operand by 64 columns of the right one, the sums of which fill the
+// registers. Processors multiply unsigned by signed bytes, so the right operand is stored with 128 added, and 128 times
+// the sum of a left row is taken off its sums. Both are packed in groups of four along the dim that is summed over.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#ifdef __AVX512VNNI__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int64_t kRows = 6, kLanes = 16, kVectors = 4, kColumns = kLanes * kVectors;
+constexpr int64_t kDeepest = 4096;          // groups of a panel that are summed before its sums are put down
+constexpr int64_t kLeftBytes = 256 * 1024;  // of the left operand at a time: what a second level cache holds
+
+constexpr int64_t kLine = 64;
+
+using Sums = int32_t[kRows][kColumns];
+
+// Where the groups of the right operand lie: `groups` of them at a constant distance, from every one of the taps on.
+struct Walk {
+  const int64_t* taps;
+  int64_t count, groups, distance;
+};
+
+#ifdef __AVX512VNNI__
+template <int vectors>
+void tile(const int8_t* left, const uint8_t* right, const Walk& walk, Sums& sums) {
+  __m512i total[kRows][vectors];
+  for (int row = 0; row < kRows; ++row)
+    for (int v = 0; v < vectors; ++v) total[row][v] = _mm512_setzero_si512();
+  for (int64_t tap = 0; tap < walk.count; ++tap) {
+    const uint8_t* at = right + walk.taps[tap];
+    for (int64_t group = 0; group < walk.groups; ++group, at += walk.distance, left += 4 * kRows) {
+      __m512i codes[vectors];
+      for (int v = 0; v < vectors; ++v) codes[v] = _mm512_loadu_si512(at + 64 * v);
+      for (int row = 0; row < kRows; ++row) {
+        int32_t four;
+        std::memcpy(&four, left + 4 * row, 4);
+        const __m512i all = _mm512_set1_epi32(four);
+        for (int v = 0; v < vectors; ++v) total[row][v] = _mm512_dpbusd_epi32(total[row][v], codes[v], all);
+      }
+    }
+  }
+  for (int row = 0; row < kRows; ++row)
+    for (int v = 0; v < vectors; ++v) _mm512_storeu_si512(sums[row] + kLanes * v, total[row][v]);
+}
+#else
+template <int vectors>
+void tile(const int8_t* left, const uint8_t* right, const Walk& walk, Sums& sums) {
+  std::memset(sums, 0, sizeof sums);
+  for (int64_t tap = 0; tap < walk.count; ++tap) {
+    const uint8_t* at = right + walk.taps[tap];
+    for (int64_t group = 0; group < walk.groups; ++group, at += walk.distance, left += 4 * kRows)
+      for (int row = 0; row < kRows; ++row) {
+        const int8_t* four = left + 4 * row;
+#pragma omp simd
+        for (int column = 0; column < kLanes * vectors; ++column)
+          sums[row][column] += four[0] * at[4 * column] + four[1] * at[4 * column + 1] +
+                               four[2] * at[4 * column + 2] + four[3] * at[4 * column + 3];
+      }
+  }
+}
+#endif
+
+void tile_of(int64_t columns, const int8_t* left, const uint8_t* right, const Walk& walk, Sums& sums) {
+  if (columns > 3 * kLanes) return tile<4>(left, right, walk, sums);
+  if (columns > 2 * kLanes) return tile<3>(left, right, walk, sums);
+  if (columns > kLanes) return tile<2>(left, right, walk, sums);
+  tile<1>(left, right, walk, sums);
+}
+int64_t up(int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; }
+
+// Interleave four lines of bytes: out[4 * i + j] = lines[j][i] ^ flip.
+void interleave(const int8_t* const lines[4], int64_t count, uint8_t flip, uint8_t* out) {
+  int64_t i = 0;
+#ifdef __AVX512VNNI__
+  const __m512i flips = _mm512_set1_epi8(static_cast<char>(flip));
+  const __m512i low = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), high = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
+  for (; i < count; i += 64) {
+    const int64_t left = std::min<int64_t>(64, count - i);
+    const __mmask64 some = ~0ull >> (64 - left);
+    __m512i line[4];
+    for (int j = 0; j < 4; ++j) line[j] = _mm512_xor_si512(_mm512_maskz_loadu_epi8(some, lines[j] + i), flips);
+    const __m512i a = _mm512_unpacklo_epi8(line[0], line[1]), b = _mm512_unpackhi_epi8(line[0], line[1]);
+    const __m512i c = _mm512_unpacklo_epi8(line[2], line[3]), d = _mm512_unpackhi_epi8(line[2], line[3]);
+    // Each holds, for every quarter of the line, four groups: quarters come together below.
+    const __m512i e = _mm512_unpacklo_epi16(a, c), f = _mm512_unpackhi_epi16(a, c);
+    const __m512i g = _mm512_unpacklo_epi16(b, d), h = _mm512_unpackhi_epi16(b, d);
+    const __m512i ef = _mm512_permutex2var_epi64(e, low, f), ef2 = _mm512_permutex2var_epi64(e, high, f);
+    const __m512i gh = _mm512_permutex2var_epi64(g, low, h), gh2 = _mm512_permutex2var_epi64(g, high, h);
+    const __m512i whole[4] = {_mm512_shuffle_i64x2(ef, gh, 0x44), _mm512_shuffle_i64x2(ef, gh, 0xEE),
+                              _mm512_shuffle_i64x2(ef2, gh2, 0x44), _mm512_shuffle_i64x2(ef2, gh2, 0xEE)};
+    for (int64_t j = 0; j < 4 && 16 * j < left; ++j)
+      _mm512_mask_storeu_epi32(out + 4 * i + 64 * j, static_cast<__mmask16>(some >> (16 * j)), whole[j]);
+  }
+#endif
+  for (; i < count; ++i)
+    for (int j = 0; j < 4; ++j) out[4 * i + j] = static_cast<uint8_t>(lines[j][i]) ^ flip;
+}
+
+// Memory that one call packs into; kept, since fresh memory costs more than what is done in it.
+uint8_t* scratch(int64_t bytes, int which) {
+  thread_local std::vector<uint8_t> kept[2];
+  if (static_cast<int64_t>(kept[which].size()) < bytes + kLine) kept[which] = std::vector<uint8_t>(bytes + kLine);
+  const uintptr_t start = reinterpret_cast<uintptr_t>(kept[which].data());
+  return kept[which].data() + (kLine - start % kLine) % kLine;
+}
+
+// A thread's part of `count`, in whole units.
+void share(int64_t count, int64_t unit, int part, int parts, int64_t& begin, int64_t& end) {
+  const int64_t size = up((count + parts - 1) / parts, unit);
+  begin = std::min(count, part * size);
+  end = std::min(count, begin + size);
+}
+
+}  // namespace
