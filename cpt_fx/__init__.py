@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from cpt_fx import export as export
     from cpt_fx import functional as functional
+    from cpt_fx import ort as ort
     from cpt_fx import passes as passes
     from cpt_fx import recipes as recipes
     from cpt_fx import schedules as schedules
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from cpt_fx.api import transform as transform
     from cpt_fx.capture import CaptureError as CaptureError
     from cpt_fx.costs import cost as cost
+    from cpt_fx.errors import ExportError as ExportError
     from cpt_fx.errors import TransformError as TransformError
     from cpt_fx.formats import Format as Format
     from cpt_fx.inspection import inspect as inspect
@@ -37,6 +40,7 @@ _HOMES = {
     "Bits": "cpt_fx.schedules",
     "CaptureError": "cpt_fx.capture",
     "cost": "cpt_fx.costs",
+    "ExportError": "cpt_fx.errors",
     "Format": "cpt_fx.formats",
     "Override": "cpt_fx.overrides",
     "Pipeline": "cpt_fx.pipeline",
@@ -47,7 +51,7 @@ _HOMES = {
     "single_graph": "cpt_fx.api",
     "transform": "cpt_fx.api",
 }
-_MODULES = ("functional", "passes", "recipes", "schedules")
+_MODULES = ("export", "functional", "ort", "passes", "recipes", "schedules")
 
 __all__ = sorted((*_HOMES, *_MODULES))  # pyright: ignore
 

@@ -45,3 +45,7 @@ def _bounds(minimum: int | None, maximum: int | None) -> str:
     if minimum is not None:
         return f" of at least {minimum}"
     return "" if maximum is None else f" of at most {maximum}"
+
+
+class ExportError(ValueError):
+    """A model could not be exported as asked."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 # Multipliers of published mixers, as signed numbers, since torch multiplies int32 with wrapping.
-_GOLDEN, _FIRST, _SECOND = 0x9E3779B9 - (1 << 32), 0x7FEB352D, 0x846CA68B - (1 << 32)
+GOLDEN, FIRST, SECOND = 0x9E3779B9 - (1 << 32), 0x7FEB352D, 0x846CA68B - (1 << 32)
 _UNIT = 2.0**-24
 
 
@@ -25,8 +25,8 @@ def uniform(seed: Tensor, like: Tensor) -> Tensor:
     count = like.numel()
     # Beyond 2**32 elements the numbers repeat; no index of 32 bits can tell such elements apart.
     places = torch.arange(count, dtype=torch.int64 if count >= 1 << 31 else torch.int32, device=like.device)
-    mixed = places.to(torch.int32).view(like.shape) * _GOLDEN + seed[0]
-    mixed = (mixed ^ (mixed >> 16)) * _FIRST ^ seed[1]
-    mixed = (mixed ^ (mixed >> 15)) * _SECOND
+    mixed = places.to(torch.int32).view(like.shape) * GOLDEN + seed[0]
+    mixed = (mixed ^ (mixed >> 16)) * FIRST ^ seed[1]
+    mixed = (mixed ^ (mixed >> 15)) * SECOND
     # The upper 24 bits, a signed number: every operation more is one for each element.
     return (mixed >> 8).to(like.dtype) * _UNIT + 0.5

@@ -50,6 +50,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cpt_fx.dynamo",
         "cpt_fx.history",
         "cpt_fx.trial",
+        "cpt_fx.export",
+        "cpt_fx.ort",
     ),
     ("cpt_fx.bench", "cpt_fx.demo", "cpt_fx.report", "cpt_fx.cli"),
     ("cpt_fx", "cpt_fx.__main__"),

@@ -63,8 +63,9 @@ def test_signatures(name: str) -> None:
 
 def test_names() -> None:
     assert cpt_fx.__all__ == [
-        "Bits", "CaptureError", "Format", "Override", "Pipeline", "TransformError", "cost", "functional", "graphs",
-        "inspect", "passes", "recipes", "revert", "schedules", "single_graph", "transform",
+        "Bits", "CaptureError", "ExportError", "Format", "Override", "Pipeline", "TransformError", "cost", "export",
+        "functional", "graphs", "inspect", "ort", "passes", "recipes", "revert", "schedules", "single_graph",
+        "transform",
     ]  # fmt: skip
     assert schedules.NAMES == ("CR", "LR", "ER", "RR", "CT", "LT", "ETV", "ETH", "RTV", "RTH")
     assert schedules.Bits._fields == ("weight", "activation", "gradient")

@@ -1,0 +1,77 @@
+"""The graph of a transformed model in each mode, with the model left as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from cpt_fx.api import single_graph
+from cpt_fx.errors import ExportError
+from cpt_fx.export.program import Call
+
+
+def call_of(example_inputs: Any) -> Call:
+    """Return how a model is called: a tuple of its arguments, or a dict of them by name."""
+    if isinstance(example_inputs, dict):
+        return Call((), _apart(dict(example_inputs)))
+    if isinstance(example_inputs, torch.Tensor):
+        return Call((example_inputs,), {})
+    if isinstance(example_inputs, (tuple, list)):
+        return Call(_apart(tuple(example_inputs)), {})
+    raise ExportError(
+        "example_inputs must be a tuple of the model's arguments, or a dict of them by name, got "
+        f"{type(example_inputs).__name__}"
+    )
+
+
+def _apart(values: Any) -> Any:
+    """Let a tensor that is passed twice be two: inputs and labels, say, which are fed one by one later."""
+    seen: set[int] = set()
+
+    def own(value: Any) -> Any:
+        again = isinstance(value, torch.Tensor) and id(value) in seen
+        seen.add(id(value))
+        return value.clone() if again else value
+
+    return pytree.tree_map(own, values)
+
+
+@contextmanager
+def in_mode(result: nn.Module, training: bool, call: Call) -> Iterator[fx.GraphModule]:
+    """Give the graph of a model in a mode; afterwards every part of the model is in the mode it was in.
+
+    Into training go the parts that the model itself has in training now, if any are: a frozen batch norm stays so.
+    """
+    modes = {module: module.training for module in result.modules()}
+    if not training or not result.training:
+        result.train(training)
+    try:
+        graph = single_graph(result, call.args, call.kwargs or None)
+        with _graph_in_mode(graph, training):
+            yield graph
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        _update(result)
+
+
+@contextmanager
+def _graph_in_mode(graph: fx.GraphModule, training: bool) -> Iterator[None]:
+    """A graph that was captured anew knows only the mode it was captured in."""
+    before = graph.training
+    graph.training = training
+    try:
+        yield
+    finally:
+        graph.training = before
+
+
+def _update(result: nn.Module) -> None:
+    for module in result.modules():
+        if getattr(module, "is_precision_controller", False):
+            module.update()  # type: ignore[operator]

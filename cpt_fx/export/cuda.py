@@ -1,0 +1,186 @@
+"""Can ONNX Runtime use a GPU here? If it cannot, it says so in a log line and computes on the CPU; this says it first.
+
+Without a driver it even ends the process. So the libraries and the driver are looked for before a session is made.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from cpt_fx.errors import ExportError
+from cpt_fx.export.environment import GPU_BUILD, PackageError, mend, python_step, require_training
+
+CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+WHEELS = {
+    "libcudart.so.11.0": "nvidia-cuda-runtime-cu11",
+    "libcublasLt.so.11": "nvidia-cublas-cu11",
+    "libcublas.so.11": "nvidia-cublas-cu11",
+    "libcudnn.so.8": "nvidia-cudnn-cu11",
+    "libcufft.so.10": "nvidia-cufft-cu11",
+    "libcurand.so.10": "nvidia-curand-cu11",
+}
+"""The libraries of CUDA 11.8 and cuDNN 8 that the training build needs, in an order in which they load -> wheels."""
+_PINS = {"nvidia-cudnn-cu11": "<9"}
+_FOLDERS = ("/usr/local/cuda-11.8/lib64", "/usr/local/cuda-11.8/lib", "/usr/local/cuda/lib64")
+_OLDEST_DRIVER = 11
+
+
+class Session(Protocol):
+    """What an `onnxruntime.InferenceSession` says of itself."""
+
+    def get_providers(self) -> Sequence[str]:
+        """Return where it computes, the first choice first."""
+
+
+@dataclass(frozen=True)
+class CudaStatus:
+    """What there is of what training on a GPU needs."""
+
+    build: str
+    """The CUDA release that onnxruntime was built for, or nothing for a CPU build."""
+    providers: tuple[str, ...]
+    libraries: dict[str, str]
+    """Each library -> where it was found, or nothing."""
+    driver: str
+    """The CUDA release that the driver knows, or nothing where there is no working driver."""
+    devices: int
+    problem: str = ""
+    remedy: tuple[str, ...] = ()
+
+    @property
+    def works(self) -> bool:
+        """Training can run on a GPU."""
+        return not self.problem
+
+    @property
+    def message(self) -> str:
+        """The problem, then each step of the remedy on a line of its own."""
+        return "\n  ".join((f"{self.problem}. Do:" if self.remedy else self.problem, *self.remedy))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as plain data."""
+        return asdict(self) | {"works": self.works}
+
+
+def cuda_status() -> CudaStatus:
+    """Look at the build, the libraries and the driver. Libraries that are found stay loaded."""
+    build = cuda_release()
+    driver, devices = _driver()
+    providers = _providers()
+    if not build.startswith("11"):
+        found = f"the onnxruntime that is installed is built for {f'CUDA {build}' if build else 'the CPU'}; "
+        needed = f"training on a GPU needs {GPU_BUILD} 1.19.2, which is built for CUDA 11.8"
+        problem = (found if providers else "") + needed
+        return CudaStatus(build, providers, {}, driver, devices, problem, (*python_step(GPU_BUILD), *mend("ort-gpu")))
+    libraries = {name: _loaded(name) for name in WHEELS}
+    problem, remedy = _missing(libraries, driver, devices)
+    return CudaStatus(build, providers, libraries, driver, devices, problem, remedy)
+
+
+def require_cuda() -> None:
+    """Raise an error that says what is missing, unless training can run on a GPU; load the libraries that it needs."""
+    require_training()
+    status = cuda_status()
+    if not status.works:
+        raise PackageError(status.message)
+
+
+def session_providers(device: str) -> list[str | tuple[str, dict[str, str]]]:
+    """Return the `providers` of an `InferenceSession` for `"cpu"`, `"cuda"` or `"cuda:1"`; refuse what is not there."""
+    found = re.fullmatch(r"cpu|cuda(?::(\d+))?", device)
+    if found is None:
+        raise ExportError(f'device must be "cpu", "cuda" or "cuda:1", got {device!r}')
+    if device == "cpu":
+        return [CPU]
+    require_cuda()
+    number, devices = int(found[1] or 0), _driver()[1]
+    if number >= devices:
+        raise ExportError(f"device {device!r} is not there: the driver knows {devices}, counted from 0")
+    return [(CUDA, {"device_id": str(number)}), CPU]
+
+
+def check_session(session: Session, device: str) -> None:
+    """Raise an error where a session computes on the CPU though a GPU was asked for."""
+    if device != "cpu" and CUDA not in session.get_providers():
+        raise ExportError(
+            f"device={device!r} was asked for, and ONNX Runtime fell back to {', '.join(session.get_providers())}: "
+            "`cpt-fx export doctor` says what is missing"
+        )
+
+
+def cuda_release() -> str:
+    """Return the CUDA release that the installed onnxruntime was built for, or nothing."""
+    try:
+        # The name `onnxruntime.cuda_version` stays empty where torch's ortmodule is not set up.
+        info = importlib.import_module("onnxruntime.capi.build_and_package_info")
+    except Exception:
+        return ""
+    return str(getattr(info, "cuda_version", "") or "")
+
+
+def _missing(libraries: dict[str, str], driver: str, devices: int) -> tuple[str, tuple[str, ...]]:
+    absent = [name for name, place in libraries.items() if not place]
+    if absent:
+        wheels = " ".join(
+            f'"{wheel}{_PINS.get(wheel, "")}"' for wheel in dict.fromkeys(WHEELS[name] for name in absent)
+        )
+        return (
+            f"{', '.join(absent)} of CUDA 11.8 and cuDNN 8 {'is' if len(absent) == 1 else 'are'} not found",
+            (
+                f"pip install -c constraints.txt {wheels}",
+                "# or install CUDA 11.8 and cuDNN 8, and name their folders in LD_LIBRARY_PATH",
+            ),
+        )
+    if not driver:
+        return "no NVIDIA driver works here (libcuda.so.1)", ("# install NVIDIA's driver, and look at `nvidia-smi`",)
+    if int(driver.partition(".")[0]) < _OLDEST_DRIVER:
+        return f"the NVIDIA driver knows CUDA {driver}; 11.8 needs a newer one", ("# install a newer NVIDIA driver",)
+    if not devices:
+        return "the NVIDIA driver shows no GPU", ("# look at `nvidia-smi`, and at CUDA_VISIBLE_DEVICES",)
+    return "", ()
+
+
+def _providers() -> tuple[str, ...]:
+    try:
+        return tuple(importlib.import_module("onnxruntime").get_available_providers())
+    except Exception:
+        return ()
+
+
+def _loaded(name: str) -> str:
+    """Load a library; return where it was found. One that is loaded is found by whatever needs it."""
+    # Its symbols stay local: torch's own CUDA libraries, of another release, may be in the same process.
+    for place in (name, *_places(name)):
+        try:
+            ctypes.CDLL(place)
+        except OSError:
+            continue
+        return "the loader's path" if place == name else place
+    return ""
+
+
+def _places(name: str) -> list[str]:
+    """Return files of this name in NVIDIA's wheels and where CUDA is usually installed."""
+    wheels = [path for base in sys.path for path in sorted(Path(base or ".").glob(f"nvidia/*/lib/{name}"))]
+    homes = [os.environ[key] + "/lib64" for key in ("CUDA_HOME", "CUDA_PATH") if key in os.environ]
+    return [str(path) for path in (*wheels, *(Path(folder, name) for folder in (*homes, *_FOLDERS))) if path.is_file()]
+
+
+def _driver() -> tuple[str, int]:
+    """Ask the driver for the CUDA release that it knows, and for the number of GPUs."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        version, count = ctypes.c_int(), ctypes.c_int()
+        failed = library.cuInit(0) or library.cuDriverGetVersion(ctypes.byref(version))
+        failed = failed or library.cuDeviceGetCount(ctypes.byref(count))
+    except (OSError, AttributeError):
+        return "", 0
+    return ("", 0) if failed else (f"{version.value // 1000}.{version.value % 1000 // 10}", count.value)

@@ -1,0 +1,210 @@
+"""`export.qdq`: a trained model on integers, in the standard QuantizeLinear and DequantizeLinear, for deployment."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from cpt_fx.errors import ExportError
+from cpt_fx.export.capture_modes import call_of, in_mode
+from cpt_fx.export.evaluation import describe, embed, finish, run
+from cpt_fx.export.model_file import new_file
+from cpt_fx.export.program import Call, states_of, trace
+from cpt_fx.export.qdq_compare import compared
+from cpt_fx.export.qdq_formats import (
+    EXACT,
+    MOST_BITS,
+    Activation,
+    Constant,
+    Plan,
+    activation_plan,
+    constant_plan,
+    relative,
+)
+from cpt_fx.export.qdq_graph import complete, constants, quantizers, replace
+from cpt_fx.export.qdq_probe import Seen, Tagged, Watch, extent_used, plain_copy, tagged_copy
+from cpt_fx.export.qdq_report import Converted, QdqReport
+from cpt_fx.schedules.bits import Bits, as_bits
+
+
+def qdq(
+    result: nn.Module,
+    example_inputs: tuple[Any, ...] | dict[str, Any],
+    path: str | os.PathLike[str],
+    bits: int | Bits | tuple[int, int, int] = 8,
+    *,
+    dynamic_batch: bool = True,
+    overwrite: bool = False,
+    verbose: bool = True,
+) -> QdqReport:
+    """Write a trained model with integer weights and integer activations, as ONNX Runtime and others deploy it.
+
+    Weights are stored as integers, symmetric per output channel: of 8 bits, and of 4 where the width is 4 or less.
+    Activations have unsigned codes of 8 bits and one fixed range each, the running one that training left; at a
+    narrower width the codes are clipped to those of the width. Biases, and everything that was not quantized, stay in
+    floating point; biases hold their quantized values. What cannot be said like this is converted to the nearest
+    that can, and listed in the report with the error that this makes. Formats of `recipes.default()` are exact.
+
+    Args:
+        result: what `transform` returned, trained. It is left as it is, whatever mode it is in.
+        example_inputs: a tuple of the model's arguments, or a dict of them by name: real data, best a whole batch.
+            Errors are measured on it, and where a range is not fixed by training, it is that of the examples.
+        path: the file to write. One that exists is refused. Weights of more than 1.9 GB go to a file beside it.
+        bits: 1 to 8, for all, or `Bits`. Layers that follow the schedule at a distance, or not at all, do so here.
+        dynamic_batch: let the first dim of every input vary from call to call.
+        overwrite: replace the file, as soon as the new one is complete.
+        verbose: print the report.
+
+    Returns:
+        What became of every quantizer, and how far the outputs are from those of PyTorch at the same widths.
+
+    Raises:
+        ExportError: where the model cannot be exported, or the file cannot be written.
+    """
+    widths = _checked(bits)
+    call = call_of(example_inputs)
+    with new_file(path, overwrite=overwrite) as target:
+        with in_mode(result, False, call) as module:
+            run(module, call)
+            tagged, tags = tagged_copy(module, widths)
+            graph = trace(plain_copy(tagged), call, dynamic_batch=dynamic_batch)
+            embed(graph, {name: buffer.detach().cpu().numpy() for name, buffer in states_of(module).items()})
+        model = finish(graph)
+        nodes = quantizers(model)
+        watched = _Watched(tagged, call, tags, constants(model, nodes))
+        for width, places in nodes.items():
+            for place, node in enumerate(places):
+                replace(model, node, watched.plan(width, place, len(places)), tags[width].label)
+        complete(model)
+        describe(model, result, bits=widths)
+        target.write(model)
+        report = QdqReport(
+            path=target.path,
+            quantizers=tuple(watched.row(width) for width in tags if width in nodes),
+            opset=model.opset_imports[""],
+            **compared(target.made, graph, call, watched.outputs),
+        )
+    if verbose:
+        print(report)
+    return report
+
+
+def _checked(bits: Any) -> Bits:
+    widths = as_bits("bits", bits)
+    for name in ("weight", "activation"):
+        width = getattr(widths, name)
+        if not 1 <= width <= MOST_BITS:
+            raise ExportError(
+                f"bits: {name}s of {width} bits are no integers of at most {MOST_BITS}: pass widths from 1 to "
+                f"{MOST_BITS}, or write the model with export.onnx, which takes any"
+            )
+    return widths
+
+
+@dataclass
+class _Error:
+    """Sums of squares over the calls of a quantizer."""
+
+    calls: int = 0
+    difference: float = 0.0
+    reference: float = 0.0
+
+    @property
+    def relative(self) -> float:
+        if not self.difference:
+            return 0.0
+        return float((self.difference / self.reference) ** 0.5) if self.reference else float("inf")
+
+
+@dataclass
+class _Watched:
+    """A model's run on the examples: what its quantizers saw, what becomes of them, and what that changes."""
+
+    module: fx.GraphModule
+    call: Call
+    tags: dict[str, Tagged]
+    constants: frozenset[str]
+    seen: dict[str, Seen] = field(default_factory=dict)
+    plans: dict[str, list[Plan]] = field(default_factory=dict)
+    errors: dict[str, _Error] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Run twice: ranges first, for they decide the plans, then errors."""
+        self.seen = {width: Seen() for width in self.tags}
+        self.errors = {width: _Error() for width in self.tags}
+        with Watch(self.module, self.tags, self._collect):
+            self.outputs = run(self.module, self.call)
+        for width, seen in self.seen.items():
+            tag = self.tags[width]
+            if width in self.constants:
+                self.plans[width] = [constant_plan(tag, *of_call) for of_call in _distinct(seen.calls)]
+            elif seen.low is not None:
+                self.plans[width] = [activation_plan(tag, seen)]
+        with Watch(self.module, self.tags, self._compare):
+            run(self.module, self.call)
+
+    def plan(self, width: str, place: int, places: int) -> Plan:
+        """Return what becomes of one of the nodes of a quantizer: a layer that is called twice has two."""
+        plans = self.plans.get(width, [])
+        if len(plans) == 1:
+            return plans[0]
+        if len(plans) != places:
+            raise ExportError(
+                f"{self.tags[width].label} is quantized {len(plans)} times in a run and {places} times in its graph: "
+                "use export.onnx"
+            )
+        return plans[place]
+
+    def row(self, width: str) -> Converted:
+        """Say what became of a quantizer."""
+        tag, plans = self.tags[width], self.plans[width]
+        worst = next((plan for plan in plans if plan.status != EXACT), plans[0])
+        return Converted(
+            layer=", ".join(tag.quantizer.layers),
+            operand=tag.quantizer.operand,
+            role=tag.quantizer.role,
+            format=str(tag.format),
+            bits=tag.bits,
+            status=worst.status,
+            error=self.errors[width].relative,
+            note="; ".join(worst.notes),
+        )
+
+    def _collect(self, width: str, function: Any, values: dict[str, Any], y: Tensor) -> None:
+        seen = self.seen[width]
+        if width in self.constants:
+            seen.calls.append((values["x"], y, values))
+            return
+        extent, fixed = extent_used(function, values)
+        seen.fixed = fixed
+        seen.add(extent)
+
+    def _compare(self, width: str, function: Any, values: dict[str, Any], y: Tensor) -> None:
+        if width not in self.plans:
+            return
+        error, plans = self.errors[width], self.plans[width]
+        plan = plans[error.calls % len(plans)]
+        difference, reference = relative(_made_of(plan, values["x"]), y)
+        error.calls += 1
+        error.difference += difference
+        error.reference += reference
+
+
+def _made_of(plan: Plan, x: Tensor) -> Tensor:
+    """Return what the nodes of a plan make of a tensor."""
+    if isinstance(plan.form, Activation):
+        return plan.form.values(x)
+    if isinstance(plan.form, Constant):
+        return plan.form.values().to(x.dtype)
+    return x if plan.form is None else plan.form
+
+
+def _distinct(calls: list[tuple[Tensor, Tensor, Any]]) -> list[tuple[Tensor, Tensor, Any]]:
+    """Return one call where all of them quantized the same constant, else all."""
+    if all(torch.equal(x, calls[0][0]) for x, _, _ in calls[1:]):
+        return calls[:1]
+    return calls

@@ -1,0 +1,86 @@
+"""Losses by name, by module or by function, and the targets they are given."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cpt_fx.errors import ExportError, nearest
+
+LossLike = str | Callable[..., Tensor] | None
+NAMES: dict[str, Callable[..., Tensor]] = {
+    "cross_entropy": F.cross_entropy,
+    "mse": F.mse_loss,
+    "bce_with_logits": F.binary_cross_entropy_with_logits,
+    "l1": F.l1_loss,
+}
+_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
+_LABELLED = (F.cross_entropy, F.nll_loss)
+_ALIKE = (nn.MSELoss, nn.BCEWithLogitsLoss, nn.BCELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
+_ALIKE_FUNCTIONS = (
+    F.mse_loss, F.binary_cross_entropy_with_logits, F.binary_cross_entropy, F.l1_loss, F.smooth_l1_loss, F.huber_loss,
+)  # fmt: skip
+INSIDE = "the model's own"
+
+
+def resolve(loss: LossLike) -> tuple[Callable[..., Tensor], str]:
+    """Return what computes the loss from the model's outputs and the targets, and what it is called."""
+    if loss is None:
+        return own_loss, INSIDE
+    if isinstance(loss, str):
+        if loss not in NAMES:
+            listed = ", ".join(f'"{name}"' for name in NAMES)
+            raise ExportError(
+                f"loss must be one of {listed}, None for the model's own, or a function of output and targets, got "
+                f"{loss!r}.{nearest(loss, NAMES)}"
+            )
+        return NAMES[loss], loss
+    if not callable(loss):
+        raise ExportError(f"loss must be a name, None, or a function of output and targets, got {loss!r}")
+    name = getattr(loss, "__name__", type(loss).__name__)
+    return loss, str(name)
+
+
+def example_targets(loss: LossLike, outputs: Any) -> tuple[Tensor, ...]:
+    """Return targets of the kind that a known loss takes for a model's outputs."""
+    function, name = resolve(loss)
+    if loss is None:
+        return ()
+    if not isinstance(outputs, Tensor):
+        raise ExportError(
+            f"the model returns {type(outputs).__name__}, and loss={name!r} takes a tensor: pass a function of the "
+            "output and the targets, and example_targets"
+        )
+    plain = function.func if isinstance(function, functools.partial) else function
+    if plain in _LABELLED or isinstance(function, _CLASSES):
+        if outputs.ndim < 2:
+            raise ExportError(
+                f"{name} needs scores of shape (batch, classes, ...), the model returns {tuple(outputs.shape)}"
+            )
+        return (torch.zeros(outputs.shape[0], *outputs.shape[2:], dtype=torch.int64, device=outputs.device),)
+    if plain in _ALIKE_FUNCTIONS or isinstance(function, _ALIKE):
+        return (torch.zeros_like(outputs),)
+    raise ExportError(f"what targets {name} takes is not known: pass example_targets, a tensor or a tuple of tensors")
+
+
+def own_loss(outputs: Any) -> Tensor:
+    """Return the loss that a model computed itself: its only output, its output `loss`, or its first one."""
+    found = outputs
+    if isinstance(outputs, dict):
+        found = outputs.get("loss")
+    elif hasattr(outputs, "loss"):
+        found = outputs.loss
+    elif isinstance(outputs, (tuple, list)):
+        found = outputs[0]
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise ExportError(
+            f"loss=None says that the model returns its loss (alone, first, or as `loss`), but it returns {what}: pass "
+            f"loss={next(iter(NAMES))!r} or another one"
+        )
+    return found.reshape(())

@@ -1,0 +1,191 @@
+"""Run a rewritten model so that an exporter sees its quantizers as nodes.
+
+The model's code is not touched. While it is traced, a mode stands between it and torch: where it calls a quantizer, a
+node of our own is traced, and running ranges become values that are handed back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.onnx import ops as onnx_ops
+from torch.overrides import TorchFunctionMode
+
+from cpt_fx.errors import ExportError
+from cpt_fx.export.functions import BLOCKS, DOMAIN, FILLED, Kind
+from cpt_fx.formats import Rounding, Scheme, Specials
+from cpt_fx.numerics import reduced_dims
+from cpt_fx.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_LEARNED, FAKE_QUANTIZE_OBSERVED, QUANTIZE_GRADIENT, QUANTIZERS
+
+
+class Placed(NamedTuple):
+    """A quantizer that was traced."""
+
+    kind: Kind
+    is_gradient: bool
+    name: str
+    """What its node is called in the rewritten graph."""
+
+
+class Lowering(TorchFunctionMode):
+    """The mode. It collects which quantizers were met."""
+
+    def __init__(self, seeds: Tensor, names: Mapping[int, str], *, gradients: bool) -> None:
+        super().__init__()
+        self.seeds = seeds
+        self.names = names
+        """Identity of a quantizer's record -> the quantizer's name."""
+        self.gradients = gradients
+        self.placed: list[Placed] = []
+        self.draws = 0
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Trace one call."""
+        if func in QUANTIZERS:
+            return self._quantizer(func, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _quantizer(
+        self, func: Any, x: Tensor, bits: Tensor, *args: Any, record: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        name = self.names.get(id(record), "quantizer")
+        if x.dtype != torch.float32:
+            kind = str(x.dtype).removeprefix("torch.")
+            raise ExportError(f"{name} quantizes {kind}: only models in float32 can be exported (model.float())")
+        if func is QUANTIZE_GRADIENT:
+            return self._gradient(name, x, bits, options) if self.gradients else x
+        if func is FAKE_QUANTIZE:
+            return self._operand(name, x, bits, options)
+        if func is FAKE_QUANTIZE_LEARNED:
+            return self._learned(name, x, bits, *args, **options)
+        assert func is FAKE_QUANTIZE_OBSERVED
+        return self._observed(name, x, bits, *args, **options)
+
+    def _operand(self, name: str, x: Tensor, bits: Tensor, options: dict[str, Any]) -> Tensor:
+        if options.get("zero_point") is not None:
+            raise ExportError(f"{name} quantizes over a range that it is given: that has no form in ONNX")
+        kind = kind_of(options, Rounding.NEAREST)
+        self.placed.append(Placed(kind, False, name))
+        values, axes, back, _ = _in_groups(x, options)
+        made: Tensor = back(call(kind.name, (values, bits, axes, *self._seed_of(kind)), values))
+        return made
+
+    def _gradient(self, name: str, x: Tensor, bits: Tensor, options: dict[str, Any]) -> Tensor:
+        kind = kind_of(options, Rounding.STOCHASTIC)
+        values, axes, back, length = _in_groups(x, options)
+        # Forward, blocks are filled up with the last element; what comes back for these places is zero.
+        kind = kind._replace(blocks=FILLED) if length else kind
+        self.placed.append(Placed(kind, True, name))
+        filled = (integer(length),) if length else ()
+        made: Tensor = back(call(kind.gradient_name, (values, bits, axes, *self._seed_of(kind), *filled), values))
+        return made
+
+    def _observed(
+        self, name: str, x: Tensor, bits: Tensor, zero_point: Tensor, range: Tensor, weight: Tensor, training: bool,
+        momentum: float = 0.9, corrected: bool = True, when_off: bool = False, percentile: float = 100.0,
+        mode: Tensor | None = None, **options: Any,
+    ) -> Tensor:  # fmt: skip
+        source = "Observed" if training else "Recalled"
+        kind = kind_of(options, Rounding.NEAREST)._replace(
+            source=source, percentile=percentile, corrected=corrected, when_off=when_off
+        )
+        self.placed.append(Placed(kind, False, name))
+        attributes: dict[str, Any] = {"percentile": (1 - percentile / 100) / 2} if percentile < 100 else {}
+        state = (zero_point, range, weight)
+        inputs = (x, bits, *state, *self._seed_of(kind))
+        if not training:
+            return call(kind.name, inputs, x, **attributes)
+        attributes |= {"kept": momentum, "taken": 1 - momentum}
+        y, *new = onnx_ops.symbolic_multi_out(
+            f"{DOMAIN}::{kind.name}", inputs, attrs=attributes, dtypes=(x.dtype, *(part.dtype for part in state)),
+            shapes=(x.shape, *(part.shape for part in state)), version=1,
+        )  # fmt: skip
+        for part, value in zip(state, new, strict=True):
+            part.copy_(value)
+        return y
+
+    def _learned(
+        self, name: str, x: Tensor, bits: Tensor, zero_point: Tensor, range: Tensor, weight: Tensor, training: bool,
+        mode: Tensor | None = None, **options: Any,
+    ) -> Tensor:  # fmt: skip
+        """Quantize over parameters. They have their first values by now: see `check_learned`."""
+        kind = kind_of(options, Rounding.NEAREST)._replace(source="Learned")
+        self.placed.append(Placed(kind, False, name))
+        return call(kind.name, (x, zero_point, range, bits, *self._seed_of(kind)), x)
+
+    def _seed_of(self, kind: Kind) -> tuple[Tensor, ...]:
+        """Return the seeds of the step, and which of them is the next draw's, for a kind that draws."""
+        if kind.rounding is not Rounding.STOCHASTIC:
+            return ()
+        self.draws += 1
+        return self.seeds, constant([self.draws - 1])
+
+
+def call(name: str, inputs: tuple[Any, ...], like: Tensor, **attributes: Any) -> Tensor:
+    """Trace a node of our own domain."""
+    made: Tensor = onnx_ops.symbolic(
+        f"{DOMAIN}::{name}", inputs, attrs=attributes, dtype=like.dtype, shape=like.shape, version=1
+    )
+    return made
+
+
+def constant(numbers: Sequence[int]) -> Tensor:
+    """Trace a constant vector of whole numbers."""
+    if not numbers:
+        return torch.zeros(0, dtype=torch.int64)
+    made: Tensor = onnx_ops.symbolic(
+        "::Constant", (), attrs={"value_ints": list(numbers)}, dtype=torch.int64, shape=(len(numbers),), version=13
+    )
+    return made
+
+
+def integer(number: int) -> Tensor:
+    """Trace a constant whole number."""
+    made: Tensor = onnx_ops.symbolic(
+        "::Constant", (), attrs={"value_int": number}, dtype=torch.int64, shape=(), version=13
+    )
+    return made
+
+
+def kind_of(options: dict[str, Any], rounding: Rounding) -> Kind:
+    """Return the kind that a quantizer's options name."""
+    return Kind(
+        Scheme(options.get("scheme", "affine")),
+        Rounding(options.get("rounding", rounding.value)),
+        exponent=options.get("exponent", 0),
+        specials=Specials(options.get("specials", "none")),
+        blocks=BLOCKS if options.get("block") else "",
+    )
+
+
+def _in_groups(x: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor, Any, int]:
+    """Return a tensor as its groups lie, the dims that a range spans there, and what brings the result back.
+
+    The last is the length of a row where its blocks had to be filled up, else 0.
+    """
+    over, block = options.get("over"), options.get("block")
+    dims = reduced_dims(x.ndim, tuple(options.get("keep", ())), None if over is None else tuple(over))
+    if not block:
+        return x, constant(dims), lambda y: y, 0
+    kept = tuple(dim for dim in range(x.ndim) if dim not in dims)
+    order = (*kept, *dims)
+    straight = order == tuple(range(x.ndim))
+    moved = x if straight else x.permute(order)
+    rows = moved.reshape(*moved.shape[: len(kept)], -1)
+    length = rows.shape[-1]
+    missing = -length % block
+    # As in `numerics`: the last block is filled up with its last element.
+    rows = torch.cat((rows, rows[..., -1:].expand(*rows.shape[:-1], missing)), -1) if missing else rows
+    inverse = sorted(range(x.ndim), key=order.__getitem__)
+    values = rows.unflatten(-1, (-1, block))
+
+    def back(y: Tensor) -> Tensor:
+        result = y.flatten(-2)[..., :length].reshape(moved.shape)
+        return result if straight else result.permute(inverse)
+
+    return values, constant((values.ndim - 1,)), back, length if missing else 0

@@ -1,0 +1,171 @@
+"""Standard nodes in the place of our own: DequantizeLinear behind constants, QuantizeLinear and it behind the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes import common
+from onnxscript import version_converter
+
+from cpt_fx.errors import ExportError
+from cpt_fx.export.functions import DOMAIN
+from cpt_fx.export.program import BITS
+from cpt_fx.export.qdq_formats import MOST_BITS, Activation, Constant, Plan, as_numpy
+
+FOUR_BITS = 4
+FOUR_BIT_OPSET = 21
+"""The first that knows integers of 4 bits."""
+_BITS = "bits"
+"""Key in the `meta` of a node: the width of what it returns."""
+
+
+def quantizers(model: ir.Model) -> dict[str, list[ir.Node]]:
+    """Return the nodes to replace, in the order they run in, by the width that each reads."""
+    found: dict[str, list[ir.Node]] = {}
+    for node in model.graph:
+        if node.domain != DOMAIN:
+            continue
+        width = node.inputs[1] if len(node.inputs) > 1 else None
+        if width is None or not str(width.name).startswith(BITS):
+            raise ExportError(f"the model evaluates {node.op_type}, which QDQ has no words for: use export.onnx")
+        found.setdefault(str(width.name).removeprefix(BITS), []).append(node)
+    return found
+
+
+def constants(model: ir.Model, found: dict[str, list[ir.Node]]) -> frozenset[str]:
+    """Return the widths of those quantizers whose tensor is the same in every run."""
+    known = {value: str(value.name).startswith(BITS) for value in model.graph.inputs}
+    inner = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+    for node in model.graph:
+        fixed = all(known.get(value, True) for value in node.inputs if value is not None)
+        # A graph inside a node reads what it likes.
+        fixed = fixed and not any(attribute.type in inner for attribute in node.attributes.values())
+        known.update(dict.fromkeys(node.outputs, fixed))
+    return frozenset(
+        width
+        for width, nodes in found.items()
+        if all(known.get(value, True) for node in nodes if (value := node.inputs[0]) is not None)
+    )
+
+
+def replace(model: ir.Model, node: ir.Node, plan: Plan, label: str) -> None:
+    """Put what a plan says in the place of a quantizer."""
+    x, old = node.inputs[0], node.outputs[0]
+    assert x is not None
+    if plan.form is None:
+        made = [ir.node("Identity", [x])]
+    elif isinstance(plan.form, Constant):
+        made = _constant(model, plan.form, label)
+    elif isinstance(plan.form, Activation):
+        made = _activation(model, plan.form, x, label)
+    else:
+        values = plan.form.cpu().numpy()
+        made = [ir.node("Identity", [_initializer(model, f"{label}.quantized", values)])]
+    if isinstance(plan.form, (Constant, Activation)):
+        made[-1].meta[_BITS] = plan.form.bits
+    new = made[-1].outputs[0]
+    new.type, new.shape = old.type, old.shape
+    for position, item in enumerate(made):
+        item.name = f"{label}.{item.op_type}" if position or len(made) > 1 else label
+    ir.convenience.replace_nodes_and_values(model.graph, node, [node], made, [old], [new])
+
+
+def complete(model: ir.Model) -> ir.Model:
+    """Drop what is not read any more, and raise the version where integers of 4 bits ask for it."""
+    graph = model.graph
+    common.IdentityEliminationPass()(model)
+    common.RemoveUnusedNodesPass()(model)
+    for value in list(graph.inputs):
+        if str(value.name).startswith(BITS):
+            assert not value.uses(), value.name
+            graph.inputs.remove(value)
+    for node in graph:
+        # Without a bias a convolution of integers is one; a bias of zeros in floating point keeps it from being one.
+        if node.op_type == "Conv" and len(node.inputs) == 3 and _is_zero(node.inputs[2]):
+            node.resize_inputs(2)
+        elif node.op_type in ("Conv", "ConvTranspose", "Gemm") and len(node.inputs) == 3:
+            _protect_bias(model, node)
+    model.opset_imports.pop(DOMAIN, None)
+    if any(value.dtype in (ir.DataType.INT4, ir.DataType.UINT4) for value in graph.initializers.values()):
+        version_converter.convert_version(model, FOUR_BIT_OPSET)
+    common.RemoveUnusedNodesPass()(model)
+    common.NameFixPass()(model)
+    return model
+
+
+def _constant(model: ir.Model, form: Constant, label: str) -> list[ir.Node]:
+    signed = not form.zero_point and float(form.codes.amin()) < 0 if form.codes.numel() else True
+    small: Any = ml_dtypes.int4 if signed else ml_dtypes.uint4
+    whole: Any = np.int8 if signed else np.uint8
+    kind = small if form.bits <= FOUR_BITS else whole
+    inputs = [
+        _initializer(model, f"{label}.quantized", as_numpy(form.codes, kind)),
+        _initializer(model, f"{label}.scale", form.scale.cpu().numpy()),
+    ]
+    inputs.append(_initializer(model, f"{label}.zero_point", np.full(form.scale.shape, form.zero_point, kind)))
+    made = ir.node("DequantizeLinear", inputs, {} if form.axis is None else {"axis": form.axis})
+    return [made]
+
+
+def _activation(model: ir.Model, form: Activation, x: ir.Value, label: str) -> list[ir.Node]:
+    grid = [
+        _initializer(model, f"{label}.scale", form.scale.cpu().numpy()),
+        _initializer(model, f"{label}.zero_point", np.array(form.zero_point, np.uint8)),
+    ]
+    made = [ir.node("QuantizeLinear", [x, *grid])]
+    if form.clips:
+        ends = [
+            _initializer(model, f"{label}.{name}", np.array(code, np.uint8))
+            for name, code in (("lowest", form.lowest), ("highest", form.highest))
+        ]
+        made.append(ir.node("Clip", [made[-1].outputs[0], *ends]))
+    made.append(ir.node("DequantizeLinear", [made[-1].outputs[0], *grid]))
+    return made
+
+
+def _initializer(model: ir.Model, name: str, values: np.ndarray[Any, Any]) -> ir.Value:
+    """Add a constant, or return it where a quantizer of that name has added it before."""
+    free, number = name, 0
+    while free in model.graph.initializers:
+        held = model.graph.initializers[free].const_value
+        assert held is not None
+        if held.numpy().dtype == values.dtype and np.array_equal(held.numpy(), values):
+            return model.graph.initializers[free]
+        number += 1
+        free = f"{name}_{number}"
+    tensor = ir.tensor(np.ascontiguousarray(values).reshape(values.shape), name=free)
+    value = ir.Value(name=free, shape=ir.Shape(values.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+    model.graph.register_initializer(value)
+    return value
+
+
+def _protect_bias(model: ir.Model, node: ir.Node) -> None:
+    """Keep runtimes from rounding a bias in floating point to whole steps of the product, where these are coarse.
+
+    Newer versions of ONNX Runtime do that in front of every QuantizeLinear. At 8 bits it is below all other rounding;
+    at 2 bits it moved outputs by half of their largest. A bias that comes from a DequantizeLinear they leave alone: its
+    codes are signs, and the scales are the values.
+    """
+    x, weight, bias = node.inputs
+    producers = [value.producer() for value in (x, weight) if value is not None]
+    widths = [producer.meta.get(_BITS, MOST_BITS) for producer in producers if producer is not None]
+    held = None if bias is None else bias.const_value
+    if held is None or bias is None or min(widths, default=MOST_BITS) >= MOST_BITS or held.dtype != ir.DataType.FLOAT:
+        return
+    values = held.numpy()
+    if values.ndim != 1:
+        return
+    codes = _initializer(model, f"{bias.name}.sign", np.sign(values).astype(np.int8))
+    scale = _initializer(model, f"{bias.name}.value", np.where(values == 0, np.float32(1), np.abs(values)))
+    made = ir.node("DequantizeLinear", [codes, scale], {"axis": 0}, name=f"{bias.name}.DequantizeLinear")
+    made.outputs[0].type, made.outputs[0].shape = bias.type, bias.shape
+    model.graph.insert_before(node, made)
+    node.replace_input_with(2, made.outputs[0])
+
+
+def _is_zero(value: ir.Value | None) -> bool:
+    held = None if value is None else value.const_value
+    return held is not None and not np.any(held.numpy())

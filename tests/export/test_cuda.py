@@ -1,0 +1,110 @@
+"""Whether a GPU can be used is said before ONNX Runtime falls back to the CPU, or ends the process."""
+
+from __future__ import annotations
+
+import ctypes.util
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from cpt_fx.errors import ExportError
+from cpt_fx.export import cuda
+from cpt_fx.export.cuda import CPU, CUDA, CudaStatus, check_session, cuda_status, session_providers
+from cpt_fx.export.environment import PackageError
+
+ALL = dict.fromkeys(cuda.WHEELS, "the loader's path")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine with two GPUs, and the build of ONNX Runtime for them."""
+    monkeypatch.setattr(cuda, "cuda_release", lambda: "11.8")
+    monkeypatch.setattr(cuda, "_providers", lambda: (CUDA, CPU))
+    monkeypatch.setattr(cuda, "_loaded", ALL.get)
+    monkeypatch.setattr(cuda, "_driver", lambda: ("12.4", 2))
+    monkeypatch.setattr(cuda, "require_training", lambda: None)
+    return monkeypatch
+
+
+def test_everything_is_there(gpu: pytest.MonkeyPatch) -> None:
+    status = cuda_status()
+    assert status == CudaStatus("11.8", (CUDA, CPU), ALL, "12.4", 2)
+    assert status.works
+    assert session_providers("cuda") == [(CUDA, {"device_id": "0"}), CPU]
+    assert session_providers("cuda:1") == [(CUDA, {"device_id": "1"}), CPU]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("cuda_release", lambda: "", "is built for the CPU; training on a GPU needs onnxruntime-training 1.19.2"),
+        ("cuda_release", lambda: "12.2", "is built for CUDA 12.2; training on a GPU needs"),
+        ("_loaded", lambda name: "", "libcudart.so.11.0, libcublasLt.so.11, libcublas.so.11, libcudnn.so.8, "),
+        (
+            "_loaded",
+            lambda name: "" if "cudnn" in name else "x",
+            'is not found. Do:\n  pip install -c constraints.txt "nvidia-cudnn-cu11<9"\n',
+        ),
+        ("_driver", lambda: ("", 0), "no NVIDIA driver works here (libcuda.so.1)"),
+        ("_driver", lambda: ("10.2", 1), "the NVIDIA driver knows CUDA 10.2; 11.8 needs a newer one"),
+        ("_driver", lambda: ("12.4", 0), "the NVIDIA driver shows no GPU"),
+    ],
+)
+def test_what_is_missing_is_said(name: str, value: object, expected: str, gpu: pytest.MonkeyPatch) -> None:
+    gpu.setattr(cuda, name, value)
+    with pytest.raises(PackageError) as caught:
+        session_providers("cuda")
+    assert expected in str(caught.value)
+    assert not cuda_status().works
+    assert session_providers("cpu") == [CPU]
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "CPU", "cuda0", ""])
+def test_other_devices_are_refused(device: str) -> None:
+    with pytest.raises(ExportError, match=r'device must be "cpu", "cuda" or "cuda:1"'):
+        session_providers(device)
+
+
+def test_a_gpu_that_is_not_there_is_refused(gpu: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ExportError, match="'cuda:2' is not there: the driver knows 2, counted from 0"):
+        session_providers("cuda:2")
+
+
+class Session:
+    def __init__(self, *providers: str) -> None:
+        self.providers = providers
+
+    def get_providers(self) -> Sequence[str]:
+        return self.providers
+
+
+def test_a_session_that_fell_back_is_refused() -> None:
+    check_session(Session(CPU), "cpu")
+    check_session(Session(CUDA, CPU), "cuda:0")
+    with pytest.raises(ExportError, match="ONNX Runtime fell back to CPUExecutionProvider"):
+        check_session(Session(CPU), "cuda")
+
+
+def test_libraries_in_wheels_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of that name in the folder of NVIDIA's wheels; here it is the mathematical library of C."""
+    name = "libcudnn.so.8"
+    assert cuda._loaded("libno_such_library.so.8") == ""
+    real = ctypes.util.find_library("m")
+    found = [path for folder in ("/lib", "/usr/lib") for path in Path(folder).rglob(str(real))] if real else []
+    if sys.platform != "linux" or not found or cuda._loaded(name):
+        pytest.skip("needs a Linux without cuDNN 8")
+    folder = tmp_path / "nvidia" / "cudnn" / "lib"
+    folder.mkdir(parents=True)
+    shutil.copy(found[0], folder / name)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    assert cuda._loaded(name) == str(folder / name)
+
+
+def test_this_machine_can_be_looked_at() -> None:
+    status = cuda_status()
+    assert status.works == (not status.problem)
+    assert status.message.startswith(status.problem)
+    assert status.to_dict()["works"] == status.works

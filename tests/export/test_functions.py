@@ -1,0 +1,166 @@
+"""Every local function gives the numbers of `numerics`, bit for bit, noise included."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+onnx = pytest.importorskip("onnx")
+onnxruntime = pytest.importorskip("onnxruntime")
+
+from onnx import helper  # noqa: E402
+
+from cpt_fx import noise, numerics, ops  # noqa: E402
+from cpt_fx.export import functions  # noqa: E402
+from cpt_fx.export.functions import Kind  # noqa: E402
+from cpt_fx.formats import Rounding, Scheme, Specials  # noqa: E402
+from cpt_fx.learned import LearnedRange  # noqa: E402
+from cpt_fx.numerics import Grid  # noqa: E402
+
+WIDTHS = (0, 1, 2, 3, 5, 8, 12, 24, 31, 32)
+FLOATS = [(exponent, specials) for exponent in (2, 4, 5, 8) for specials in Specials]
+KINDS = [Kind(scheme, rounding) for scheme in list(Scheme)[:3] for rounding in Rounding] + [
+    Kind(Scheme.FLOAT, rounding, exponent=exponent, specials=specials)
+    for exponent, specials in FLOATS
+    for rounding in Rounding
+]
+KEEPS: tuple[tuple[int, ...], ...] = ((), (0,), (0, 1), (0, 1, 2))
+SEED = torch.tensor([123456789, -987654321], dtype=torch.int32)
+
+
+def session(function: Any, attributes: dict[str, Any] | None = None) -> Any:
+    """A model of one node, that calls a function."""
+    inputs, outputs = list(function.input), list(function.output)
+    node = helper.make_node(function.name, inputs, outputs, domain=functions.DOMAIN, **(attributes or {}))
+    whole = {"bits": 7, "axes": 7, "seeds": 6, "draw": 7, "length": 7}
+    graph = helper.make_graph(
+        [node],
+        "graph",
+        [helper.make_tensor_value_info(name, whole.get(name, 1), None) for name in inputs],
+        [helper.make_tensor_value_info(name, 1, None) for name in outputs],
+    )
+    versions = [helper.make_opsetid("", functions.OPSET), helper.make_opsetid(functions.DOMAIN, 1)]
+    model = helper.make_model(graph, functions=[function], opset_imports=versions, ir_version=10)
+    return onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+
+
+def tensors() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [
+        torch.randn(5, 7, 33),
+        torch.rand(5, 7, 3) + 1,
+        torch.zeros(5, 7, 3),
+        -torch.rand(5, 7, 3) * 1e-7,
+        torch.randn(5, 7, 9).exp() ** 6,
+    ]
+
+
+def feed(kind: Kind, x: torch.Tensor, bits: int, axes: Sequence[int]) -> dict[str, Any]:
+    made: dict[str, Any] = {"x": x.numpy(), "bits": np.array(bits), "axes": np.array(axes, np.int64)}
+    if kind.rounding is Rounding.STOCHASTIC:
+        made |= {"seeds": np.stack([0 * SEED.numpy(), SEED.numpy()]), "draw": np.array([1])}
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_the_same_bits(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numerics, "new_seed", lambda device: SEED)
+    run = session(functions.function(kind))
+    for bits in WIDTHS:
+        for keep in KEEPS:
+            axes = [dim for dim in range(3) if dim not in keep]
+            for x in tensors():
+                grid = Grid(keep, None, kind.scheme, kind.rounding, kind.exponent, kind.specials)
+                expected = numerics.quantize_or_pass(x, torch.tensor(bits), grid)
+                (found,) = run.run(None, feed(kind, x, bits, axes))
+                np.testing.assert_array_equal(found, expected.numpy(), err_msg=f"{bits} bits, keep {keep}")
+
+
+@pytest.mark.parametrize("rounding", list(Rounding))
+def test_blocks(rounding: Rounding, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numerics, "new_seed", lambda device: SEED)
+    kind = Kind(Scheme.FLOAT, rounding, exponent=2, blocks=functions.FILLED)
+    run = session(functions.function(kind))
+    x = torch.randn(3, 40)
+    for bits in (4, 6, 8, 32):
+        grid = Grid((0,), None, kind.scheme, rounding, 2, kind.specials, 16)
+        expected = numerics.quantize_or_pass(x, torch.tensor(bits), grid)
+        # As gradients of blocks arrive: nothing but zeros where they were filled up.
+        padded = torch.nn.functional.pad(x, (0, 8)).unflatten(-1, (-1, 16))
+        given = feed(kind, padded, bits, [2])
+        given["given"] = given.pop("x")
+        (found,) = run.run(None, given | {"length": np.array(40)})
+        rows = found.reshape(3, 48)
+        assert not rows[:, 40:].any()
+        if rounding is Rounding.STOCHASTIC:
+            # The noise of an element is that of its place among the blocks.
+            filled = torch.cat((x, x[:, -1:].expand(3, 8)), 1)
+            expected = numerics.quantize_or_pass(filled, torch.tensor(bits), grid)[:, :40]
+        np.testing.assert_array_equal(rows[:, :40], expected.numpy())
+
+
+@pytest.mark.parametrize("percentile", [100.0, 90.0])
+@pytest.mark.parametrize("when_off", [False, True])
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("scheme", list(Scheme)[:3])
+def test_running_ranges(scheme: Scheme, corrected: bool, when_off: bool, percentile: float) -> None:
+    """They learn like those of the torch operator, and are read like them."""
+    kind = Kind(scheme, source="Observed", percentile=percentile, corrected=corrected, when_off=when_off)
+    tail = {"percentile": (1 - percentile / 100) / 2} if percentile < 100 else {}
+    learns = session(functions.function(kind), {"kept": 0.9, "taken": 1 - 0.9} | tail)
+    recalls = session(functions.function(kind._replace(source="Recalled")), tail)
+    options = {"scheme": scheme.value, "corrected": corrected, "percentile": percentile, "when_off": when_off}
+    state = [torch.zeros(()) for _ in range(3)]
+    theirs = [part.numpy().copy() for part in state]
+    names = ("zero_point", "range", "weight")
+    for bits in (8, 3, 0, 32, 4):
+        x = torch.randn(11, 23) + 0.3
+        width = torch.tensor(bits)
+        given = {"x": x.numpy(), "bits": np.array(bits)}
+        recalled = ops.FAKE_QUANTIZE_OBSERVED(x, width, *state, False, **options)
+        (found,) = recalls.run(None, given | dict(zip(names, theirs, strict=True)))
+        np.testing.assert_array_equal(found, recalled.numpy())
+        observed = ops.FAKE_QUANTIZE_OBSERVED(x, width, *state, True, **options, momentum=0.9)
+        found, *theirs = learns.run(None, given | dict(zip(names, theirs, strict=True)))
+        np.testing.assert_array_equal(found, observed.numpy())
+        for part, value in zip(state, theirs, strict=True):
+            np.testing.assert_array_equal(value, part.numpy())
+
+
+@pytest.mark.parametrize("bits", [0, 2, 4, 8, 32])
+def test_the_gradient_of_a_learned_range(bits: int) -> None:
+    x = torch.randn(40, 6, requires_grad=True)
+    low = torch.tensor(-0.9, requires_grad=True)
+    span = torch.tensor(2.1, requires_grad=True)
+    dy = torch.randn(40, 6)
+    y = LearnedRange.apply(x, low, span, torch.tensor(bits), Grid())  # type: ignore[no-untyped-call]
+    y.backward(dy)
+    given = {name: part.detach().numpy() for name, part in (("x", x), ("low", low), ("span", span))}
+    given["bits"] = np.array(bits)
+    (found,) = session(functions.function(Kind(source="Learned"))).run(None, given)
+    np.testing.assert_array_equal(found, y.detach().numpy())
+    gradients = session(functions.learned_gradient()).run(None, given | {"dy": dy.numpy()})
+    for ours, theirs in zip((x, low, span), gradients, strict=True):
+        assert ours.grad is not None
+        # Sums in another order.
+        np.testing.assert_allclose(theirs, ours.grad.numpy(), rtol=2e-6, atol=1e-7)
+
+
+def test_noise() -> None:
+    """Uniform in [0, 1), and that of `noise.uniform`."""
+    x = torch.empty(300, 100)
+    given = {"x": x.numpy(), "seeds": SEED.numpy()[None], "draw": np.array([0])}
+    (found,) = session(functions.uniform()).run(None, given)
+    np.testing.assert_array_equal(found, noise.uniform(SEED, x).numpy())
+    assert found.min() >= 0 and found.max() < 1 and abs(found.mean() - 0.5) < 0.01
+
+
+def test_names_say_what_differs() -> None:
+    assert Kind().name == "FakeQuantize" and Kind(rounding=Rounding.STOCHASTIC).gradient_name == "QuantizeGradient"
+    names = {kind.name for kind in KINDS}
+    assert len(names) == len(KINDS)
+    assert Kind(Scheme.AFFINE_INTEGER, source="Observed").name == "FakeQuantizeAffineIntegerObserved"

@@ -1,0 +1,286 @@
+"""`export.qdq`: integers in standard nodes, equal to what was trained where the format allows it, else measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import cpt_fx
+from cpt_fx import functional
+from cpt_fx.errors import ExportError
+from cpt_fx.formats import Group, Rounding, Scheme
+from cpt_fx.recipes import default
+from tests.export.exported_cases import MODELS, evaluated, trained
+
+onnx = pytest.importorskip("onnx")
+onnxruntime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+qdq_module = pytest.importorskip("cpt_fx.export.deployment")
+INT4, INT8, UINT8 = 22, 3, 2
+
+
+def qdq(*args: Any, **kwargs: Any) -> Any:
+    return qdq_module.qdq(*args, verbose=False, **kwargs)
+
+
+def session(proto: Any, *, optimized: bool = True) -> Any:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    if not optimized:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def everything(proto: Any, feed: dict[str, Any]) -> dict[str, Any]:
+    """Run a file, and return every value in it."""
+    known = {value.name for value in proto.graph.output}
+    for value in onnx.shape_inference.infer_shapes(proto).graph.value_info:
+        # numpy has no numbers of 4 bits.
+        if value.name not in known and value.type.tensor_type.elem_type != INT4:
+            proto.graph.output.append(value)
+    run = session(proto, optimized=False)
+    names = [value.name for value in run.get_outputs()]
+    values = dict(zip(names, run.run(names, feed), strict=True))
+    return values | {held.name: onnx.numpy_helper.to_array(held) for held in proto.graph.initializer} | feed
+
+
+def makers(proto: Any, kind: str) -> dict[str, Any]:
+    return {node.name: node for node in proto.graph.node if node.op_type == kind}
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_default_recipe_is_exact(name: str, bits: int, tmp_path: Path) -> None:
+    model, x = trained(name, bits)
+    report = qdq(model, (x,), tmp_path / "model.onnx", bits)
+    assert report.exact and all(item.error == 0 for item in report.quantizers)
+    assert "0 converted, 0 left" in str(report)
+    proto = onnx.load(report.path)
+    onnx.checker.check_model(proto, full_check=True)
+    assert {opset.domain: opset.version for opset in proto.opset_import} == {"": 21 if bits <= 4 else 18}
+    assert proto.ir_version == 10 and not proto.functions
+    assert [value.name for value in proto.graph.input] == [MODELS[name][2]]
+    (output,) = report.outputs
+    assert output.maximum <= (0.01 if bits == 8 else 1e-5) * output.largest
+    assert name == "grouped" or output.agreement == 1.0
+
+
+@pytest.mark.parametrize("bits", [8, 5, 4, 1])
+def test_weights_are_codes_whose_values_are_those_of_pytorch(bits: int, tmp_path: Path) -> None:
+    model, x = trained("residual", bits)
+    proto = onnx.load(qdq(model, (x,), tmp_path / "model.onnx", bits).path)
+    held = {tensor.name: tensor for tensor in proto.graph.initializer}
+    parameters = dict(model.named_parameters())
+    reach = max(2 ** (bits - 1) - 1, 1)
+    for layer in ("stem", "conv", "head"):
+        node = makers(proto, "DequantizeLinear")[f"{layer}.weight"]
+        stored = held[node.input[0]]
+        assert stored.data_type == (INT4 if bits <= 4 else INT8)
+        codes, scale, zero_point = (onnx.numpy_helper.to_array(held[name]) for name in node.input)
+        assert not zero_point.any() and scale.shape == (len(codes),)
+        assert [item.i for item in node.attribute if item.name == "axis"] == [0]
+        assert np.abs(codes.astype(int)).max() == reach
+        values = codes.astype(np.float32) * scale.reshape(-1, *(1,) * (codes.ndim - 1))
+        ours = functional.fake_quantize(parameters[f"{layer}.weight"], bits, keep=(0,), scheme="symmetric")
+        assert np.array_equal(values, ours.detach().numpy())
+    assert not {name for name in held if name.endswith(".weight")}
+
+
+@pytest.mark.parametrize("bits", [8, 6, 1])
+def test_activations_are_codes_whose_values_are_those_of_pytorch(bits: int, tmp_path: Path) -> None:
+    model, x = trained("residual", bits)
+    proto = onnx.load(qdq(model, (x,), tmp_path / "model.onnx", bits).path)
+    # Beyond the range that was learned, too.
+    values = everything(proto, {"x": 3 * x.numpy()})
+    quantize = makers(proto, "QuantizeLinear")
+    assert len(quantize) == 3 and bool(makers(proto, "Clip")) == (bits < 8)
+    state = model.get_submodule("_cpt_fx.ranges")
+    for layer in ("stem", "conv", "head"):
+        ranges = state.get_submodule(f"{layer}.input")
+        node = quantize[f"{layer}.input.QuantizeLinear"]
+        last = makers(proto, "DequantizeLinear")[f"{layer}.input.DequantizeLinear"]
+        codes = values[last.input[0]]
+        assert codes.dtype == np.uint8 and codes.max() == 2**bits - 1 and len(np.unique(codes)) <= 2**bits
+        ours = torch.ops.cpt_fx.fake_quantize_observed(
+            torch.from_numpy(values[node.input[0]].copy()), torch.tensor(bits), ranges.running_zero_point,
+            ranges.running_range, ranges.running_weight, False, scheme="affine_integer",
+        )  # fmt: skip
+        assert np.array_equal(values[last.output[0]], ours.numpy())
+
+
+def test_a_bias_keeps_its_quantized_values(tmp_path: Path) -> None:
+    """Newer versions of ONNX Runtime round float biases to steps of the product: coarse ones, below 8 bits."""
+    for bits in (8, 3):
+        model, x = trained("mlp", bits)
+        path = tmp_path / f"{bits}.onnx"
+        proto = onnx.load(qdq(model, (x,), path, bits).path)
+        values = everything(proto, {"input": x.numpy()})
+        made = {name for node in proto.graph.node for name in node.output}
+        gemms = list(makers(proto, "Gemm").values())
+        assert len(gemms) == 2
+        for layer, gemm in zip(("0", "2"), gemms, strict=True):
+            bias = dict(model.named_parameters())[f"{layer}.bias"]
+            ours = functional.fake_quantize(bias, bits, scheme="symmetric").detach().numpy()
+            assert np.array_equal(values[gemm.input[2]], ours)
+            assert (gemm.input[2] in made) == (bits < 8)
+
+
+def test_the_published_format_is_converted_and_the_error_measured(tmp_path: Path) -> None:
+    model, x = trained("transformer", recipe="paper")
+    report = qdq(model, (x,), tmp_path / "model.onnx")
+    converted = [item for item in report.quantizers if item.status == "converted"]
+    assert len(converted) > 10 and not report.exact
+    assert all(0 < item.error < 0.05 for item in converted)
+    biases = [item for item in report.quantizers if item.role == "bias"]
+    assert biases and all(item.status == "exact" for item in biases)
+    (output,) = report.outputs
+    assert 0 < output.mean < 0.05 * output.largest
+    said = str(report)
+    assert "recipes.default()" in said and "zero point between two codes" in said and "same class for" in said
+    assert all(f"{item.layer} {item.operand}" in said for item in converted)
+
+
+def test_errors_are_those_of_the_file(tmp_path: Path) -> None:
+    """The error of a layer is what its nodes make of the tensor, against what the quantizer makes of it."""
+    model, x = trained("mlp", 4, recipe="paper")
+    report = qdq(model, (x,), tmp_path / "model.onnx", 4)
+    values = everything(onnx.load(report.path), {"input": x.numpy()})
+    rows = {(item.layer, item.operand): item for item in report.quantizers}
+    weight = dict(model.named_parameters())["0.weight"]
+    ours = functional.fake_quantize(weight, 4, keep=(0,)).detach().numpy()
+    node = makers(onnx.load(report.path), "DequantizeLinear")["0.weight"]
+    theirs = values[node.output[0]]
+    assert rows["0", "weight"].error == pytest.approx(np.linalg.norm(theirs - ours) / np.linalg.norm(ours), rel=1e-5)
+    assert rows["0", "weight"].error > 0.01
+
+
+def test_ranges_that_training_did_not_fix_are_those_of_the_examples(tmp_path: Path) -> None:
+    model, x = trained("mlp", recipe="integer")
+    report = qdq(model, (x,), tmp_path / "model.onnx")
+    status = {(item.operand, item.status) for item in report.quantizers}
+    assert status == {("input", "converted"), ("weight", "exact")}
+    # On the examples themselves nothing differs.
+    assert all("fixed to the range of the examples" in item.note for item in report.quantizers if item.note)
+    assert max(item.error for item in report.quantizers) == 0
+    untrained = cpt_fx.transform(nn.Linear(12, 4), cpt_fx.schedules.Static(8))
+    (first, *_) = qdq(untrained, (x,), tmp_path / "other.onnx").quantizers
+    assert first.status == "converted" and "has seen no training yet" in first.note
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "mx"])
+def test_floating_point_formats_become_integers(recipe: str, tmp_path: Path) -> None:
+    model, x = trained("grouped", recipe=recipe)
+    report = qdq(model, (x,), tmp_path / "model.onnx")
+    assert {item.status for item in report.quantizers} == {"converted"}
+    assert all(0 < item.error < 0.1 for item in report.quantizers)
+
+
+def test_stochastic_rounding_becomes_nearest(tmp_path: Path) -> None:
+    drawn = cpt_fx.Format(scheme=Scheme.SYMMETRIC, group=Group.CHANNEL, rounding=Rounding.STOCHASTIC)
+    recipe = default().with_rule("linear", weight=drawn)
+    model, x = trained("mlp", 5, recipe=recipe)
+    report = qdq(model, (x,), tmp_path / "model.onnx", 5)
+    weights = [item for item in report.quantizers if item.role == "weight"]
+    assert {item.status for item in weights} == {"converted"}
+    assert all("not at random" in item.note and item.error == 0 for item in weights)
+
+
+def test_layers_of_other_widths(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    model = cpt_fx.transform(net, cpt_fx.schedules.Static(3), overrides={"0": "+2", "2": 16, "4": 32})
+    x = torch.randn(16, 6)
+    model(x)
+    report = qdq(model, (x,), tmp_path / "model.onnx", 3)
+    rows = {(item.layer, item.operand): item for item in report.quantizers}
+    assert rows["0", "weight"].bits == 5 and rows["0", "weight"].status == "exact"
+    assert rows["2", "weight"].status == rows["2", "input"].status == "float"
+    assert "16 bits are more than the 8" in rows["2", "weight"].note and rows["2", "weight"].error < 1e-3
+    assert rows["4", "weight"].status == "exact"
+    proto = onnx.load(report.path)
+    assert len(makers(proto, "QuantizeLinear")) == 1
+    found = session(proto).run(None, {"input": x.numpy()})[0]
+    assert np.abs(found - evaluated(model, x, 3)).max() < 1e-3
+
+
+class Shared(nn.Module):
+    """A layer that is called twice, and a weight that is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.mask = nn.Linear(6, 6), nn.Buffer(torch.eye(6))
+        self.raw = nn.Parameter(torch.randn(4, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(torch.tanh(self.layer(x)))
+        return nn.functional.linear(x, torch.tanh(self.raw) @ self.mask)
+
+
+def test_weights_that_are_shared_or_computed(tmp_path: Path) -> None:
+    model = cpt_fx.transform(Shared(), cpt_fx.schedules.Static(6))
+    x = torch.randn(16, 6)
+    model(x)
+    report = qdq(model, (x,), tmp_path / "model.onnx", 6)
+    found = session(onnx.load(report.path)).run(None, {"x": x.numpy()})[0]
+    ours = evaluated(model, x, 6)
+    assert np.abs(found - ours).max() <= 1e-5 * np.abs(ours).max()
+
+
+def test_the_model_stays_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, x = trained("residual", 5)
+    model.train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    qdq(model, (x,), tmp_path / "model.onnx", 8)
+    assert model.training and not capsys.readouterr().out
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    model(x).sum().backward()
+    cpt_fx.inspect(model).verify()
+    qdq_module.qdq(model, (x,), tmp_path / "model.onnx", 8, overwrite=True)
+    assert "7 quantizers: 7 exact" in capsys.readouterr().out
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    model, x = trained("mlp")
+    path = tmp_path / "model.onnx"
+    for bits, words in ((9, "weights of 9 bits"), (cpt_fx.Bits(8, 0, 8), "activations of 0 bits"), (32, "export.onnx")):
+        with pytest.raises(ExportError, match=words):
+            qdq(model, (x,), path, bits)
+    with pytest.raises(ExportError, match="does not run on example_inputs"):
+        qdq(model, (x[:, :3],), path)
+    with torch.no_grad():
+        dict(model.named_parameters())["0.weight"][0, 0] = float("nan")
+    with pytest.raises(ExportError, match=r"0\.weight holds a NaN"):
+        qdq(model, (x,), path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_range_that_is_not_finite(tmp_path: Path) -> None:
+    model, x = trained("mlp")
+    model.get_submodule("_cpt_fx.ranges.2.input").get_buffer("running_range").fill_(float("inf"))
+    with (
+        pytest.raises(ExportError, match=r"2\.input cannot be quantized: its running range"),
+        pytest.warns(UserWarning, match="not finite"),
+    ):
+        qdq(model, (x,), tmp_path / "model.onnx")
+
+
+class AlwaysDrops(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(nn.functional.dropout(x, training=True))
+        return y
+
+
+def test_what_no_standard_operator_says(tmp_path: Path) -> None:
+    model = cpt_fx.transform(AlwaysDrops(), cpt_fx.schedules.Static(6))
+    x = torch.randn(4, 6)
+    model(x)
+    with pytest.raises(ExportError, match=r"evaluates Uniform, .*use export\.onnx"):
+        qdq(model, (x,), tmp_path / "model.onnx")

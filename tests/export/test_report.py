@@ -1,0 +1,215 @@
+"""`export.report`: what it promises is what exports do, what is refused is said, and nothing is left behind."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from rich.table import Table
+from torch import Tensor, nn
+
+import cpt_fx
+from cpt_fx.errors import TransformError
+
+pytest.importorskip("onnxscript")
+
+from cpt_fx.export import report
+from cpt_fx.export.reporting import Report
+
+TRAINS = importlib.util.find_spec("onnxruntime") is not None and bool(importlib.util.find_spec("onnxruntime.training"))
+SCHEDULE = cpt_fx.schedules.Static(6)
+X = torch.linspace(-1, 1, 12 * 6).reshape(12, 6)
+
+
+def transformed(*layers: nn.Module, recipe: Any = None) -> nn.Module:
+    torch.manual_seed(0)
+    result = cpt_fx.transform(nn.Sequential(*layers), SCHEDULE, recipe=recipe)
+    result(X)
+    return result
+
+
+def verdicts(found: Report, target: str, kind: str) -> dict[tuple[str, str], str]:
+    return {
+        (row.layer, row.what.partition(" ")[0]): row.verdicts[target].status
+        for row in found.rows
+        if row.kind == kind and target in row.verdicts
+    }
+
+
+class Made(NamedTuple):
+    """A report, the model it is on, that model's state and modes before, and the folder it was made in."""
+
+    found: Report
+    model: nn.Module
+    state: dict[str, Tensor]
+    modes: dict[str, bool]
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """A model with a bit of everything, reported on once: that takes seconds."""
+    folder = tmp_path_factory.mktemp("here")
+    model = transformed(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.ReLU(), nn.Linear(8, 3))
+    state = copy.deepcopy(model.state_dict())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return Made(report(model, (X,)), model, state, modes_of(model), folder)
+
+
+def modes_of(model: nn.Module) -> dict[str, bool]:
+    return {name: module.training for name, module in model.named_modules()}
+
+
+@pytest.fixture
+def model(made: Made) -> nn.Module:
+    return made.model
+
+
+@pytest.fixture
+def found(made: Made) -> Report:
+    return made.found
+
+
+def test_every_quantizer_has_a_verdict(model: nn.Module, found: Report) -> None:
+    views = cpt_fx.inspect(model).quantizers
+    assert [row.layer for row in found.rows if row.kind == "quantizer"] == [view.layer for view in views]
+    forward = {(view.layer, view.operand) for view in views if view.role != "gradient"}
+    for target in ("onnx", "qdq"):
+        assert verdicts(found, target, "quantizer") == dict.fromkeys(forward, "exact")
+    gradients = {(view.layer, "gradient") for view in views if view.role == "gradient"}
+    assert verdicts(found, "ort_training", "quantizer") == dict.fromkeys(forward | gradients, "exact")
+
+
+def test_operators_are_named_with_their_layers(found: Report) -> None:
+    assert verdicts(found, "onnx", "operator") == {
+        ("0", "linear"): "exact",
+        ("1", "batch_norm"): "exact",
+        ("2", "dropout"): "exact",
+        ("3", "relu"): "exact",
+        ("4", "linear"): "exact",
+    }
+    # Its draws in training are others than those of PyTorch's generator; in evaluation there are none.
+    assert verdicts(found, "ort_training", "operator")["2", "dropout"] == "approximated"
+    assert found.status("ort_training") == "approximated"
+    assert found.status("onnx") == found.status("qdq") == "exact"
+
+
+def test_what_stands_for_the_loss_is_not_shown(found: Report) -> None:
+    assert {what for _, what in verdicts(found, "ort_training", "operator")} & {
+        "square",
+        "pow",
+        "mean",
+        "clone",
+    } == set()
+
+
+def test_running_state_has_a_verdict(found: Report) -> None:
+    ours = {(row.layer, row.what) for row in found.rows if row.kind == "state"}
+    statistics = {("1", name) for name in ("running_mean", "running_var", "num_batches_tracked")}
+    assert ours == statistics | {("0", "range of input"), ("4", "range of input")}
+
+
+def test_the_model_is_left_as_it_was(made: Made) -> None:
+    after = made.model.state_dict()
+    assert [name for name in made.state if not torch.equal(made.state[name], after[name])] == []
+    assert modes_of(made.model) == made.modes
+    assert list(made.folder.iterdir()) == []
+
+
+def test_a_format_that_qdq_cannot_say_is_approximated() -> None:
+    found = report(transformed(nn.Linear(6, 3), recipe="paper"), (X,), targets=("onnx", "qdq"))
+    assert found.status("onnx") == "exact"
+    assert found.status("qdq") == "approximated"
+    row = next(row for row in found.rows if row.what.startswith("input"))
+    verdict = row.verdicts["qdq"]
+    assert verdict.status == "approximated"
+    assert verdict.error is not None and 0 < verdict.error < 0.2
+    assert "zero point" in verdict.why
+    assert f"approximated {verdict.error:.1%}" in str(found)
+
+
+class Refused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 6, max_norm=1.0), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.table(x))
+        return out
+
+
+def test_a_refusal_is_said_and_not_raised() -> None:
+    result = cpt_fx.transform(Refused(), SCHEDULE)
+    found = report(result, (torch.arange(8).reshape(4, 2),), targets=("ort_training", "onnx"))
+    assert found.status("ort_training") == "refused"
+    assert "max_norm" in found.targets["ort_training"].problem
+    assert f"  {found.targets['ort_training'].problem[:40]}" in str(found)
+
+
+def test_inputs_that_do_not_fit_are_said_and_not_raised() -> None:
+    found = report(transformed(nn.Linear(6, 3)), (torch.randn(4, 5),))
+    assert [found.status(target) for target in found.targets] == ["refused"] * 3
+    assert all("mat1 and mat2" in outcome.problem for outcome in found.targets.values())
+
+
+def test_a_state_that_cannot_be_kept_is_refused() -> None:
+    class Counting(nn.Module):
+        counts: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(6, 3)
+            self.register_buffer("counts", torch.zeros(2, dtype=torch.int64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.counts += 1
+            out: Tensor = self.fc(x)
+            return out
+
+    found = report(cpt_fx.transform(Counting(), SCHEDULE), (X,), targets="ort_training")
+    assert verdicts(found, "ort_training", "state")["", "counts"] == "refused"
+    assert "int64 of shape (2,)" in str(found)
+    assert found.status("ort_training") == "refused"
+
+
+def test_one_target_is_enough() -> None:
+    found = report(transformed(nn.Linear(6, 3)), (X,), targets="onnx")
+    assert list(found.targets) == ["onnx"]
+    assert repr(found) == "<Report on Sequential: onnx exact>"
+
+
+def test_it_is_data_too(found: Report) -> None:
+    data = json.loads(json.dumps(found.to_dict()))
+    assert {name: one["status"] for name, one in data["targets"].items()} == {
+        "ort_training": "approximated",
+        "onnx": "exact",
+        "qdq": "exact",
+    }
+    assert len(data["rows"]) == len(found.rows)
+    table = found.table()
+    assert isinstance(table, Table)
+    # One row for each, and one for each of three headings.
+    assert table.row_count == len(found.rows) + 3
+
+
+def test_exports_are_tried_where_they_can_be(found: Report) -> None:
+    assert any(note.startswith("tried") for note in found.targets["onnx"].notes)
+    tried = any("every gradient were compared" in note for note in found.targets["ort_training"].notes)
+    assert tried == TRAINS
+    if not TRAINS:
+        assert "not tried here" in str(found)
+
+
+def test_bad_calls_are_refused(model: nn.Module) -> None:
+    with pytest.raises(ValueError, match=r'target must be one of "ort_training", "onnx", "qdq", got \'onxx\'. Did you'):
+        report(model, (X,), targets=("onxx",))
+    with pytest.raises(TransformError, match="is not transformed"):
+        report(nn.Linear(6, 3), (X,))
+    with pytest.raises(ValueError, match="example_inputs must be a tuple"):
+        report(model, 3)
