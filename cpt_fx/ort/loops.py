@@ -1,0 +1,158 @@
+"""The three graphs of a training run, bound to its memory: backward, update, evaluation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cpt_fx.export.manifest import Manifest
+from cpt_fx.export.optimizers import GRADIENT_SCALE, LEARNING_RATE, STEP
+from cpt_fx.export.program import LOSS, OUTPUT, SEEDS
+from cpt_fx.ort.engine import CPU, Engine
+from cpt_fx.ort.memory import Block, Memory
+from cpt_fx.runtime import dial_width
+from cpt_fx.schedules import Bits
+
+Array = NDArray[Any]
+Outputs = Array | tuple[Array, ...] | dict[str, Array]
+_OVERWRITE = "lazy_reset_grad"
+"""ONNX Runtime's input: whether gradients are written over those of the step before, or added to them."""
+_DONE = "_grad.accumulation.out"
+"""Suffix of the training graph's outputs that say that a gradient is there: nobody reads them."""
+
+
+class _Bound:
+    """An engine with everything bound but a batch: once for each place that the running state may be in.
+
+    What changes from step to step (widths, seeds, the learning rate) lies in small blocks on the CPU, which are written
+    in place.
+    """
+
+    def __init__(self, engine: Engine, memory: Memory, controls: tuple[str, ...]) -> None:
+        self.engine = engine
+        self.memory = memory
+        self.controls: dict[str, Block] = {}
+        for name in controls:
+            if name in engine.inputs:
+                self.controls[name] = Block(engine.inputs[name].zeros(), CPU)
+        self.results: dict[str, Block] = {}
+        self._bindings = [self._bind(side) for side in range(2)]
+
+    def _bind(self, side: int) -> Any:
+        bindings = self.engine.bindings()
+        self._bind_inputs(bindings, side)
+        targets = self.memory.targets(side)
+        for name, slot in self.engine.outputs.items():
+            if name in targets:
+                bindings.bind_ortvalue_output(name, targets[name].ort)
+            elif name == LOSS or name.endswith(_DONE):
+                if name not in self.results:
+                    self.results[name] = Block(slot.zeros(), CPU)
+                bindings.bind_ortvalue_output(name, self.results[name].ort)
+        return bindings
+
+    def _bind_inputs(self, bindings: Any, side: int) -> None:
+        for name, block in (self.memory.places(side) | self.controls).items():
+            if name in self.engine.inputs:
+                bindings.bind_ortvalue_input(name, block.ort)
+
+    def ready(self) -> Any:
+        """Return the bindings for where the running state is, and for what the controls hold now."""
+        bindings = self._bindings[self.memory.side]
+        if self.engine.device != CPU:
+            # What lies on another device than the node that reads it is copied when it is bound, not when the graph
+            # runs: on a GPU, what was written since then would not be seen.
+            self._bind_inputs(bindings, self.memory.side)
+        return bindings
+
+    def set(self, name: str, value: Any) -> None:
+        """Write one of the controls, if the graph has it."""
+        if name in self.controls:
+            self.controls[name].write(np.asarray(value))
+
+    def set_widths(self, manifest: Manifest, bits: Bits) -> None:
+        """Write the width of each dial."""
+        for name, dial in manifest.dials.items():
+            self.set(name, dial_width(dial, bits))
+
+    def feed(self, arrays: dict[str, Array]) -> Any:
+        """Bind a batch; return the bindings."""
+        bindings = self.ready()
+        for name, array in arrays.items():
+            if name in self.engine.inputs:
+                bindings.bind_cpu_input(name, array)
+        return bindings
+
+
+class Backward(_Bound):
+    """Loss and gradients of a batch; running state goes on to its next value."""
+
+    def __init__(self, engine: Engine, memory: Memory, manifest: Manifest) -> None:
+        super().__init__(engine, memory, (*manifest.dials, SEEDS, _OVERWRITE))
+        self.manifest = manifest
+
+    def __call__(self, arrays: dict[str, Array], bits: Bits, generator: torch.Generator, *, fresh: bool) -> float:
+        """Run on a batch and return the loss; `fresh` gradients are written over the old ones, others are added."""
+        self.set_widths(self.manifest, bits)
+        self.set(_OVERWRITE, fresh)
+        if self.manifest.seeds:
+            self.set(SEEDS, draw(self.manifest.seeds, generator))
+        self.engine.run(self.feed(arrays))
+        self.memory.swap()
+        return float(self.results[LOSS].read().item())
+
+
+class Update(_Bound):
+    """One update of the parameters. New values are written over the old ones: the graph is made for that."""
+
+    def __init__(self, engine: Engine, memory: Memory) -> None:
+        super().__init__(engine, memory, (LEARNING_RATE, STEP, GRADIENT_SCALE))
+
+    def __call__(self, rates: NDArray[np.float64], step: int, scale: float) -> None:
+        """Update with a learning rate for each group, as update number `step`, from 1."""
+        self.set(LEARNING_RATE, rates)
+        self.set(STEP, step)
+        self.set(GRADIENT_SCALE, scale)
+        self.engine.run(self.ready())
+
+
+class Evaluation(_Bound):
+    """Loss and outputs of a batch; nothing changes."""
+
+    def __init__(self, engine: Engine, memory: Memory, manifest: Manifest) -> None:
+        super().__init__(engine, memory, (*manifest.dials, SEEDS))
+        self.manifest = manifest
+
+    def __call__(self, arrays: dict[str, Array], bits: Bits, seed: int) -> tuple[float, Outputs]:
+        """Run on a batch. Where a model draws at random even then, it does so from a seed of its own."""
+        self.set_widths(self.manifest, bits)
+        if SEEDS in self.controls:
+            self.set(SEEDS, draw(self.controls[SEEDS].shape[0], torch.Generator().manual_seed(seed)))
+        bindings = self.feed(arrays)
+        names = [tensor.name for tensor in self.manifest.outputs]
+        # Anew each time: what a run leaves there would be the memory of the next one, whose batch may be larger.
+        for name in names:
+            bindings.bind_output(name, CPU)
+        self.engine.run(bindings)
+        # In the order in which they were bound; the loss was first.
+        _, *values = bindings.copy_outputs_to_cpu()
+        return float(self.results[LOSS].read().item()), arranged(list(zip(names, values, strict=True)))
+
+
+def draw(rows: int, generator: torch.Generator) -> Array:
+    """Draw the seeds of one step."""
+    seeds: Array = torch.randint(-(1 << 31), 1 << 31, (rows, 2), dtype=torch.int32, generator=generator).numpy()
+    return seeds
+
+
+def arranged(outputs: list[tuple[str, Array]]) -> Outputs:
+    """Return outputs as their names say that the model returned them."""
+    prefix = f"{OUTPUT}."
+    if len(outputs) == 1 and not outputs[0][0].startswith(prefix):
+        return outputs[0][1]
+    if all(name.startswith(prefix) for name, _ in outputs):
+        return {name.removeprefix(prefix): value for name, value in outputs}
+    return tuple(value for _, value in outputs)

@@ -1,0 +1,67 @@
+"""Learning rates: numbers that are set, a function of the update, or one of torch's own schedulers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Rate = float | Sequence[float]
+RateFunction = Callable[[int], Rate]
+
+
+class OptimizerView(torch.optim.Optimizer):
+    """What torch's learning-rate schedulers see of a `Trainer`'s optimizer: a learning rate for each group."""
+
+    def __init__(self, rates: Sequence[float]) -> None:
+        groups = [{"params": [torch.nn.Parameter(torch.zeros(()))], "lr": rate} for rate in rates]
+        super().__init__(groups, {"lr": 0.0})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Do nothing but count, as schedulers want it: the update runs in ONNX Runtime."""
+
+
+class Rates:
+    """The learning rate of each group."""
+
+    def __init__(self, rates: Sequence[float], function: Rate | RateFunction | None) -> None:
+        self.view = OptimizerView(rates)
+        self._function: RateFunction | None = None
+        if callable(function):
+            self._function = function
+        elif function is not None:
+            self.set(function)
+
+    def get(self) -> list[float]:
+        """Return the learning rates as they were set last."""
+        return [float(group["lr"]) for group in self.view.param_groups]
+
+    def set(self, rate: Rate) -> None:
+        """Set one learning rate for all groups, or one for each."""
+        if self._function is not None:
+            raise ValueError("learning_rate is a function of the update: the Trainer asks it before each update")
+        self._write(rate)
+
+    def at(self, update: int) -> NDArray[np.float64]:
+        """Return the learning rates of an update, counted from 0."""
+        if self._function is not None:
+            self._write(self._function(update))
+        return np.array(self.get(), np.float64)
+
+    def restore(self, rates: Sequence[float]) -> None:
+        """Set them as they were when they were saved."""
+        self._write(rates)
+
+    def _write(self, rate: Rate) -> None:
+        groups = self.view.param_groups
+        rates = [rate] * len(groups) if not isinstance(rate, Sequence) else list(rate)
+        if len(rates) != len(groups):
+            raise ValueError(f"{len(rates)} learning rates were given for {len(groups)} parameter groups")
+        for value in rates:
+            if not np.isfinite(value) or value < 0:
+                raise ValueError(f"a learning rate must be a finite number of at least 0, got {value!r}")
+        for group, value in zip(groups, rates, strict=True):
+            group["lr"] = float(value)

@@ -1,0 +1,263 @@
+"""`Trainer`: a directory that `export.ort_training` wrote, trained in ONNX Runtime under a schedule."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from cpt_fx.errors import ExportError, check_int
+from cpt_fx.export import manifest as files
+from cpt_fx.export.cuda import session_providers
+from cpt_fx.export.directory import digest
+from cpt_fx.export.environment import require_training
+from cpt_fx.export.manifest import Manifest
+from cpt_fx.ort import checkpoint, transfer
+from cpt_fx.ort.engine import CPU, Engine
+from cpt_fx.ort.feeding import arrays_of
+from cpt_fx.ort.labels import check_ranges, ranges_of
+from cpt_fx.ort.loops import Backward, Evaluation, Update
+from cpt_fx.ort.memory import Memory
+from cpt_fx.ort.rates import OptimizerView, Rate, RateFunction, Rates
+from cpt_fx.ort.shared import SharedParameters
+from cpt_fx.ort.statistics import check_two, needs_two
+from cpt_fx.schedules.base import Schedule
+
+Array = NDArray[Any]
+Outputs = Array | tuple[Array, ...] | dict[str, Array]
+
+
+class Trainer:
+    """Trains an exported model in ONNX Runtime; the widths of its quantizers follow a schedule.
+
+        trainer = cpt_fx.ort.Trainer(directory, schedule)
+        for x, y in batches:
+            loss = trainer.step(x, y)
+        trainer.to_torch(model)
+
+    One directory serves any schedule, since widths are inputs of its graphs. For a given directory, seed and number of
+    threads the numbers are the same in every run, to the last bit, also when training was interrupted and resumed by
+    `save` and `load`. With another number of threads sums are added up in another order.
+
+    Args:
+        directory: what `cpt_fx.export.ort_training` wrote. Every file is compared with its checksum.
+        schedule: what the widths do; `schedule.step()` is called after each update.
+        device: `"cpu"`, `"cuda"` or `"cuda:1"`.
+        accumulation: how many steps make one update, which is of the mean of their gradients.
+        learning_rate: a number, one for each parameter group, or a function of the update, counted from 0, that
+            returns such; None for what the optimizer was exported with.
+        seed: for stochastic rounding and dropout; None takes one from torch's generator (`torch.manual_seed`).
+        threads: how many threads ONNX Runtime uses; None for one per core.
+    """
+
+    def __init__(
+        self,
+        directory: str | PathLike[str],
+        schedule: Schedule,
+        device: str = CPU,
+        *,
+        accumulation: int = 1,
+        learning_rate: Rate | RateFunction | None = None,
+        seed: int | None = None,
+        threads: int | None = None,
+    ) -> None:
+        if not isinstance(schedule, Schedule):
+            raise TypeError(
+                f"schedule must be one of cpt_fx.schedules, got {type(schedule).__name__}: for fixed widths pass "
+                "schedules.Static(8)"
+            )
+        self.accumulation = check_int("accumulation", accumulation, 1)
+        if threads is not None:
+            check_int("threads", threads, 1)
+        require_training()
+        session_providers(str(device))  # Refuses a device that is not there, before anything is read.
+        folder = Path(directory)
+        self.manifest: Manifest = files.read(folder)
+        """What the directory says of itself."""
+        check_files(folder, self.manifest)
+        self.schedule = schedule
+        self.device = str(device)
+        self.generator = torch.Generator()
+        """Where the seeds of each step come from: int32, `torch.randint(-2**31, 2**31, (manifest.seeds, 2))`."""
+        self.generator.manual_seed(int(torch.randint(1 << 62, ())) if seed is None else check_int("seed", seed, 0))
+        self.rates = Rates([group["lr"] for group in self.manifest.optimizer["groups"]], learning_rate)
+        training, optimizer, evaluation = (
+            Engine(folder / name, self.device, threads) for name in (files.TRAINING, files.OPTIMIZER, files.EVALUATION)
+        )
+        self.memory = Memory(self.manifest, folder, training, optimizer, self.device)
+        """Every tensor of the training, by name."""
+        self._backward = Backward(training, self.memory, self.manifest)
+        self._update = Update(optimizer, self.memory)
+        self._evaluation = Evaluation(evaluation, self.memory, self.manifest)
+        taken = (tensor.name for tensor in (*self.manifest.inputs, *self.manifest.targets))
+        self._needs_two = needs_two(folder / files.TRAINING)
+        self._ranges = ranges_of(folder / files.EVALUATION, taken)
+        self._shared: SharedParameters | None = None
+        self.updates = 0
+        """How many updates were done."""
+        self.optimizer_steps = 0
+        """How many of them the exported optimizer did: what it remembers is of these."""
+        self.pending = 0
+        """How many steps were done since the last update."""
+
+    # Training.
+
+    def step(self, *inputs_and_targets: Any, **named: Any) -> float:
+        """Do one step on a batch and return its loss: forward, backward, and an update when enough is gathered.
+
+        The model's inputs come first, then the targets, in the order of the manifest or by name: numpy arrays or torch
+        tensors. Floats of another width are converted, integers too where each one fits.
+        """
+        loss = self.backward(*inputs_and_targets, **named)
+        if self.pending >= self.accumulation:
+            self.update()
+        return loss
+
+    def backward(self, *inputs_and_targets: Any, **named: Any) -> float:
+        """Add a batch's gradients to those gathered since the last update, and return its loss.
+
+        Running ranges and statistics learn from the batch. For optimizers of torch, see `torch_parameters`.
+        """
+        arrays = self._taken(inputs_and_targets, named)
+        if self._needs_two:
+            check_two(self.manifest, arrays)
+        if self._shared is not None:
+            self._shared.before_backward(fresh=not self.pending)
+        bits = self.schedule.bits(self.schedule.position)
+        try:
+            loss = self._backward(arrays, bits, self.generator, fresh=not self.pending)
+        except Exception:
+            # Gradients may be of a part of the layers: the ones gathered so far are lost.
+            self.pending = 0
+            raise
+        self.pending += 1
+        return loss
+
+    def update(self) -> None:
+        """Update the parameters now, by the mean of the gradients gathered so far: also before `accumulation` steps."""
+        self._require_gradients("update")
+        self._update(self.rates.at(self.updates), self.optimizer_steps + 1, 1 / self.pending)
+        self.optimizer_steps += 1
+        self.advance()
+
+    def advance(self) -> None:
+        """Say that an optimizer of torch has updated the parameters: the schedule goes on, gradients start afresh."""
+        self._require_gradients("advance")
+        self.updates += 1
+        self.pending = 0
+        self.rates.view.step()
+        self.schedule.step()
+
+    def _taken(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Array]:
+        """Return a batch as the graphs take it, checked."""
+        arrays = arrays_of(self.manifest, args, kwargs)
+        check_ranges(self._ranges, arrays)
+        return arrays
+
+    def _require_gradients(self, name: str) -> None:
+        if not self.pending:
+            raise RuntimeError(f"{name}() without gradients: there was no step or backward since the last update")
+
+    # Evaluation.
+
+    def evaluate(self, *inputs_and_targets: Any, **named: Any) -> tuple[float, Outputs]:
+        """Return the loss and the outputs of the model in evaluation; nothing of the training changes.
+
+        Widths are the schedule's for evaluation; running ranges and statistics are used as they are. Outputs are one
+        array, a tuple, or a dict, as the model returns one, several, or several by name.
+        """
+        arrays = self._taken(inputs_and_targets, named)
+        bits = self.schedule.evaluation_bits(self.schedule.position)
+        return self._evaluation(arrays, bits, self.updates)
+
+    # Learning rates.
+
+    @property
+    def lr(self) -> float | list[float]:
+        """The learning rate; one for each parameter group where they differ. It can be set, in the same forms."""
+        rates = self.rates.get()
+        return rates[0] if len(set(rates)) == 1 else rates
+
+    @lr.setter
+    def lr(self, rate: Rate) -> None:
+        self.rates.set(rate)
+
+    @property
+    def optimizer_view(self) -> OptimizerView:
+        """What `torch.optim.lr_scheduler` takes for the optimizer: `CosineAnnealingLR(trainer.optimizer_view, 100)`."""
+        return self.rates.view
+
+    # Saving and loading.
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write everything that the following steps depend on to one file.
+
+        That is weights, what the optimizer remembers, running ranges and statistics, gradients of an update that is
+        half gathered, the schedule's position and the random state. What is at the path is replaced when all is
+        written. A learning-rate scheduler, or an optimizer of torch, has a `state_dict` of its own.
+        """
+        checkpoint.save(self, Path(path))
+
+    def load(self, path: str | PathLike[str], *, schedule: bool = True) -> None:
+        """Go on from a file that `save` wrote: the steps that follow are equal, bit for bit.
+
+        A file that is damaged, or of another model, is refused, and changes nothing. `schedule=False` leaves the
+        schedule where it is, for going on under another one.
+        """
+        checkpoint.load(self, Path(path), schedule=schedule)
+
+    # PyTorch.
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return copies of parameters, buffers and running ranges by their names in PyTorch."""
+        return transfer.state_dict(self.manifest, self._values())
+
+    def to_torch(self, model: nn.Module, *, strict: bool = True) -> nn.Module:
+        """Write trained parameters, buffers and running ranges into a model, and return it.
+
+        The model is a plain one, which has no running ranges, or a transformed one. Nothing is written where a name is
+        missing or a shape differs; `strict=False` allows parameters that the training does not know.
+        """
+        transfer.to_torch(self.manifest, self._values(), model, strict=strict)
+        return model
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return copies of the gradients that were gathered last, summed over the steps of an update."""
+        return {name: torch.from_numpy(block.read()).clone() for name, block in self.memory.gradients.items()}
+
+    def torch_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the trainable parameters, on the memory that ONNX Runtime trains, for any optimizer of torch.
+
+            optimizer = torch.optim.RMSprop(trainer.torch_parameters().values())
+            for x, y in batches:
+                optimizer.zero_grad()
+                loss = trainer.backward(x, y)
+                optimizer.step()
+                trainer.advance()
+
+        Nothing is copied: `.grad` is the memory that `backward` writes. Several calls before `advance` add up, as in
+        torch, unless `zero_grad` comes between them. On the CPU only.
+        """
+        if self.device != CPU:
+            raise ExportError(f'parameters are shared with torch on the CPU only, this Trainer is on "{self.device}"')
+        if self._shared is None:
+            self._shared = SharedParameters(self.memory)
+        return dict(self._shared.parameters)
+
+    def _values(self) -> dict[str, Array]:
+        return {name: np.asarray(block.read()) for name, block in (self.memory.parameters | self.memory.states).items()}
+
+
+def check_files(folder: Path, manifest: Manifest) -> None:
+    """Refuse a directory where a file is missing, or is not the one that was written."""
+    for name in files.FILES:
+        path = folder / name
+        if not path.is_file():
+            raise ExportError(f"{path} is missing: export again")
+        if digest(path) != manifest.digests.get(name):
+            raise ExportError(f"{path} is not as it was written (its checksum differs): export again")

@@ -1,0 +1,134 @@
+"""Training in ONNX Runtime. Here: small models, exported once for all tests, and what they are trained on."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+import cpt_fx
+from cpt_fx.schedules.base import Schedule
+
+if TYPE_CHECKING:
+    from cpt_fx.export.manifest import Manifest
+
+FEATURES, CLASSES, WORDS = 6, 4, 12
+
+
+class Net(nn.Module):
+    """Two linear layers with batch norm between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # No bias: before batch norm its gradient is only noise, of which AdamW makes whole steps.
+        self.first = nn.Linear(FEATURES, 16, bias=False)
+        self.norm = nn.BatchNorm1d(16)
+        self.last = nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.last(torch.relu(self.norm(self.first(x))))
+        return made
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is that of the last layer; dropout, some of it in evaluation too; a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, 8)
+        self.drop = nn.Dropout(0.2)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.head = nn.Linear(8, WORDS, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = nn.functional.dropout(self.embedding(tokens), 0.1, training=True)
+        made: Tensor = self.head(self.drop(torch.tanh(self.frozen(hidden.mean(1)))))
+        return made
+
+
+def schedule(name: str = "CR") -> Schedule:
+    return cpt_fx.schedules.named(name, q_min=3, q_max=8, total_steps=40, cycles=2)
+
+
+def full() -> Schedule:
+    """Full precision, in which nothing is random."""
+    return cpt_fx.schedules.Static(32, 32)
+
+
+def net() -> Net:
+    torch.manual_seed(1)
+    return Net()
+
+
+def tied() -> Tied:
+    torch.manual_seed(2)
+    return Tied()
+
+
+def batch(number: int, size: int = 8) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randn(size, FEATURES, generator=generator)
+    return x, torch.randint(CLASSES, (size,), generator=generator)
+
+
+def tokens(number: int, size: int = 8) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(WORDS, (size, 5), generator=generator), torch.randint(WORDS, (size,), generator=generator)
+
+
+@functools.cache
+def net_directory() -> Path:
+    """`Net`, exported with SGD."""
+    return _exported(net(), batch(0)[:1], "sgd")
+
+
+@functools.cache
+def tied_directory() -> Path:
+    """`Tied`, exported with AdamW."""
+    return _exported(tied(), tokens(0)[:1], "adamw")
+
+
+def _exported(model: nn.Module, inputs: tuple[Any, ...], optimizer: Any) -> Path:
+    from cpt_fx.export.training import ort_training
+
+    # The tests of all modules of a process share it; it goes with the process.
+    holder = tempfile.TemporaryDirectory(prefix="cpt_fx_ort_")
+    _HOLDERS.append(holder)
+    directory = Path(holder.name) / "exported"
+    result = cpt_fx.transform(model, schedule())
+    ort_training(result, inputs, directory, loss="cross_entropy", optimizer=optimizer)
+    return directory
+
+
+_HOLDERS: list[tempfile.TemporaryDirectory[str]] = []
+
+
+def with_optimizer(
+    source: Path, target: Path, model: nn.Module, make: str | Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+) -> Path:
+    """Copy a directory, and give it another optimizer: what an export with that one writes."""
+    import onnx
+
+    from cpt_fx.export import manifest as files
+    from cpt_fx.export.directory import digest
+    from cpt_fx.export.optimizers import optimizer_model, resolve_optimizer
+
+    shutil.copytree(source, target)
+    manifest: Manifest = files.read(target)
+    optimizer = make if isinstance(make, str) else make(model.parameters())
+    spec = resolve_optimizer(optimizer, dict(model.named_parameters(remove_duplicate=False)))
+    parameters = tuple(
+        replace(item, group=spec.group_of((item.tensor.name, *item.also))) for item in manifest.parameters
+    )
+    onnx.save(optimizer_model(spec, parameters), str(target / files.OPTIMIZER))
+    digests = manifest.digests | {files.OPTIMIZER: digest(target / files.OPTIMIZER)}
+    replace(manifest, optimizer=spec.to_dict(), parameters=parameters, digests=digests).write(target)
+    return target
