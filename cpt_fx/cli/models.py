@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from cpt_fx.inspection import Inspection, Verification
 
+RECIPE = "default"
 REFERENCE = "package.module:callable, from the current folder or installed"
 
 
@@ -78,7 +79,7 @@ def add(commands: Commands) -> None:
 
 def add_transform(parser: argparse.ArgumentParser) -> None:
     """Add the options of the transformation."""
-    parser.add_argument("--recipe", default="default", metavar="NAME", help="preset of formats (default: %(default)s)")
+    parser.add_argument("--recipe", default=RECIPE, metavar="NAME", help="preset of formats (default: %(default)s)")
     parser.add_argument(
         "--exclude", action="append", default=[], metavar="NAME", help="module or glob left alone; may be repeated"
     )
@@ -87,7 +88,7 @@ def add_transform(parser: argparse.ArgumentParser) -> None:
 def run_inspect(options: argparse.Namespace) -> None:
     """Print an inspection."""
     schedule = build_schedule(options.schedule, options)
-    model, inputs = _model_and_inputs(options.model, load(options.model))
+    model, inputs = model_and_inputs(options.model, load(options.model))
     from cpt_fx.api import transform
     from cpt_fx.inspection import inspect
 
@@ -176,7 +177,8 @@ def load(reference: str) -> Any:
         raise RuntimeError(f"{reference} raised {type(error).__name__}: {error}") from error
 
 
-def _model_and_inputs(reference: str, made: Any) -> tuple[nn.Module, tuple[Any, ...] | None]:
+def model_and_inputs(reference: str, made: Any) -> tuple[nn.Module, tuple[Any, ...] | None]:
+    """Return the model, and the inputs where there are any, that the callable of a reference returned."""
     from torch import Tensor, nn
 
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)

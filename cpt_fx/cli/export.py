@@ -1,0 +1,295 @@
+"""`cpt-fx export`: a model as ONNX, as QDQ, or as a directory that ONNX Runtime trains; and whether that works here."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cpt_fx.cli.common import (
+    Commands,
+    UsageError,
+    add_json,
+    add_range,
+    build_schedule,
+    command,
+    print_json,
+    print_table,
+    schedule_name,
+    show,
+)
+from cpt_fx.cli.models import RECIPE, REFERENCE, add_transform, load, model_and_inputs
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from cpt_fx.export.manifest import Manifest
+
+MODEL = """The callable takes no arguments and returns (model, example_inputs): inputs are a tuple of the model's
+arguments, or a dict of them by name. A model that is not transformed yet is transformed first."""
+LOSSES = ("cross_entropy", "mse", "bce_with_logits", "l1", "none")
+OPTIMIZERS = ("sgd", "adam", "adamw")
+
+
+def add(commands: Commands) -> None:
+    """Declare the subcommand and its own subcommands."""
+    top = command(
+        commands,
+        "export",
+        _help,
+        "write a model as ONNX, or for training in ONNX Runtime",
+        "Write a transformed model for ONNX and ONNX Runtime, say beforehand what is exact, and look at what is\n"
+        "installed. The packages that this needs are extras: `cpt-fx export doctor` says which are missing.",
+        "cpt-fx export doctor",
+    )
+    top.set_defaults(parser=top)
+    targets = top.add_subparsers(title="targets", metavar="TARGET")
+    made = _model_command(
+        targets, "onnx", run_onnx, "one file that any ONNX Runtime runs",
+        "Write a model as it evaluates, each quantizer as one node. Widths are inputs of the file, or fixed by --bits.",
+        "cpt-fx export onnx mypackage.models:make model.onnx --bits 8", output="FILE",
+    )  # fmt: skip
+    made.add_argument("--bits", type=int, metavar="N", help="fix all widths (default: they are inputs)")
+    made = _model_command(
+        targets, "qdq", run_qdq, "one file of standard QuantizeLinear and DequantizeLinear",
+        "Write a model for deployment, in operators that every backend knows. Prints what differs from the model.",
+        "cpt-fx export qdq mypackage.models:trained model.onnx --bits 8", output="FILE",
+    )  # fmt: skip
+    made.add_argument("--bits", type=int, default=8, metavar="N", help="width (default: %(default)s)")
+    made = _model_command(
+        targets, "ort-training", run_training, "a directory that cpt_fx.ort.Trainer trains",
+        "Write training, evaluation and optimizer graphs, and a checkpoint. Any schedule may drive the training.",
+        "cpt-fx export ort-training mypackage.models:make directory --loss cross_entropy --optimizer adamw --lr 1e-3",
+        output="DIRECTORY",
+    )  # fmt: skip
+    made.add_argument(
+        "--loss", choices=LOSSES, default=LOSSES[0], help="(%(default)s); none: the model returns its loss"
+    )
+    made.add_argument("--optimizer", choices=OPTIMIZERS, default=OPTIMIZERS[0], help="(default: %(default)s)")
+    made.add_argument("--lr", type=float, metavar="RATE", help="learning rate (default: torch's)")
+    made.add_argument("--momentum", type=float, metavar="M", help="of sgd (default: none)")
+    made.add_argument("--weight-decay", type=float, metavar="W", help="(default: torch's)")
+    _model_command(
+        targets, "report", run_report, "what is exact, approximated or refused",
+        "Say for every target and layer what an export would do, without writing anything.",
+        "cpt-fx export report mypackage.models:make", output="",
+    )  # fmt: skip
+    made = command(
+        targets,
+        "doctor",
+        run_doctor,
+        "what is installed, what works, what is missing",
+        "Look at the packages that exports need, and at CUDA, and say how to mend what does not work. The exit code\n"
+        "is 1 where models cannot be exported for training.",
+        "cpt-fx export doctor --json",
+    )
+    add_json(made)
+    made = command(
+        targets,
+        "inspect",
+        run_inspect,
+        "what an exported directory holds",
+        "Show what a directory of `cpt-fx export ort-training` holds, and whether its files are as they were written.",
+        "cpt-fx export inspect directory",
+    )
+    made.add_argument("directory", type=Path, metavar="DIRECTORY")
+    add_json(made)
+
+
+def _model_command(
+    targets: Commands, name: str, run: Callable[[argparse.Namespace], None], summary: str, text: str, example: str, *,
+    output: str,
+) -> argparse.ArgumentParser:  # fmt: skip
+    made = command(targets, name, run, summary, f"{text}\n{MODEL}", example)
+    made.add_argument("model", metavar="REFERENCE", help=REFERENCE)
+    if output:
+        made.add_argument("output", type=Path, metavar=output, help="what to write")
+        made.add_argument("--overwrite", action="store_true", help="replace what is there")
+        made.add_argument("--fixed-batch", action="store_true", help="only for the batch of the example inputs")
+    made.add_argument("--schedule", type=schedule_name, default="CR", metavar="NAME", help="(default: %(default)s)")
+    add_transform(made)
+    add_range(made)
+    add_json(made)
+    return made
+
+
+def _help(options: argparse.Namespace) -> None:
+    raise UsageError(f"name a target, as in `cpt-fx export doctor`\n{options.parser.format_usage()}")
+
+
+def run_onnx(options: argparse.Namespace) -> None:
+    """Write one ONNX file."""
+    _require("onnx")
+    result, inputs = _transformed(options)
+    from cpt_fx import export
+
+    export.onnx(result, inputs, options.output, options.bits, **_common(options))
+    size = options.output.stat().st_size
+    if options.json:
+        print_json({"path": str(options.output), "bytes": size})
+    else:
+        print(f"wrote {options.output}, {_size(size)}")
+
+
+def run_qdq(options: argparse.Namespace) -> None:
+    """Write one QDQ file, and print what differs."""
+    _require("onnx")
+    result, inputs = _transformed(options)
+    from cpt_fx import export
+
+    report = export.qdq(result, inputs, options.output, options.bits, verbose=False, **_common(options))
+    size = options.output.stat().st_size
+    if options.json:
+        print_json({"path": str(options.output), "bytes": size, "report": asdict(report) | {"path": str(report.path)}})
+    else:
+        print(report)
+        print(f"wrote {options.output}, {_size(size)}")
+
+
+def run_training(options: argparse.Namespace) -> None:
+    """Write a directory for training."""
+    if options.momentum is not None and options.optimizer != "sgd":
+        raise UsageError(f"--momentum is for --optimizer sgd, got {options.optimizer}")
+    _require("training")
+    result, inputs = _transformed(options)
+    from cpt_fx import export
+
+    loss = None if options.loss == "none" else options.loss
+    export.ort_training(
+        result, inputs, options.output, loss=loss, optimizer=_optimizer(options, result), **_common(options)
+    )
+    _print_directory(options.output, options.json)
+
+
+def run_report(options: argparse.Namespace) -> None:
+    """Print what exports would do."""
+    _require("onnx")
+    result, inputs = _transformed(options)
+    from cpt_fx import export
+
+    report = export.report(result, inputs)
+    if options.json:
+        print_json(report.to_dict())
+    else:
+        show(report)
+
+
+def run_doctor(options: argparse.Namespace) -> None:
+    """Print what works here; fail where training cannot."""
+    from cpt_fx.export.doctor import TRAIN, examine
+    from cpt_fx.export.environment import PackageError
+
+    found = examine()
+    if options.json:
+        print_json(found.to_dict())
+    else:
+        show(found)
+    if not found.trains:
+        raise PackageError(f"models cannot be exported for training here: {found.findings[TRAIN].problem}")
+
+
+def run_inspect(options: argparse.Namespace) -> None:
+    """Print what a directory holds."""
+    _print_directory(options.directory, options.json)
+
+
+def _require(what: str) -> None:
+    # Before the model is made: that may take its time.
+    from cpt_fx.export.environment import require_onnx, require_training
+
+    (require_training if what == "training" else require_onnx)()
+
+
+def _transformed(options: argparse.Namespace) -> tuple[nn.Module, Any]:
+    """Return the transformed model that a reference leads to, and its example inputs."""
+    schedule = build_schedule(options.schedule, options)
+    made = load(options.model)
+    named = isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], dict)
+    model, arguments = model_and_inputs(options.model, made[0] if named else made)
+    inputs: Any = made[1] if named else arguments
+    if not inputs:
+        raise ValueError(f"{options.model} must return (model, example_inputs): an export runs the model on them")
+    from cpt_fx.api import history_of, transform
+    from cpt_fx.errors import TransformError
+
+    try:
+        history_of(model)
+    except TransformError:
+        result = transform(
+            model, schedule, recipe=options.recipe, exclude=options.exclude,
+            example_inputs=None if named else inputs, example_kwargs=inputs if named else None,
+        )  # fmt: skip
+        return result, inputs
+    if options.exclude or options.recipe != RECIPE:
+        raise UsageError(f"{options.model} returns a model that is transformed: --recipe and --exclude come too late")
+    return model, inputs
+
+
+def _common(options: argparse.Namespace) -> dict[str, bool]:
+    return {"dynamic_batch": not options.fixed_batch, "overwrite": options.overwrite}
+
+
+def _optimizer(options: argparse.Namespace, result: nn.Module) -> Any:
+    """Return an optimizer with the settings that were given; torch's own defaults stand for the others."""
+    settings = {"lr": options.lr, "momentum": options.momentum, "weight_decay": options.weight_decay}
+    given = {name: value for name, value in settings.items() if value is not None}
+    if not given:
+        return options.optimizer
+    import torch
+
+    kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+    try:
+        return kinds[options.optimizer](result.parameters(), **given)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _print_directory(directory: Path, as_json: bool) -> None:
+    from cpt_fx.export.manifest import read
+
+    manifest = read(directory)
+    files = _files(directory, manifest)
+    if as_json:
+        print_json({"directory": str(directory), "manifest": asdict(manifest), "files": files})
+        return
+    trained = sum(parameter.trainable for parameter in manifest.parameters)
+    versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
+    settings = [", ".join(f"{key} {value}" for key, value in group.items()) for group in manifest.optimizer["groups"]]
+    print(f"{directory}, written with {versions}")
+    print(f"schedule: {manifest.schedule}; any other may drive the training")
+    print(f"loss: {manifest.loss}; optimizer: {manifest.optimizer['name']} ({'; '.join(settings)})")
+    print(
+        f"batch: {'any' if manifest.dynamic_batch else 'fixed'}; parameters: {len(manifest.parameters)}, trained: "
+        f"{trained}; state: {len(manifest.states)}; random draws in a step: {manifest.seeds}"
+    )
+    rows = [
+        (kind, tensor.name, tensor.dtype, " x ".join("any" if dim is None else str(dim) for dim in tensor.shape) or "–")
+        for kind, tensors in (("input", manifest.inputs), ("target", manifest.targets), ("output", manifest.outputs))
+        for tensor in tensors
+    ]
+    rows += [("width", name, "int64", "–") for name in manifest.dials]
+    print_table(("", "name", "type", "shape"), rows, words=4)
+    print_table(
+        ("file", "state", "size"), [(name, one["state"], _size(one["bytes"])) for name, one in files.items()], 2
+    )
+
+
+def _files(directory: Path, manifest: Manifest) -> dict[str, dict[str, Any]]:
+    """Compare every file with what the manifest says of it."""
+    from cpt_fx.export.directory import digest as digest_of
+
+    found: dict[str, dict[str, Any]] = {}
+    for name, digest in manifest.digests.items():
+        path = directory / name
+        if not path.is_file():
+            found[name] = {"state": "missing", "bytes": 0}
+            continue
+        same = digest_of(path) == digest
+        found[name] = {"state": "as written" if same else "changed", "bytes": path.stat().st_size}
+    return found
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB" if count >= 1e6 else f"{count / 1e3:,.1f} kB"
