@@ -25,6 +25,7 @@ pytest.importorskip("onnxruntime.training.api", exc_type=ImportError)
 
 import cpt_fx
 from cpt_fx import numerics, recipes
+from cpt_fx.export import verify
 from cpt_fx.formats import Rounding
 from cpt_fx.native import disabled
 from cpt_fx.ort import Trainer
@@ -260,6 +261,27 @@ def test_gradients_lie_on_the_grid_and_are_unbiased(tmp_path: Path) -> None:
     assert len(found.unique(dim=0)) > 100
     # Five times the error of a mean of 600 draws, whose standard deviation is at most half a step.
     assert float((found.mean(0) - weights[0]).abs().max()) < 5 * 0.5 * float(step) / 600**0.5
+
+
+@pytest.mark.parametrize("wrong", ["gradient", "loss"])
+def test_an_export_that_is_wrong_is_refused(wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ONNX Runtime gets wrong: here, one gradient by a tenth, or the loss."""
+    original = verify._in_onnx_runtime
+
+    def broken(*args: Any) -> tuple[float, dict[str, Any]]:
+        loss, found = original(*args)
+        if wrong == "loss":
+            return 1.01 * loss, found
+        return loss, found | {"2.weight": 1.1 * found["2.weight"]}
+
+    monkeypatch.setattr(verify, "_in_onnx_runtime", broken)
+    model = cpt_fx.transform(CASES["mlp"][0](), Static(8)).train()
+    said = "another gradient for '2.weight'" if wrong == "gradient" else "does not compute what the model does"
+    with pytest.raises(cpt_fx.ExportError, match=said):
+        cpt_fx.export.ort_training(
+            model, (torch.randn(4, 20),), tmp_path / "made", loss="cross_entropy", optimizer="sgd"
+        )
+    assert not list(tmp_path.iterdir())
 
 
 def test_signatures() -> None:

@@ -1,0 +1,159 @@
+"""A training step in ONNX Runtime next to one in PyTorch, eager and compiled: same model, batch, widths and optimizer.
+
+    pip install -c constraints.txt ".[ort]"          # docs/export.md: in an environment of its own
+    python benchmarks/ort_step.py
+
+Contenders take turns, each with the same number of threads, so that whatever disturbs the machine disturbs all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from common import about, add_output, origin, write
+from torch import nn
+from torch.nn import functional as F
+
+import cpt_fx
+from cpt_fx.bench.nets import CifarResNet, EncoderLayer
+
+CLASSES, STEPS_OF_SCHEDULE, WARM = 10, 10_000, 4
+
+
+class Classifier(nn.Module):
+    """Encoder layers, a mean over the sequence, and a linear layer."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(EncoderLayer(width, 4 * width, width // 64) for _ in range(depth)))
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # noqa: D102
+        return self.head(self.layers(x).mean(1))
+
+
+MODELS: dict[str, tuple[str, Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": (
+        "784 to 512 to 512 to 10",
+        lambda: nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, CLASSES)),
+        (128, 784),
+    ),
+    "transformer": ("two encoder layers of width 256", lambda: Classifier(256, 2), (16, 64, 256)),
+    "resnet20": ("ResNet-20 for CIFAR", lambda: CifarResNet(20), (32, 3, 32, 32)),
+}
+
+
+def contenders(name: str, threads: int, folder: Path) -> dict[str, Callable[[], Any]]:
+    """Return a training step for each way to run it."""
+    _, make, shape = MODELS[name]
+    torch.manual_seed(0)
+    plain, x, y = make(), torch.randn(shape), torch.randint(0, CLASSES, shape[:1])
+    steps = {"FP32, eager": in_torch(copy.deepcopy(plain), None, x, y)}
+    for label, compiled in (("eager", False), ("compiled", True)):
+        schedule = schedule_()
+        model = cpt_fx.transform(copy.deepcopy(plain), schedule, example_inputs=(x,)).train()
+        steps[label] = in_torch(torch.compile(model) if compiled else model, schedule, x, y)
+    model = cpt_fx.transform(plain, schedule_(), example_inputs=(x,)).train()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+    cpt_fx.export.ort_training(model, (x,), folder, loss="cross_entropy", optimizer=optimizer)
+    trainer = cpt_fx.ort.Trainer(folder, schedule_(), threads=threads)
+    steps["ONNX Runtime"] = lambda: trainer.step(x, y)
+    return steps
+
+
+def schedule_() -> cpt_fx.schedules.Schedule:
+    return cpt_fx.schedules.named("CR", q_min=3, q_max=8, total_steps=STEPS_OF_SCHEDULE, cycles=STEPS_OF_SCHEDULE // 8)
+
+
+def in_torch(model: Any, schedule: Any, x: torch.Tensor, y: torch.Tensor) -> Callable[[], Any]:
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+
+    def step() -> None:
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if schedule is not None:
+            schedule.step()
+
+    return step
+
+
+def measure(name: str, rounds: int, threads: int) -> dict[str, Any]:
+    """Time every contender of a model, in turns."""
+    print(f"{name} ...", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        steps = contenders(name, threads, Path(folder, "exported"))
+        seconds: dict[str, list[float]] = {label: [] for label in steps}
+        for step in steps.values():
+            for _ in range(2 * WARM):
+                step()
+        for number in range(rounds):
+            order = list(steps)
+            shift = number % len(order)
+            for label in [*order[shift:], *order[:shift]]:
+                gc.collect()
+                began = time.perf_counter()
+                steps[label]()
+                seconds[label].append(time.perf_counter() - began)
+    return {"model": name, "seconds": seconds}
+
+
+def ratio(ours: list[float], theirs: list[float]) -> str:
+    found = sorted(a / b for a, b in zip(ours, theirs, strict=True))
+    tenth = len(found) // 10
+    return f"{median(found):.2f} ({found[tenth]:.2f} to {found[-1 - tenth]:.2f})"
+
+
+def report(found: dict[str, Any]) -> str:
+    """Return the page."""
+    lines = [
+        "# A step in ONNX Runtime, and in PyTorch",
+        "",
+        f"{origin(found)} onnxruntime-training-cpu {found['onnxruntime']}.",
+        "",
+        "Simulated low precision, default recipe, schedule CR from 3 to 8 bits, SGD with momentum; forward, backward "
+        "and update. Ratios to PyTorch eager with the same quantizers: median of "
+        f"{found['rounds']} rounds in one process, and where eight in ten lie. Each has the same number of threads.",
+        "",
+        "| model | batch | PyTorch eager, ms | PyTorch compiled | ONNX Runtime | FP32 eager |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for row in found["rows"]:
+        text, _, shape = MODELS[row["model"]]
+        seconds = row["seconds"]
+        base = seconds["eager"]
+        cells = [ratio(seconds[label], base) for label in ("compiled", "ONNX Runtime", "FP32, eager")]
+        lines.append(f"| {text} | {'x'.join(map(str, shape))} | {1e3 * median(base):.1f} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), metavar="MODEL")
+    add_output(parser)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    found = about(f"python benchmarks/ort_step.py --rounds {options.rounds}", options.threads)
+    found |= {"rounds": options.rounds, "onnxruntime": version("onnxruntime-training-cpu")}
+    found["rows"] = [measure(name, options.rounds, options.threads) for name in options.models]
+    page = report(found)
+    write(options.output, "ort_step", found, page)
+    print(page, end="")
+
+
+if __name__ == "__main__":
+    main()
