@@ -23,7 +23,7 @@ def __getattr__(name: str) -> Any:
     """Import a public name's home on first use."""
     if name not in _HOMES:
         raise AttributeError(f"module 'cpt_fx.ort' has no attribute {name!r}")
-    # Before anything of it is imported: a missing package, or a mixture of builds, fails there in ways that help no one.
+    # First: a missing package, or a mixture of builds, fails in the imports in ways that help nobody.
     require_training()
     value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
