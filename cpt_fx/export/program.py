@@ -139,6 +139,7 @@ def widths_of(model: nn.Module) -> dict[str, Tensor]:
 
 def trace(model: fx.GraphModule, call: Call, *, dynamic_batch: bool = True) -> Graph:
     """Trace a transformed graph in the mode it is in; gradients are quantized where it is in training."""
+    _check_execution(model)
     _check_learned(model)
     refusals.check_modules(model)
     state, bits = states_of(model), widths_of(model)
@@ -183,6 +184,14 @@ def trace(model: fx.GraphModule, call: Call, *, dynamic_batch: bool = True) -> G
         program=first,
         dials=dict(precision_of(model).dials),
     )
+
+
+def _check_execution(model: nn.Module) -> None:
+    if any(name.startswith(_PRODUCTS) for name, _ in model.named_buffers()):
+        raise ExportError(
+            "the model multiplies on integers, by operators that ONNX does not have: transform it with "
+            'execution="simulated" and recipe="integer", which has the same formats'
+        )
 
 
 def _check_learned(model: nn.Module) -> None:

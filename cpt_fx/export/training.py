@@ -31,7 +31,7 @@ from cpt_fx.export.optimizers import Optimizer, optimizer_model, resolve_optimiz
 from cpt_fx.export.program import BITS, SEEDS, Call, Graph, states_of, trace
 from cpt_fx.export.verify import verify
 from cpt_fx.runtime import precision_of
-from cpt_fx.trial import trial
+from cpt_fx.trial import eager_model, trial
 
 _PACKAGES = ("cpt_fx", "torch", "onnx", "onnxscript", "onnxruntime-training-cpu", "onnxruntime-training")
 
@@ -69,6 +69,7 @@ def ort_training(
         ExportError: what ONNX Runtime cannot train, and why, by layer.
     """
     require_training()
+    result = eager_model(result)
     function, loss_name = resolve(loss)
     call = _with_targets(result, call_of(example_inputs), loss, function, example_targets)
     with in_mode(result, True, call) as graph:

@@ -284,6 +284,34 @@ def test_an_export_that_is_wrong_is_refused(wrong: str, tmp_path: Path, monkeypa
     assert not list(tmp_path.iterdir())
 
 
+def test_what_runs_on_integers_is_refused(tmp_path: Path) -> None:
+    model = cpt_fx.transform(nn.Linear(4, 3), Static(8), execution="integer")
+    for export in (cpt_fx.export.onnx, cpt_fx.export.qdq):
+        with pytest.raises(cpt_fx.ExportError, match='execution="simulated"'):
+            export(model, (torch.randn(2, 4),), tmp_path / "made")
+
+
+def test_wrapped_models_and_tensors_that_are_passed_twice(tmp_path: Path) -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Any]:
+            scores = self.inner(x)
+            return {"loss": F.mse_loss(scores, labels), "scores": scores, "kind": None, "size": 4}
+
+    x = torch.randn(5, 4)
+    model: Any = torch.compile(cpt_fx.transform(Own(), Static(8), example_inputs=(x, x.clone())))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    made = cpt_fx.export.ort_training(
+        model, {"labels": x, "x": x}, tmp_path / "made", loss=None, optimizer=optimizer, dynamic_batch=False
+    )
+    assert [parameter.tensor.name for parameter in made.parameters] == ["inner.weight", "inner.bias"]
+    assert {tensor.name for tensor in made.outputs} == {"output.loss", "output.scores"}
+    assert Trainer(tmp_path / "made", Static(8)).step(x=x, labels=x) > 0
+
+
 def test_signatures() -> None:
     """What users hold on to: the first ones are the contract, the rest may grow."""
     expected: dict[Callable[..., Any], str] = {
