@@ -33,7 +33,6 @@ def __getattr__(name: str) -> Any:
     # Before an import fails for its own reasons: this says what to install.
     (require_training if name == "ort_training" else require_onnx)()
     value = getattr(import_module(_HOMES[name]), name)
-    # `qdq` is also the name of its module, which importing it has just put here.
     globals()[name] = value
     return value
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cpt_fx.formats import FULL_PRECISION, Rounding, Scheme, Specials
+from cpt_fx.formats import FULL_PRECISION, Rounding, Scheme
 from cpt_fx.noise import FIRST, GOLDEN, SECOND
 from cpt_fx.numerics import SCALE_FLOOR
 
@@ -11,11 +11,12 @@ ROUND = "ROUND"
 """Stands in a grid for how codes are rounded."""
 
 
-def _constant(name: str, kind: str, value: object) -> str:
+def constant(name: str, kind: str, value: object) -> str:
+    """Return the line that makes a constant."""
     return f"{name} = Constant <value = {kind} {{{value}}}> ()\n"
 
 
-ZERO = _constant("zero", "float", 0.0)
+ZERO = constant("zero", "float", 0.0)
 MEASURE = """
     low = ReduceMin <noop_with_empty_axes = 1> (x, axes)
     high = ReduceMax <noop_with_empty_axes = 1> (x, axes)
@@ -23,12 +24,12 @@ MEASURE = """
 """
 # Rows as one line each, of which the places behind the last element take that.
 FILL = f"""
-    {_constant("fill_zero", "int64", 0)}
-    {_constant("fill_one", "int64", 1)}
-    {_constant("fill_line", "int64[1]", -1)}
+    {constant("fill_zero", "int64", 0)}
+    {constant("fill_one", "int64", 1)}
+    {constant("fill_line", "int64[1]", -1)}
     fill_shape = Shape (given)
-    {_constant("fill_from", "int64[1]", -2)}
-    {_constant("fill_to", "int64[1]", 2147483647)}
+    {constant("fill_from", "int64[1]", -2)}
+    {constant("fill_to", "int64[1]", 2147483647)}
     fill_row_shape = Slice (fill_shape, fill_from, fill_to)
     fill_width = ReduceProd <keepdims = 0> (fill_row_shape)
     fill_width_1 = Reshape (fill_width, fill_line)
@@ -48,15 +49,15 @@ UNFILL = """
     result = Reshape (unfill_cut, fill_shape)
 """
 WIDTH = f"""
-    {_constant("no_bits", "int64", 0)}
-    {_constant("one_bit", "int64", 1)}
-    {_constant("all_bits", "int64", FULL_PRECISION)}
+    {constant("no_bits", "int64", 0)}
+    {constant("one_bit", "int64", 1)}
+    {constant("all_bits", "int64", FULL_PRECISION)}
     {ZERO}
     off = LessOrEqual (bits, no_bits)
     full = GreaterOrEqual (bits, all_bits)
     passes = Or (off, full)
-    {_constant("unit", "uint64", 1)}
-    {_constant("one", "float", 1.0)}
+    {constant("unit", "uint64", 1)}
+    {constant("one", "float", 1.0)}
 """
 _LEVELS = f"""
     width = Clip (bits, one_bit, all_bits)
@@ -64,7 +65,7 @@ _LEVELS = f"""
     power = BitShift <direction = "LEFT"> (unit, shift)
     count = Cast <to = {FLOAT}> (power)
     levels = Sub (count, one)
-    {_constant("floor", "float", SCALE_FLOOR)}
+    {constant("floor", "float", SCALE_FLOOR)}
 """
 GRIDS = {
     Scheme.AFFINE: f"""
@@ -101,7 +102,7 @@ GRIDS = {
     Scheme.SYMMETRIC: f"""
         single = Equal (bits, one_bit)
         singles = Cast <to = {FLOAT}> (single)
-        {_constant("two", "float", 2.0)}
+        {constant("two", "float", 2.0)}
         half = Div (singles, two)
         less = Sub (bits, one_bit)
         width = Clip (less, no_bits, all_bits)
@@ -114,7 +115,7 @@ GRIDS = {
         amplitude = Max (larger, zero)
         steps = Add (reach, half)
         scale = Div (amplitude, steps)
-        {_constant("tiny", "float", "1.1754943508222875e-38")}
+        {constant("tiny", "float", "1.1754943508222875e-38")}
         divisor = Max (scale, tiny)
         exact = Div (x, divisor)
         places = Sub (exact, half)
@@ -126,12 +127,31 @@ GRIDS = {
         values = Mul (centred, scale)
     """,
 }
-# GatherND, since ORT's optimizer breaks on many Gather of one tensor (two nodes of one name). torch shifts signed
-# numbers with their sign, ONNX shifts unsigned ones: the sign is filled in.
+
+
+def _folded(number: int, places: int) -> str:
+    """Return what mixes the upper bits of a hash into the lower ones.
+
+    torch shifts signed numbers with their sign, ONNX shifts unsigned ones: the sign is filled in.
+    """
+    return f"""
+        {constant(f"places_{number}", "uint32", places)}
+        {constant(f"fill_{number}", "int32", -(1 << (32 - places)))}
+        plain_{number} = Cast <to = {UINT32}> (hash_{number})
+        moved_{number} = BitShift <direction = "RIGHT"> (plain_{number}, places_{number})
+        back_{number} = Cast <to = {INT32}> (moved_{number})
+        negative_{number} = Less (hash_{number}, none)
+        sign_{number} = Where (negative_{number}, fill_{number}, none)
+        folding_{number} = BitwiseOr (back_{number}, sign_{number})
+        folded_{number} = BitwiseXor (hash_{number}, folding_{number})
+    """
+
+
+# GatherND, since ORT's optimizer breaks on many Gather of one tensor (two nodes of one name).
 NOISE = f"""
-    {_constant("first", "int64[1]", 0)}
-    {_constant("second", "int64[1]", 1)}
-    {_constant("golden", "int64", GOLDEN)}
+    {constant("first", "int64[1]", 0)}
+    {constant("second", "int64[1]", 1)}
+    {constant("golden", "int64", GOLDEN)}
     place_0 = Concat <axis = 0> (draw, first)
     place_1 = Concat <axis = 0> (draw, second)
     seed_0 = GatherND (seeds, place_0)
@@ -144,35 +164,19 @@ NOISE = f"""
     shape = Shape (x)
     grid = Reshape (line, shape)
     hash_0 = Cast <to = {INT32}> (grid)
-    {_constant("none", "int32", 0)}
-    {_constant("places_16", "uint32", 16)}
-    {_constant("fill_16", "int32", -(1 << 16))}
-    plain_0 = Cast <to = {UINT32}> (hash_0)
-    moved_0 = BitShift <direction = "RIGHT"> (plain_0, places_16)
-    back_0 = Cast <to = {INT32}> (moved_0)
-    negative_0 = Less (hash_0, none)
-    sign_0 = Where (negative_0, fill_16, none)
-    folding_0 = BitwiseOr (back_0, sign_0)
-    folded_0 = BitwiseXor (hash_0, folding_0)
-    {_constant("factor_1", "int32", FIRST)}
+    {constant("none", "int32", 0)}
+    {_folded(0, 16)}
+    {constant("factor_1", "int32", FIRST)}
     product_1 = Mul (folded_0, factor_1)
     hash_1 = BitwiseXor (product_1, seed_1)
-    {_constant("places_15", "uint32", 15)}
-    {_constant("fill_15", "int32", -(1 << 17))}
-    plain_1 = Cast <to = {UINT32}> (hash_1)
-    moved_1 = BitShift <direction = "RIGHT"> (plain_1, places_15)
-    back_1 = Cast <to = {INT32}> (moved_1)
-    negative_1 = Less (hash_1, none)
-    sign_1 = Where (negative_1, fill_15, none)
-    folding_1 = BitwiseOr (back_1, sign_1)
-    folded_1 = BitwiseXor (hash_1, folding_1)
-    {_constant("factor_2", "int32", SECOND)}
+    {_folded(1, 15)}
+    {constant("factor_2", "int32", SECOND)}
     hash_2 = Mul (folded_1, factor_2)
-    {_constant("upper", "int32", -256)}
+    {constant("upper", "int32", -256)}
     kept_bits = BitwiseAnd (hash_2, upper)
     number = Cast <to = {FLOAT}> (kept_bits)
-    {_constant("unit_32", "float", 2.0**-32)}
-    {_constant("middle", "float", 0.5)}
+    {constant("unit_32", "float", 2.0**-32)}
+    {constant("middle", "float", 0.5)}
     centred_noise = Mul (number, unit_32)
     noise = Add (centred_noise, middle)
 """
@@ -197,8 +201,8 @@ def measure_all(*, percentile: bool) -> str:
             batch_span = Sub (batch_high, batch_low)
         """
     return f"""
-        {_constant("line_shape", "int64[1]", -1)}
-        {_constant("last_place", "int64", -1)}
+        {constant("line_shape", "int64[1]", -1)}
+        {constant("last_place", "int64", -1)}
         line_of_x = Reshape (x, line_shape)
         size_of_x = Size (x)
         size = Cast <to = {FLOAT64}> (size_of_x)
@@ -287,148 +291,3 @@ LEARNED_GRADIENT = f"""
     moves = ReduceSum <keepdims = 0> (moved)
     dlow = Mul (moves, share)
 """
-
-
-def _power_of_two(name: str, exponent: str) -> str:
-    """Return what computes 2**exponent exactly, for a whole number of any sign: shifts end at 2**63."""
-    return f"""
-        {name}_size = Abs ({exponent})
-        {name}_third = Div ({name}_size, three)
-        {name}_two_thirds = Add ({name}_third, {name}_third)
-        {name}_rest = Sub ({name}_size, {name}_two_thirds)
-        {name}_places_a = Cast <to = {UINT64}> ({name}_third)
-        {name}_places_b = Cast <to = {UINT64}> ({name}_rest)
-        {name}_a = BitShift <direction = "LEFT"> (unit, {name}_places_a)
-        {name}_b = BitShift <direction = "LEFT"> (unit, {name}_places_b)
-        {name}_c = Cast <to = {FLOAT64}> ({name}_a)
-        {name}_d = Cast <to = {FLOAT64}> ({name}_b)
-        {name}_square = Mul ({name}_c, {name}_c)
-        {name}_large = Mul ({name}_square, {name}_d)
-        {name}_small = Reciprocal ({name}_large)
-        {name}_below = Less ({exponent}, no_bits)
-        {name}_either = Where ({name}_below, {name}_small, {name}_large)
-        {name} = Cast <to = {FLOAT}> ({name}_either)
-    """
-
-
-def _floor_to_power_of_two(name: str, value: str) -> str:
-    """Return what takes the largest power of two that is not above a magnitude; zero stays zero.
-
-    The logarithm may be off by one step next to a power of two: what it gives is compared and mended.
-    """
-    return f"""
-        {name}_size = Abs ({value})
-        {name}_wide = Cast <to = {FLOAT64}> ({name}_size)
-        {name}_log = Log ({name}_wide)
-        {name}_log_2 = Div ({name}_log, log_of_two)
-        {name}_floor = Floor ({name}_log_2)
-        {name}_guess = Pow (wide_two, {name}_floor)
-        {name}_half = Div ({name}_guess, wide_two)
-        {name}_over = Greater ({name}_guess, {name}_wide)
-        {name}_down = Where ({name}_over, {name}_half, {name}_guess)
-        {name}_double = Mul ({name}_down, wide_two)
-        {name}_fits = LessOrEqual ({name}_double, {name}_wide)
-        {name}_up = Where ({name}_fits, {name}_double, {name}_down)
-        {name}_none = Equal ({name}_wide, wide_zero)
-        {name}_final = Where ({name}_none, wide_zero, {name}_up)
-        {name} = Cast <to = {FLOAT}> ({name}_final)
-    """
-
-
-def floating_grid(exponent: int, specials: Specials, *, blocks: bool) -> str:
-    """Return the grid of a floating point format, of which `exponent` bits are exponent where the width allows it."""
-    lines = f"""
-        {_constant("two_bits", "int64", 2)}
-        {_constant("three", "int64", 3)}
-        {_constant("most_exponent", "int64", exponent)}
-        {_constant("last_exponent", "int64", 127)}
-        {_constant("two", "float", 2.0)}
-        {_constant("tiny", "float", "1.1754943508222875e-38")}
-        {_constant("wide_zero", "double", 0.0)}
-        {_constant("wide_two", "double", 2.0)}
-        log_of_two = Log (wide_two)
-        width = Clip (bits, two_bits, all_bits)
-        fields = Sub (width, one_bit)
-        exponent_bits = Min (fields, most_exponent)
-        mantissa_bits = Sub (fields, exponent_bits)
-        half_range = Sub (exponent_bits, one_bit)
-        {_shifted("half_count", "half_range")}
-        bias = Sub (half_count, one_bit)
-        {_shifted("code_count", "exponent_bits")}
-        last_code = Sub (code_count, one_bit)
-        top_0 = Sub (last_code, bias)
-        minus_mantissa = Neg (mantissa_bits)
-        {_power_of_two("ulp", "minus_mantissa")}
-    """
-    if specials is Specials.IEEE:
-        lines += """
-            several = Greater (exponent_bits, one_bit)
-            reserved = Sub (top_0, one_bit)
-            top_1 = Where (several, reserved, top_0)
-        """
-    else:
-        lines += "top_1 = Identity (top_0)\n"
-    lines += f"""
-        top = Min (top_1, last_exponent)
-        {_power_of_two("top_power", "top")}
-        mantissa_end = Sub (two, ulp)
-        largest_0 = Mul (top_power, mantissa_end)
-    """
-    if specials is Specials.FN:
-        lines += f"""
-            has_mantissa = Greater (mantissa_bits, no_bits)
-            two_ulp = Mul (two, ulp)
-            shorter_end = Sub (two, two_ulp)
-            shorter = Mul (top_power, shorter_end)
-            top_below = Sub (top, one_bit)
-            {_power_of_two("power_below", "top_below")}
-            below_all_ones = Where (has_mantissa, shorter, power_below)
-            wide_enough = Greater (fields, one_bit)
-            largest = Where (wide_enough, below_all_ones, largest_0)
-        """
-    else:
-        lines += "largest = Identity (largest_0)\n"
-    lines += """
-        below_zero = Neg (low)
-        larger = Max (below_zero, high)
-        amplitude = Max (larger, zero)
-    """
-    if blocks:
-        lines += f"""
-            {_floor_to_power_of_two("block_power", "amplitude")}
-            {_floor_to_power_of_two("format_power", "largest")}
-            scale_0 = Div (block_power, format_power)
-        """
-    else:
-        lines += "scale_0 = Div (amplitude, largest)\n"
-    return (
-        lines
-        + f"""
-        scale = Max (scale_0, tiny)
-        smallest_exponent = Sub (one_bit, bias)
-        {_power_of_two("smallest", "smallest_exponent")}
-        lowest = Neg (largest)
-        exact = Div (x, scale)
-        scaled = Clip (exact, lowest, largest)
-        {_floor_to_power_of_two("binade", "scaled")}
-        normal = Max (binade, smallest)
-        step = Mul (normal, ulp)
-        places = Div (scaled, step)
-        highest_code = Div (largest, step)
-        lowest_code = Neg (highest_code)
-        raised = Max (places, lowest_code)
-        clipped = Min (raised, highest_code)
-        ROUND
-        unscaled = Mul (codes, step)
-        values = Mul (unscaled, scale)
-    """
-    )
-
-
-def _shifted(name: str, places: str) -> str:
-    """Return what computes 2**places as a whole number."""
-    return f"""
-        {name}_places = Cast <to = {UINT64}> ({places})
-        {name}_power = BitShift <direction = "LEFT"> (unit, {name}_places)
-        {name} = Cast <to = {INT64}> ({name}_power)
-    """

@@ -26,11 +26,11 @@ from cpt_fx.export.function_text import (
     UNFILL,
     WIDTH,
     ZERO,
-    floating_grid,
     learn,
     measure_all,
     recall,
 )
+from cpt_fx.export.function_text_floating import floating_grid
 from cpt_fx.formats import Rounding, Scheme, Specials
 
 DOMAIN = "cpt_fx"

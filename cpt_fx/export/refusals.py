@@ -59,19 +59,19 @@ def check(model: ir.Model, parameters: Collection[str]) -> None:
     for node, index in on_the_way(model, parameters):
         if any(output.dtype in _HALVES for output in node.outputs):
             raise ExportError(
-                f"{_place(node)}: gradients in 16 bits. Exported models train in float32: take the cast away; cpt_fx's "
+                f"{place(node)}: gradients in 16 bits. Exported models train in float32: take the cast away; cpt_fx's "
                 "widths say how precise each layer is"
             )
         _check_form(node, index)
-        if not _ours(node, index) and key(node, index) not in PROVEN:
+        if not ours(node, index) and key(node, index) not in PROVEN:
             raise ExportError(
-                f"{_place(node)}: ONNX Runtime has no gradient of {node.op_type} that is known to be PyTorch's, and "
+                f"{place(node)}: ONNX Runtime has no gradient of {node.op_type} that is known to be PyTorch's, and "
                 "the gradient of a parameter would pass through it. Write this operator in terms of others (docs/"
                 "export-operators.md says which are right), or put it under torch.no_grad() if none is meant to pass"
             )
 
 
-def _ours(node: ir.Node, index: int) -> bool:
+def ours(node: ir.Node, index: int) -> bool:
     """Whether a gradient is one that we registered: of what a function takes first, and of ranges that are learned.
 
     The running range of a quantizer depends on what it has seen, and no gradient passes there, as in PyTorch.
@@ -87,27 +87,25 @@ def _check_form(node: ir.Node, index: int) -> None:
         value.shape is None or not all(isinstance(size, int) for size in value.shape[2:])
     ):
         raise ExportError(
-            f"{_place(node)}: ONNX Runtime's gradient of max pooling takes the sizes of the example inputs, all but "
+            f"{place(node)}: ONNX Runtime's gradient of max pooling takes the sizes of the example inputs, all but "
             "the batch: their sizes must not vary"
         )
     if node.op_type == "Slice" and len(node.inputs) > 4 and node.inputs[4] is not None:
         steps = ir.convenience.get_const_tensor(node.inputs[4])
         if steps is None or (steps.numpy() < 1).any():
             raise ExportError(
-                f"{_place(node)}: ONNX Runtime cannot differentiate a slice with a negative step: use flip"
+                f"{place(node)}: ONNX Runtime cannot differentiate a slice with a negative step: use flip"
             )
     if node.op_type.startswith("Scatter") and node.attributes.get_string("reduction", "none") != "none":
-        raise ExportError(
-            f"{_place(node)}: ONNX Runtime's gradient of a scatter that reduces is wrong: use scatter_add"
-        )
+        raise ExportError(f"{place(node)}: ONNX Runtime's gradient of a scatter that reduces is wrong: use scatter_add")
     if node.op_type == "Where" and value.shape != result.shape:
         raise ExportError(
-            f"{_place(node)}: ONNX Runtime does not sum the gradient of a tensor that torch.where repeats: expand its "
+            f"{place(node)}: ONNX Runtime does not sum the gradient of a tensor that torch.where repeats: expand its "
             "operands to one shape"
         )
     in_3d = node.op_type == "Conv" and result.shape is not None and len(result.shape) == 5
     if in_3d and node.attributes.get_int("group", 1) > 1:
-        raise ExportError(f"{_place(node)}: ONNX Runtime's gradient of grouped convolutions in 3-d is wrong")
+        raise ExportError(f"{place(node)}: ONNX Runtime's gradient of grouped convolutions in 3-d is wrong")
 
 
 def on_the_way(model: ir.Model, parameters: Collection[str]) -> Iterator[tuple[ir.Node, int]]:
@@ -163,7 +161,7 @@ def _towards_loss(model: ir.Model) -> set[ir.Value]:
 def _passes(node: ir.Node, index: int) -> bool:
     """Whether there is a gradient, in PyTorch, from an operator to its input."""
     if node.domain == DOMAIN:
-        return _ours(node, index)
+        return ours(node, index)
     whole = node.op_type == "Cast" and ir.DataType(node.attributes.get_int("to", 1)) not in _FLOATS
     return not whole and node.op_type not in _FLAT
 
@@ -172,7 +170,7 @@ def _carries(value: ir.Value) -> bool:
     return value.dtype is None or value.dtype in _FLOATS
 
 
-def _place(node: ir.Node) -> str:
+def place(node: ir.Node) -> str:
     """Name the operator in PyTorch that a node was, and the layer it belongs to, or comes after."""
     scopes = _scopes(node)
     operator = scopes[-1].rstrip("_0123456789") if scopes else node.op_type

@@ -196,8 +196,8 @@ def _unproven(graph: Graph) -> dict[Key, Verdict]:
     """Return the operators between parameters and the outputs whose gradient ONNX Runtime is not known to get right."""
     found = {}
     for node, index in refusals.on_the_way(graph.model, graph.parameters):
-        if not refusals._ours(node, index) and refusals.key(node, index) not in refusals.PROVEN:
-            layer, _, operator = refusals._place(node).rpartition(": ")
+        if not refusals.ours(node, index) and refusals.key(node, index) not in refusals.PROVEN:
+            layer, _, operator = refusals.place(node).rpartition(": ")
             found[Key("operator", layer, operator)] = Verdict(REFUSED, _UNPROVEN)
     return found
 
