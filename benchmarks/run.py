@@ -20,7 +20,7 @@ from readme import page
 from cpt_fx.bench.catalog import PRESETS
 
 HERE = Path(__file__).parent
-SCRIPTS = ("step_overhead", "transform_scaling", "capture_cost", "compiled_zoo")
+SCRIPTS = ("step_overhead", "transform_scaling", "capture_cost", "recurrent_step", "compiled_zoo")
 OPTIONS = {"compiled_zoo": ("gcn", "sdpa_causal_dropout")}
 """The whole zoo would take hours: a model takes a compiler about a minute."""
 MODELS = tuple(name for name in PRESETS if name != "resnet20")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
@@ -107,7 +108,14 @@ def arguments(node: fx.Node, names: Sequence[str], **defaults: Any) -> dict[str,
 
 
 def static(values: dict[str, Any], *names: str) -> None:
-    """Refuse arguments that are known only when the graph runs."""
+    """Refuse arguments that are known only when the graph runs.
+
+    A whole number that differed between two models of the same code comes as a symbol: it gets the value it has here.
+    Reading that value makes Dynamo guard it, so that a model with another one gets a graph of its own.
+    """
     for name in names:
-        if isinstance(values[name], fx.Node):
+        value = values[name]
+        if isinstance(value, fx.Node) and isinstance(value.meta.get("example_value"), torch.SymInt):
+            values[name] = int(value.meta["example_value"])
+        elif isinstance(value, fx.Node):
             raise StaysFusedError(f"its argument {name} is known only when the graph runs")
