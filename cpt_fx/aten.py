@@ -20,7 +20,7 @@ _SAME_FUNCTION = (
     "tensordot", "conv1d", "conv2d", "conv3d", "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell",
     "rnn_tanh_cell", "rnn_relu_cell",
     # aggregations
-    "index_add", "scatter_add", "scatter_reduce", "index_reduce", "segment_reduce",
+    "index_add", "scatter_add", "scatter_reduce", "index_reduce", "segment_reduce", "scatter", "index_put",
     # what stands around them
     "add", "sub", "rsub", "mul", "div", "pow", "neg", "exp", "log", "sqrt", "rsqrt", "abs", "clamp", "sin", "cos",
     "tanh", "sigmoid", "relu", "softmax", "log_softmax", "sum", "mean", "var", "std", "cat", "stack", "where", "clone",
@@ -46,6 +46,7 @@ _SAME: dict[str, Callable[..., Any]] = {
     "scaled_dot_product_attention": F.scaled_dot_product_attention,
     "dropout": F.dropout,
     "_sparse_mm": torch.sparse.mm,
+    "_sparse_addmm": torch.sparse.addmm,
     "_grouped_mm": torch._grouped_mm,
     **{name: getattr(torch, name) for name in _SAME_FUNCTION},
 }
@@ -54,7 +55,8 @@ _SAME: dict[str, Callable[..., Any]] = {
 _TRANSPOSED = {f"conv_transpose{dims}d": getattr(torch, f"conv_transpose{dims}d") for dims in (1, 2, 3)}
 
 _IN_PLACE_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    name: getattr(torch.Tensor, name) for name in ("index_add_", "scatter_add_", "scatter_reduce_", "index_reduce_")
+    name: getattr(torch.Tensor, name)
+    for name in ("index_add_", "scatter_add_", "scatter_reduce_", "index_reduce_", "scatter_", "index_put_")
 }
 
 _BAG_MODES = ("sum", "mean", "max")
@@ -157,7 +159,8 @@ PRODUCTS: dict[str, str] = {
         ("_grouped_mm", "_scaled_grouped_mm", "_scaled_mm", "_int_mm", "_weight_int8pack_mm", "_weight_int4pack_mm",
          "addr", "kron", "chain_matmul", "linalg_vecdot", "vdot", "_trilinear", "cdist", "_cdist_forward", "pdist",
          "tensordot", "_addmm_activation", "convolution_overrideable", "mkldnn_convolution", "_convolution",
-         "_embedding_bag", "linalg_matrix_power"),
+         "_embedding_bag", "linalg_matrix_power", "_sparse_mm_reduce_impl", "hspmm", "smm", "sspaddmm",
+         "sparse_sampled_addmm"),
         "an ATen operator that is not in the operator table",
     ),
 }  # fmt: skip

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
-from cpt_fx.optable import ADDS, DIVIDES, FILLED, MULTIPLIES, SUMS, OpSpec
+from cpt_fx.optable import ADDS, DIVIDES, FILLED, MULTIPLIES, SUBTRACTS, SUMS, OpSpec, spec_of
 from cpt_fx.recipes import Recipe
 
 _TWO_INPUTS = (("input", "other"), ((0, "input"), (1, "input")))
 BIAS_ADD = OpSpec("bias_add", "add", *_TWO_INPUTS)
 SCALE = OpSpec("scale", "mul", *_TWO_INPUTS)
 WEIGHTED_MESSAGES = OpSpec("aggregation", "mul", *_TWO_INPUTS)
+EDGE_SCORE = OpSpec("linear", "mul", ("input", "other"), ((0, "either"), (1, "either")))
+"""A product with a vector of parameters that is summed over the features: a linear layer, as GAT scores edges."""
+NEIGHBOUR_BAG = OpSpec("aggregation", "embedding_bag", ("indices", "table"), ((1, "input"),))
 NEIGHBOURHOOD_SUM = OpSpec("aggregation", "sum", ("input", "dim"), ((0, "input"),))
 
 
-def elementwise_spec(node: fx.Node, recipe: Recipe, weights: set[fx.Node]) -> OpSpec | None:
+def elementwise_spec(node: fx.Node, recipe: Recipe, weights: set[fx.Node], trained: set[fx.Node]) -> OpSpec | None:
     """Return what an addition, product or sum is to a recipe that quantizes such: None for all others."""
     if node.op not in ("call_function", "call_method"):
         return None
@@ -27,29 +31,157 @@ def elementwise_spec(node: fx.Node, recipe: Recipe, weights: set[fx.Node]) -> Op
     if len(tensors) != 2:
         return None
     parameters = sum(tensor in weights for tensor in tensors)
+    if _is(node, MULTIPLIES) and recipe.bias_add is not None and parameters == 1 and _summed(node) is not None:
+        return EDGE_SCORE
     if _is(node, ADDS) and recipe.bias_add is not None and parameters == 1:
         return BIAS_ADD
     if _is(node, MULTIPLIES) and parameters == 0:
         if aggregates and any(_is_weighted_sum(user, weights) for user in node.users):
             return WEIGHTED_MESSAGES
+        if aggregates and _is_weighted_message(node, trained):
+            kinds = ("coefficients" if _is_column(tensor) else "input" for tensor in tensors)
+            return OpSpec("aggregation", "mul", _TWO_INPUTS[0], tuple(enumerate(kinds)))
         if recipe.scale is not None:
             return SCALE
     return None
 
 
-def counts_degrees(node: fx.Node, spec: OpSpec) -> bool:
-    """Whether an aggregation adds up a constant: there is no message in it, and no gradient."""
-    index, _ = spec.operands[0]
+def bag_spec(node: fx.Node, spec: OpSpec, weights: set[fx.Node]) -> OpSpec:
+    """Return what a node is to quantization: a bag of rows that no parameter is stored in sums up messages."""
+    if spec.name != "embedding_bag" or len(node.args) < 2 or node.args[1] in weights:
+        return spec
+    return NEIGHBOUR_BAG
+
+
+def carries_no_message(node: fx.Node, spec: OpSpec, trained: set[fx.Node]) -> bool:
+    """Whether an operator of the aggregation family sums no messages: it counts degrees, or sums nothing.
+
+    Degrees are sums of a constant, or of one number per edge that nothing is learned from: the weights of the edges.
+    """
+    value = message_of(node, spec)
+    if spec.name in ("scatter", "scatter_"):
+        return value is None or "reduce" not in node.kwargs
+    if spec.name in ("index_put", "index_put_"):
+        accumulate = node.args[3] if len(node.args) > 3 else node.kwargs.get("accumulate", False)
+        return value is None or not accumulate
+    if value is None or value.target in FILLED:
+        return value is not None
+    example = value.meta.get("example_value", value.meta.get("val"))
+    if not isinstance(example, Tensor) or example.layout is not torch.strided:
+        return False
+    return example.ndim == 1 and value not in trained and not example.requires_grad
+
+
+def message_of(node: fx.Node, spec: OpSpec) -> fx.Node | None:
+    """Return what an aggregation sums up."""
+    index = next(index for index, kind in spec.operands if kind == "input")
     value = node.args[index] if index < len(node.args) else None
-    return isinstance(value, fx.Node) and value.target in FILLED
+    return value if isinstance(value, fx.Node) else None
+
+
+def normalizes_softmax(node: fx.Node, spec: OpSpec) -> bool:
+    """Whether an aggregation is part of a softmax over neighbours: the maximum of the scores, or the denominator."""
+    value = message_of(node, spec)
+    if value is None:
+        return False
+    readers = _readers(node)
+    if _called(value, "exp"):
+        return any(_is(reader, DIVIDES) and reader.args[0] is value for reader in readers)
+    scores = _source(value)
+    lowered = [reader for reader in readers if _is(reader, SUBTRACTS) and _source(reader.args[0]) is scores]
+    return any(_called(user, "exp") for reader in lowered for user in reader.users)
+
+
+def result_of(node: fx.Node, spec: OpSpec, *, aggregates: bool) -> fx.Node:
+    """Return the node whose gradient is that of the operator."""
+    if spec is EDGE_SCORE:
+        return _summed(node) or node
+    return mean_after(node) if aggregates else node
+
+
+def _summed(node: fx.Node) -> fx.Node | None:
+    """Return the sum over the last dim that is all a product is for."""
+    users = [user for user in node.users if not _reads_size(user, node)]
+    if len(users) != 1 or users[0].target not in SUMS or users[0].args[:1] != (node,):
+        return None
+    dim = users[0].args[1] if len(users[0].args) > 1 else users[0].kwargs.get("dim")
+    return users[0] if dim in (-1, (-1,), [-1]) else None
 
 
 def mean_after(node: fx.Node) -> fx.Node:
     """Return the division that makes a sum over neighbours their mean, if that is its only use, else the sum."""
-    users = list(node.users)
+    users = [user for user in node.users if not _reads_size(user, node)]
     if len(users) == 1 and _is(users[0], DIVIDES) and users[0].args and users[0].args[0] is node:
         return users[0]
     return node
+
+
+def _reads_size(user: fx.Node, node: fx.Node) -> bool:
+    """Whether a node looks at the shape of another, and not at its numbers."""
+    if user.target is getattr:
+        return user.args[1] in ("shape", "ndim", "dtype", "device")
+    if user.target in ("size", "dim", "numel") or user.target in FILLED:
+        return True
+    return user.target in ("expand_as", "view_as", "reshape_as") and user.args[0] is not node
+
+
+def _called(node: fx.Node, name: str) -> bool:
+    """Whether a node is a call of a function or method of torch with this name, in place or not."""
+    return _plain_name(node) in (name, f"{name}_")
+
+
+def _plain_name(node: fx.Node) -> str:
+    """Return the name of what a node calls, the same for functions, methods and operators of ATen."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target._schema.name).rpartition("::")[2]
+    return str(getattr(node.target, "__name__", node.target))
+
+
+_PASSED_ON = frozenset({
+    "index_select", "gather", "getitem", "index", "repeat_interleave", "expand", "expand_as", "unsqueeze", "view",
+    "reshape", "clamp", "clamp_", "clamp_min", "add", "add_", "iadd", "masked_fill", "nan_to_num", "where", "detach",
+})  # fmt: skip
+"""What happens to the maximum or the sum of each node on its way back to the edges."""
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """Return what reads a value, through everything that passes it on."""
+    found: dict[fx.Node, None] = {}
+    waiting = list(node.users)
+    while waiting:
+        user = waiting.pop()
+        if user not in found:
+            found[user] = None
+            if _plain_name(user) in _PASSED_ON:
+                waiting += user.users
+    return list(found)
+
+
+def _source(value: Any) -> Any:
+    """Return what a value is, whether or not it was detached."""
+    while isinstance(value, fx.Node) and _called(value, "detach"):
+        value = value.args[0]
+    return value
+
+
+def _is_column(node: fx.Node) -> bool:
+    """Whether a value has one number where the other factor has features."""
+    shape = getattr(node.meta.get("example_value"), "shape", None)
+    if shape:
+        return bool(shape[-1] == 1)
+    if _called(node, "unsqueeze"):
+        return bool(node.args[1:] == (-1,) or node.kwargs.get("dim") == -1)
+    last = node.args[-1] if _called(node, "view") or _called(node, "reshape") else None
+    return (isinstance(last, int) and last == 1) or (isinstance(last, (tuple, list)) and last[-1:] in ((1,), [1]))
+
+
+def _is_weighted_message(node: fx.Node, trained: set[fx.Node]) -> bool:
+    """Whether a product of coefficients and features, both of them learned, is what an aggregation sums up."""
+    if not all(arg in trained for arg in node.args[:2]):
+        return False
+    users = [user for user in node.users if not _reads_size(user, node)]
+    spec = spec_of(users[0]) if len(users) == 1 else None
+    return spec is not None and spec.family == "aggregation" and message_of(users[0], spec) is node
 
 
 def _is_weighted_sum(node: fx.Node, weights: set[fx.Node]) -> bool:

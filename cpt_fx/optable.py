@@ -29,9 +29,10 @@ MULTIPLY = ("conv", "linear", "matmul", "attention", "recurrent")
 class OpSpec:
     """One operator: its family, its argument names in order, and which of them are multiplied.
 
-    `operands` maps an argument's position to its kind: `input`, `weight`, `bias`, or `either` where a product takes
-    two tensors of which each may be a weight. `channels` says, by position, what `group="channel"` means for a
-    weight there, as `(keep, over)`: its output axis is kept, or all that a product sums over shares a range.
+    `operands` maps an argument's position to its kind: `input`, `weight`, `bias`, `either` where a product takes two
+    tensors of which each may be a weight, `sparse` for one that is passed on as it is. `channels` says, by position,
+    what `group="channel"` means for a weight there, as `(keep, over)`: its output axis is kept, or all that a product
+    sums over shares a range.
     """
 
     family: str
@@ -70,7 +71,13 @@ def _scatter(name: str, source: str, *extra: str) -> OpSpec:
     return OpSpec("aggregation", name, ("input", "dim", "index", source, *extra), ((3, "input"),))
 
 
+def _index_put(name: str) -> OpSpec:
+    return OpSpec("aggregation", name, ("input", "indices", "values", "accumulate"), ((2, "input"),))
+
+
 _ADDED_IN_PLACE = ("addmm_", "addbmm_", "baddbmm_", "addmv_", "addr_")
+
+_INDEXED = ("index_add", "scatter_add", "scatter_reduce", "index_reduce", "scatter", "index_put")
 
 SPECS: dict[Target, OpSpec] = {
     torch.conv1d: _conv("conv1d"),
@@ -121,7 +128,13 @@ SPECS: dict[Target, OpSpec] = {
     torch.Tensor.scatter_add_: _scatter("scatter_add_", "src"),
     torch.Tensor.scatter_reduce_: _scatter("scatter_reduce_", "src", "reduce"),
     torch.Tensor.index_reduce_: _scatter("index_reduce_", "source", "reduce"),
-    torch.sparse.mm: OpSpec("aggregation", "sparse_mm", ("input", "mat2"), ((1, "input"),)),
+    # With numbers instead of tensors, and unless told to add up, these two write values and sum nothing.
+    torch.scatter: _scatter("scatter", "src"),
+    torch.Tensor.scatter_: _scatter("scatter_", "src"),
+    torch.index_put: _index_put("index_put"),
+    torch.Tensor.index_put_: _index_put("index_put_"),
+    torch.sparse.mm: OpSpec("aggregation", "sparse_mm", ("input", "mat2"), ((0, "sparse"), (1, "input"))),
+    torch.sparse.addmm: OpSpec("aggregation", "sparse_addmm", ("input", "mat1", "mat2"), ((1, "sparse"), (2, "input"))),
     torch.segment_reduce: OpSpec("aggregation", "segment_reduce", ("data", "reduce"), ((0, "input"),)),
 }
 """The operators that quantization knows, in normal form."""
@@ -136,16 +149,20 @@ ALIASES: dict[Target, Target] = {
     torch.Tensor.scatter_add: torch.scatter_add,
     torch.Tensor.scatter_reduce: torch.scatter_reduce,
     torch.Tensor.index_reduce: torch.index_reduce,
+    torch.ops.aten._sparse_mm: torch.sparse.mm,
+    torch.ops.aten._sparse_mm.default: torch.sparse.mm,
+    torch.ops.aten._sparse_mm.reduce: torch.sparse.mm,
+    torch.ops.aten._sparse_addmm: torch.sparse.addmm,
+    torch.ops.aten._sparse_addmm.default: torch.sparse.addmm,
 }
 """Other functions for the same operator. Torch methods of the same name follow below."""
 
 METHODS: dict[str, Target] = {
     **{name: getattr(torch, name) for name in ("matmul", "mm", "bmm", "mv", "dot", "inner", "outer")},
     **{name: getattr(torch, name) for name in ("addmm", "addbmm", "baddbmm", "addmv", "addr", "vdot", "kron")},
-    **{name: getattr(torch, name) for name in ("index_add", "scatter_add", "scatter_reduce", "index_reduce")},
+    **{name: getattr(torch, name) for name in _INDEXED},
     **{name: getattr(torch.Tensor, name) for name in _ADDED_IN_PLACE},
-    **{f"{name}_": getattr(torch.Tensor, f"{name}_") for name in ("index_add", "scatter_add", "scatter_reduce",
-                                                                  "index_reduce")},
+    **{f"{name}_": getattr(torch.Tensor, f"{name}_") for name in _INDEXED},
     "__matmul__": torch.matmul,
     "ger": torch.outer,
 }  # fmt: skip
@@ -156,8 +173,8 @@ _ATEN = {
     **{name: getattr(torch, name) for name in (
         "matmul", "mm", "bmm", "mv", "dot", "vdot", "inner", "outer", "addmm", "addbmm", "baddbmm", "addmv", "addr",
         "kron", "tensordot", "_grouped_mm", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
-        "conv_transpose3d", "index_add", "scatter_add", "scatter_reduce", "index_reduce", "lstm_cell", "gru_cell",
-        "rnn_tanh_cell", "rnn_relu_cell", "_native_multi_head_attention", "_transformer_encoder_layer_fwd",
+        "conv_transpose3d", *_INDEXED, "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
+        "_native_multi_head_attention", "_transformer_encoder_layer_fwd",
     )},
     **{name: getattr(F, name) for name in ("linear", "bilinear", "scaled_dot_product_attention")},
 }  # fmt: skip
@@ -175,6 +192,7 @@ MULTIPLIES: frozenset[Any] = frozenset(
     {operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "mul_", "multiply", "imul"}
 )
 DIVIDES: frozenset[Any] = frozenset({operator.truediv, torch.div, torch.divide, "div", "divide", "itruediv"})
+SUBTRACTS: frozenset[Any] = frozenset({operator.sub, operator.isub, torch.sub, torch.subtract, "sub", "sub_", "isub"})
 SUMS: frozenset[Any] = frozenset({torch.sum, "sum"})
 
 FILLED: frozenset[Any] = frozenset(
@@ -206,6 +224,10 @@ FUSED: dict[Target, str] = {
     torch._native_multi_head_attention: "fused attention: its products are not separate operators in this graph",
     torch._transformer_encoder_layer_fwd: "fused encoder layer: its products are not separate operators in this graph",
     torch.cdist: "distances are not quantized",
+    torch.hspmm: "a product with a sparse result is not in the operator table: call torch.sparse.mm",
+    torch.smm: "a product with a sparse result is not in the operator table: call torch.sparse.mm",
+    torch.sspaddmm: "a product with a sparse result is not in the operator table: call torch.sparse.addmm",
+    torch.sparse.sampled_addmm: "a product with a sparse result is not in the operator table",
     torch.conv_tbc: "conv_tbc is not in the operator table",
     torch.convolution: "convolution in its general form is not in the operator table: call conv1d, conv2d, ...",
     torch.matrix_power: "matrix_power is not in the operator table",

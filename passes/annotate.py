@@ -13,7 +13,7 @@ from cpt_fx.aten import hides_product
 from cpt_fx.bodies import AUTHORS_OWN, Call, calls_of, given_quantized, multiplies
 from cpt_fx.formats import Format, Group
 from cpt_fx.graph_module import Shell
-from cpt_fx.graph_sites import counts_degrees, elementwise_spec, mean_after
+from cpt_fx.graph_sites import bag_spec, carries_no_message, elementwise_spec, normalizes_softmax, result_of
 from cpt_fx.meta import (
     FAMILY,
     LEFT,
@@ -47,6 +47,8 @@ from cpt_fx.pass_base import Pass, Report
 from cpt_fx.recipes import Recipe, Rule, default
 from cpt_fx.regions import TRANSFORMED, Regions
 from cpt_fx.runtime import Precision
+
+OF_SOFTMAX = "part of a softmax over neighbours, which stays in full precision: it sums scores, not messages"
 
 
 @dataclass(frozen=True)
@@ -145,11 +147,12 @@ class _Walk:
             self.weights.add(node)
         if self._is_trained(node):
             self.trained.add(node)
-        spec = spec_of(node) or elementwise_spec(node, self.recipe, self.weights)
-        if spec is not None and spec.family == "aggregation" and counts_degrees(node, spec):
-            return
+        spec = spec_of(node) or elementwise_spec(node, self.recipe, self.weights, self.trained)
         if spec is None:
             self._report_hidden(node)
+            return
+        spec = bag_spec(node, spec, self.weights)
+        if spec.family == "aggregation" and carries_no_message(node, spec, self.trained):
             return
         family = self._family(node, spec)
         layer = self._names.name(node, spec.name, self._kinds.get(module_path(node)[0]))
@@ -167,9 +170,13 @@ class _Walk:
         for change in changes:
             rule = change.rule(rule, family)
         if rule is None:
-            if family in MULTIPLY:
+            if family in (*MULTIPLY, "aggregation"):
                 reason = f"recipe {self.recipe.name!r} leaves {family} in full precision"
-                self.uncovered.append(Uncovered(layer, spec.name, reason))
+                # Sums multiply nothing: leaving them is what a recipe without a rule for them says.
+                self.uncovered.append(Uncovered(layer, spec.name, reason, by_choice=family == "aggregation"))
+            return
+        if family == "aggregation" and normalizes_softmax(node, spec):
+            self.uncovered.append(Uncovered(layer, spec.name, OF_SOFTMAX, by_choice=True))
             return
         self._decide(node, spec, family, layer, rule, changes)
 
@@ -192,19 +199,21 @@ class _Walk:
     ) -> None:
         operands = []
         for index, name, kind in self._operands(node, spec):
-            operand = self._operand(node, spec, index, name, kind, rule)
+            operand = self._operand(node, spec, family, index, name, kind, rule)
             if isinstance(operand, Operand):
                 operands.append(operand)
             elif operand:
                 self.uncovered.append(Uncovered(layer, spec.name, operand, name, by_choice=rule.messages_only))
-        complete = spec.family != "matmul" and (spec.name != "linear" or any(item.role == "bias" for item in operands))
+        has_bias = any(item.role == "bias" for item in operands)
+        complete = spec.family not in ("matmul", "aggregation") and (spec.name != "linear" or has_bias)
         added = self._bias_after(node) if family == "linear" and rule.bias and not complete else None
         if added is not None and rule.bias is not None:
             index = 0 if added.args[1] is node else 1
             operands.append(Operand(index, "bias", "bias", rule.bias, (), None, added.name))
         if not operands and rule.gradient is None:
             return
-        output = _mean_after_or_self(node, family, rule) if added is None else added
+        aggregates = family == "aggregation" or rule.messages_only
+        output = result_of(node, spec, aggregates=aggregates) if added is None else added
         dials = []
         for role in ("weight", "activation", "gradient"):
             dial = Dial(role, with_forward=role == "gradient" and rule.gradient_with_forward)
@@ -256,13 +265,15 @@ class _Walk:
         return found
 
     def _operand(
-        self, node: fx.Node, spec: OpSpec, index: Index, name: str, kind: str, rule: Rule
+        self, node: fx.Node, spec: OpSpec, family: str, index: Index, name: str, kind: str, rule: Rule
     ) -> Operand | str | None:
         """Return the decision for one operand; a reason where it stays as it is; None where nothing is to say."""
         value = node.args[index] if isinstance(index, int) else node.args[index[0]][index[1]]  # type: ignore[index]
         if not isinstance(value, fx.Node):
             return None
         is_weight = value in self.weights
+        if kind == "sparse":
+            return None if family == "aggregation" else "a sparse operand is passed on as it is"
         if kind == "bias":
             if not is_weight:
                 # Added to the product, not a factor of it.
@@ -277,7 +288,7 @@ class _Walk:
             return "the left operand is the adjacency, not a message"
         if chosen is None:
             return None if role == "bias" else f"the recipe has no format for the {role} of this family"
-        fitting = self._fitting(chosen, value)
+        fitting = replace(chosen, group=Group.TENSOR) if kind == "coefficients" else self._fitting(chosen, value)
         groups = group_of(spec, index, fitting)
         if spec.name == "einsum" and isinstance(index, int) and isinstance(node.args[0], str):
             groups = einsum_group(node.args[0], index - 1, fitting) or groups
@@ -299,7 +310,8 @@ class _Walk:
         """Return the family of an operator: a product with a parameter is a linear layer, however it is written."""
         if FAMILY in node.meta:
             return str(node.meta[FAMILY])
-        if spec.family == "matmul" and any(used in self.weights for used in node.all_input_nodes):
+        products = spec.family == "matmul" or spec.name in ("sparse_mm", "sparse_addmm")
+        if products and any(used in self.weights for used in node.all_input_nodes):
             return "linear"
         return spec.family
 
@@ -379,11 +391,6 @@ class _Walk:
 def _kind_of(module: nn.Module) -> type[nn.Module] | None:
     """Return a module's class, if it has one to show: what a shell stands for comes from the nodes."""
     return None if isinstance(module, (Shell, Precision, fx.GraphModule)) else type(module)
-
-
-def _mean_after_or_self(node: fx.Node, family: str, rule: Rule) -> fx.Node:
-    """Return the node whose gradient is the operator's."""
-    return mean_after(node) if family == "aggregation" or rule.messages_only else node
 
 
 def _name(target: Any) -> str:
