@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cpt_fx import passes as passes
     from cpt_fx import recipes as recipes
     from cpt_fx import schedules as schedules
+    from cpt_fx import study as study
     from cpt_fx.api import graphs as graphs
     from cpt_fx.api import revert as revert
     from cpt_fx.api import single_graph as single_graph
@@ -51,7 +52,7 @@ _HOMES = {
     "single_graph": "cpt_fx.api",
     "transform": "cpt_fx.api",
 }
-_MODULES = ("export", "functional", "ort", "passes", "recipes", "schedules")
+_MODULES = ("export", "functional", "ort", "passes", "recipes", "schedules", "study")
 
 __all__ = sorted((*_HOMES, *_MODULES))  # pyright: ignore
 

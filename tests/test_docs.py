@@ -144,7 +144,8 @@ def test_commands_exist(path: Path, capsys: pytest.CaptureFixture[str], monkeypa
         for command in re.findall(r"cpt-fx [^&|;>]*", line):
             _, *words = shlex.split(command, comments=True)
             # `cpt-fx export onnx`: a subcommand may have its own.
-            subcommand = [word for word in words[: 2 if words[:1] == ["export"] else 1] if not word.startswith("-")]
+            nested = words[:1] in (["export"], ["study"])
+            subcommand = [word for word in words[: 1 + nested] if not word.startswith("-")]
             monkeypatch.setattr(sys, "argv", ["cpt-fx", *subcommand, "--help"])
             with pytest.raises(SystemExit) as stop:
                 cli.main()

@@ -21,7 +21,21 @@ else:
     tomllib = pytest.importorskip("tomllib")
 
 ROOT = Path(__file__).parents[1]
-EXTRAS = {"bench", "demo", "dev", "gnn", "lightning", "onnx", "ort", "ort-gpu", "transformers", "viz"}
+EXTRAS = {
+    "bench",
+    "demo",
+    "detection",
+    "dev",
+    "examples",
+    "gnn",
+    "lightning",
+    "onnx",
+    "ort",
+    "ort-gpu",
+    "ray",
+    "transformers",
+    "viz",
+}
 
 
 def pyproject() -> dict[str, Any]:

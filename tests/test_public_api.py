@@ -64,7 +64,7 @@ def test_signatures(name: str) -> None:
 def test_names() -> None:
     assert cpt_fx.__all__ == [
         "Bits", "CaptureError", "ExportError", "Format", "Override", "Pipeline", "TransformError", "cost", "export",
-        "functional", "graphs", "inspect", "ort", "passes", "recipes", "revert", "schedules", "single_graph",
+        "functional", "graphs", "inspect", "ort", "passes", "recipes", "revert", "schedules", "single_graph", "study",
         "transform",
     ]  # fmt: skip
     assert schedules.NAMES == ("CR", "LR", "ER", "RR", "CT", "LT", "ETV", "ETH", "RTV", "RTH")

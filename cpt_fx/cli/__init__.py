@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TextIO
 
-from cpt_fx.cli import bench, demo, export, models, planning
+from cpt_fx.cli import bench, demo, export, models, planning, study
 from cpt_fx.cli.common import UsageError
 
 DESCRIPTION = "Low-precision training as a compiler pass: plan a schedule, rewrite a model, look at the result."
@@ -18,6 +18,7 @@ EPILOG = """examples:
   cpt-fx demo                          train a small net under a schedule, and write a report
   cpt-fx schedules                     what the ten schedules are, and what they save
   cpt-fx inspect mymodel:make          what is quantized in a model of yours, and what is not
+  cpt-fx study run my.py:train ...     train your own task under all ten, and compare them
 
 cpt-fx COMMAND --help says more about each."""
 
@@ -39,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
     models.add(commands)
     bench.add(commands)
     export.add(commands)
+    study.add(commands)
     return top
 
 

@@ -1,7 +1,8 @@
 """What a schedule costs, by the published formula, and which one to choose by it.
 
 One training step at forward width q and gradient width g costs q*q/32^2 of a full precision forward pass and
-2*q*g/32^2 of a backward pass. The step average is a third of their sum. Nothing here knows about quality.
+2*q*g/32^2 of a backward pass. The step average is a third of their sum. Nothing of that knows about quality;
+what was measured is in :mod:`cpt_fx.schedules.measured`, and :func:`recommend` answers from both.
 """
 
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cpt_fx.errors import check_choice
+from cpt_fx.schedules import measured
 from cpt_fx.schedules.base import Schedule
 from cpt_fx.schedules.bits import FULL_PRECISION, Bits, as_bits, check_range
 from cpt_fx.schedules.cyclic import NAMES, named
@@ -28,6 +30,8 @@ _PUBLISHED = {
     "transformer": "fine-tuning BERT used q_min 5, q_max 8, 2 cycles",
 }
 
+FAMILIES = tuple(_PUBLISHED)
+
 
 @dataclass(frozen=True)
 class StepCost:
@@ -41,12 +45,18 @@ class StepCost:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """Schedules to try, in order, what each costs relative to static q_max, and why."""
+    """Schedules to try, in order, what each costs relative to static q_max, and why.
+
+    ``measured`` says whether measurements chose them, or the cost formula alone; ``figure`` is where the measurements
+    are drawn, in the repository.
+    """
 
     names: tuple[str, ...]
     group: str
     relative_costs: tuple[float, ...]
     reason: str
+    measured: bool = False
+    figure: str | None = None
 
     @property
     def relative_cost(self) -> float:
@@ -97,11 +107,12 @@ def recommend(
     q_min: int = 3,
     q_max: int = 8,
 ) -> Recommendation:
-    """Return the published schedules that fit a priority and a budget, by the cost formula alone.
+    """Return the published schedules that fit a priority and a budget, best first, and why.
 
-    ``priority`` is "quality" (keep most precision), "balanced" or "savings"; ``budget`` the largest cost allowed,
-    relative to static q_max. ``family`` ("cnn", "detector", "gnn", "rnn", "transformer") adds the settings published
-    for that kind of model to the reason; it does not change the choice.
+    ``priority`` is "quality", "balanced" or "savings"; ``budget`` the largest cost allowed, relative to static q_max.
+    With a ``family`` ("cnn", "detector", "gnn", "rnn", "transformer") that was measured at these widths, the answer
+    comes from the measurements: for quality the best means, for savings the cheapest that are not measurably worse than
+    static q_max, balanced by both. Otherwise it comes from the cost formula alone, and the reason says so.
     """
     wanted = _PRIORITIES[check_choice("priority", priority, _PRIORITIES)]
     if family is not None:
@@ -109,6 +120,16 @@ def recommend(
     low, high = check_range(q_min, q_max)
     costs = {name: relative_cost(named(name, q_min=low, q_max=high, total_steps=64_000)) for name in NAMES}
     limit = _check_budget(budget, min(costs.values()))
+    unmeasured = ""
+    if family is not None:
+        found = measured.find(family, low, high)
+        choice = measured.choose(found[0], priority, limit) if found else None
+        if choice is not None:
+            others = measured.also(found[1:])
+            reason = choice.reason + others
+            group = savings_group(choice.names[0])
+            return Recommendation(choice.names, group, choice.relative_costs, reason, True, found[0].figure)
+        unmeasured = measured.why_not(family, low, high, budget)
     order = ["small", "medium", "large"]
     # The group asked for, or else the first one that saves more and fits.
     for group in order[order.index(wanted) :]:
@@ -118,7 +139,7 @@ def recommend(
     chosen = tuple(costs[name] for name in names)
     reason = _reason(priority, wanted, group, chosen, budget)
     if family is not None:
-        reason += f" Published runs: {_PUBLISHED[family]}."
+        reason += f" {unmeasured} Published runs: {_PUBLISHED[family]}."
     return Recommendation(names, group, chosen, reason)
 
 

@@ -15,6 +15,7 @@ from cpt_fx.schedules import (
     Piecewise,
     Static,
     mean_costs,
+    measured,
     named,
     recommend,
     relative_cost,
@@ -124,10 +125,12 @@ def test_widths_count() -> None:
     assert recommend(priority="savings", q_min=5, q_max=6).relative_cost == pytest.approx(0.806, abs=5e-4)
 
 
-def test_family_only_adds_to_the_reason() -> None:
+def test_a_family_that_was_not_measured_only_adds_to_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "read", lambda: {})
     plain, hinted = recommend(), recommend(family="transformer")
-    assert hinted.names == plain.names
+    assert hinted.names == plain.names and not hinted.measured and hinted.figure is None
     assert hinted.reason.startswith(plain.reason)
+    assert "was not measured here, so this is by the cost formula alone." in hinted.reason
     assert "2 cycles" in hinted.reason
 
 

@@ -1,0 +1,247 @@
+"""What the records of a study say: rows and panels, differences, groups, correlations. What is missing is counted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from cpt_fx.schedules import NAMES, savings_group
+from cpt_fx.study import statistics
+from cpt_fx.study.records import Record
+from cpt_fx.study.statistics import Correlation, Estimate
+
+FULL = "full precision"
+GROUPS = ("small", "medium", "large")
+"""The savings groups, from the most compute to the least."""
+EXPERIMENTS = ("schedules", "deficit", "window", "first-cycle", "delayed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One schedule at one (q_min, q_max): a value for each seed, and what kept the other seeds from having one."""
+
+    label: str
+    group: str
+    schedule: str
+    relative_cost: float
+    mean_bits: float
+    first_cycle_bits: float | None
+    total_steps: int
+    values: Mapping[int, float]
+    failed: Mapping[int, str]
+    missing: tuple[int, ...]
+
+    @cached_property
+    def mean(self) -> Estimate | None:
+        """The mean over the seeds that have a value, or None where none has."""
+        return statistics.mean(list(self.values.values())) if self.values else None
+
+    @cached_property
+    def deviation(self) -> float | None:
+        """The standard deviation over the seeds, or None for fewer than two."""
+        return statistics.deviation(list(self.values.values())) if self.values else None
+
+    @property
+    def complete(self) -> bool:
+        """Say whether every seed has a value."""
+        return not self.failed and not self.missing
+
+    @property
+    def gaps(self) -> str:
+        """Say how many seeds have no value, and why; empty where all have."""
+        parts = (f"{len(self.failed)} failed" * bool(self.failed), f"{len(self.missing)} missing" * bool(self.missing))
+        return ", ".join(part for part in parts if part)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """All rows of one experiment at one (q_min, q_max), cheapest first."""
+
+    experiment: str
+    q_min: int
+    q_max: int
+    metric: str
+    better: str
+    seeds: tuple[int, ...]
+    rows: tuple[Row, ...]
+
+    def row(self, label: str) -> Row | None:
+        """Return the row with a label, or None."""
+        return next((row for row in self.rows if row.label == label), None)
+
+    @property
+    def static(self) -> Row | None:
+        """The row of static q_max, what all others are compared with."""
+        return self.row(f"static {self.q_max}")
+
+    @property
+    def cyclic(self) -> tuple[Row, ...]:
+        """The rows of schedules: neither static nor in full precision."""
+        return tuple(row for row in self.rows if row.group not in ("static", FULL))
+
+    @property
+    def bits(self) -> str:
+        """Return "(3, 8)"."""
+        return f"({self.q_min}, {self.q_max})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """A savings group: the mean over its schedules, for each seed that all of them finished."""
+
+    name: str
+    labels: tuple[str, ...]
+    relative_cost: float
+    values: Mapping[int, float]
+
+    @property
+    def mean(self) -> Estimate | None:
+        """The mean over those seeds, or None where there is none."""
+        return statistics.mean(list(self.values.values())) if self.values else None
+
+
+def panels(records: Iterable[Record]) -> list[Panel]:
+    """Sort the records of one study into panels, the experiments in the order of the paper, high q_max first."""
+    found: dict[tuple[str, int, int], list[Record]] = {}
+    for record in records:
+        found.setdefault((record.experiment, record.q_min, record.q_max), []).append(record)
+    order = {name: index for index, name in enumerate(EXPERIMENTS)}
+    keys = sorted(found, key=lambda key: (order.get(key[0], len(order)), -key[2], key[1]))
+    return [_panel(found[key]) for key in keys]
+
+
+def against(row: Row, reference: Row | Group) -> Estimate | None:
+    """Return the mean of a row minus that of a reference; paired by seed where both have the same seeds."""
+    return _difference(row.values, reference.values)
+
+
+def verdict(estimate: Estimate | None, better: str) -> str:
+    """Return "better", "worse" or "not told apart", or "no interval" where there are too few seeds to say."""
+    if estimate is None or estimate.interval is None:
+        return "no interval"
+    if not estimate.told_apart:
+        return "not told apart"
+    return "better" if (estimate.value > 0) == (better == "higher") else "worse"
+
+
+def groups(panel: Panel) -> list[Group]:
+    """Return the savings groups that a panel has schedules of, from the most compute to the least."""
+    result = []
+    for name in GROUPS:
+        rows = [row for row in panel.rows if row.group == name and row.values]
+        if rows:
+            common = set.intersection(*(set(row.values) for row in rows))
+            values = {seed: sum(row.values[seed] for row in rows) / len(rows) for seed in sorted(common)}
+            cost = sum(row.relative_cost for row in rows) / len(rows)
+            labels = tuple(row.label for row in rows)
+            result.append(Group(name=name, labels=labels, relative_cost=cost, values=values))
+    return result
+
+
+def group_differences(panel: Panel) -> list[tuple[str, str, Estimate | None]]:
+    """Return each two groups, the one with more compute first, and how much more its mean is."""
+    found = groups(panel)
+    return [
+        (one.name, two.name, _difference(one.values, two.values))
+        for index, one in enumerate(found)
+        for two in found[index + 1 :]
+    ]
+
+
+def cost_correlation(panel: Panel, *, baselines: bool = False) -> Correlation:
+    """Correlate relative cost with quality over the schedules; positive: more compute, better quality.
+
+    `baselines` counts the static runs too. Costs that agree to three digits are one cost.
+    """
+    rows = [row for row in panel.rows if row in panel.cyclic or (baselines and row.group == "static")]
+    return correlation(rows, [round(row.relative_cost, 3) for row in rows], panel.better)
+
+
+def correlation(rows: Sequence[Row], x: Sequence[float], better: str) -> Correlation:
+    """Correlate a number of each row with its quality: the metric, turned so that more is better."""
+    sign = 1.0 if better == "higher" else -1.0
+    kept = [(place, row) for place, row in zip(x, rows, strict=True) if row.values]
+    values = [[sign * value for value in row.values.values()] for _, row in kept]
+    if not kept:
+        return Correlation(
+            rho=None, rho_interval=None, tau=None, tau_interval=None, points=0, runs=0, reason="no run has a value"
+        )
+    return statistics.rank_correlation([place for place, _ in kept], values)
+
+
+def _group(label: str) -> str:
+    if label in NAMES:
+        return savings_group(label)
+    if label == FULL:
+        return FULL
+    return "static" if label.startswith("static ") else "other"
+
+
+def _panel(records: Sequence[Record]) -> Panel:
+    # A failed run may not know what it would have been compared by.
+    first = next((record for record in records if record.status == "done"), records[0])
+    for name in ("metric", "better"):
+        found = {getattr(record, name) for record in records if record.status == "done"}
+        if len(found) > 1:
+            raise ValueError(f"the runs of one experiment must agree in {name}, got {sorted(found)}")
+    cells: dict[str, list[Record]] = {}
+    for record in records:
+        cells.setdefault(record.label, []).append(record)
+    seeds = tuple(sorted({record.seed for record in records}))
+    rows = [_row(label, members, seeds) for label, members in cells.items()]
+    # Schedules of equal cost stand in the order of the paper.
+    place = {name: index for index, name in enumerate(NAMES)}
+    rows.sort(key=lambda row: (round(row.relative_cost, 3), place.get(row.label, len(place))))
+    return Panel(
+        experiment=first.experiment,
+        q_min=first.q_min,
+        q_max=first.q_max,
+        metric=first.metric,
+        better=first.better,
+        seeds=seeds,
+        rows=tuple(rows),
+    )
+
+
+def _row(label: str, members: Sequence[Record], seeds: Sequence[int]) -> Row:
+    values: dict[int, float] = {}
+    failed: dict[int, str] = {}
+    for record in sorted(members, key=lambda record: record.seed):
+        if record.status != "done":
+            failed[record.seed] = record.error or "no reason was recorded"
+        elif record.value is None or not math.isfinite(record.value):
+            failed[record.seed] = f"{record.metric} is {record.value}"
+        elif record.seed in values:
+            raise ValueError(f'"{label}" with seed {record.seed} is there twice: {values[record.seed]}, {record.value}')
+        else:
+            values[record.seed] = record.value
+    failed = {seed: reason for seed, reason in failed.items() if seed not in values}  # a second try may have worked
+    first = members[0]
+    if different := sorted({record.total_steps for record in members} - {first.total_steps}):
+        raise ValueError(
+            f'"{label}" was run for {first.total_steps} and for {different[0]} steps, which cannot be averaged: '
+            "write runs of different lengths as studies of their own"
+        )
+    return Row(
+        label=label,
+        group=_group(label),
+        schedule=first.schedule,
+        relative_cost=first.relative_cost,
+        mean_bits=first.mean_bits,
+        first_cycle_bits=first.first_cycle_bits,
+        total_steps=first.total_steps,
+        values=values,
+        failed=failed,
+        missing=tuple(sorted(set(seeds) - set(values) - set(failed))),
+    )
+
+
+def _difference(one: Mapping[int, float], two: Mapping[int, float]) -> Estimate | None:
+    if not one or not two:
+        return None
+    seeds = sorted(one)
+    if seeds == sorted(two):
+        return statistics.difference([one[seed] for seed in seeds], [two[seed] for seed in seeds], paired=True)
+    return statistics.difference(list(one.values()), list(two.values()), paired=False)

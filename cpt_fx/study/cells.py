@@ -1,0 +1,306 @@
+"""What a study consists of: schedules x seeds x (q_min, q_max), each a cell. Nothing here trains, or needs torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from cpt_fx.errors import check_choice, check_int, nearest
+from cpt_fx.schedules import FULL_PRECISION, NAMES, Bits, Cyclic, Delayed, Schedule, Static, named, relative_cost
+from cpt_fx.schedules.bits import check_range
+from cpt_fx.schedules.savings import mean_costs
+
+Build = Callable[..., Schedule]
+BASELINES = ("static q_max", "static q_min", "full precision")
+GradientBits = int | tuple[int, int] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is known of a schedule before anything is trained."""
+
+    widths: str
+    """A digest of the widths of all steps."""
+    relative_cost: float
+    mean_bits: float
+    first_cycle_bits: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One training run, and its place in a study."""
+
+    study: str
+    experiment: str
+    label: str
+    schedule: Schedule
+    facts: Facts
+    q_min: int
+    q_max: int
+    seed: int
+    metric: str | None
+    better: str
+    options: Mapping[str, Any]
+
+    @property
+    def total_steps(self) -> int:
+        """The length of the run."""
+        assert self.schedule.total_steps is not None  # checked where the cell is made
+        return self.schedule.total_steps
+
+    @cached_property
+    def identity(self) -> str:
+        """What a result depends on, as text. Cells that agree in it share one run.
+
+        The experiment and the label are no part of it: static 8 bits is the same training in every comparison. The
+        widths themselves are, as a digest, because a schedule made of your own function shows only its name.
+        """
+        return canonical([self.study, repr(self.schedule), self.facts.widths, self.seed, dict(self.options)])
+
+
+def facts(schedule: Schedule, q_max: int) -> Facts:
+    """Return what a schedule costs relative to static q_max, and how it begins."""
+    return Facts(
+        widths=hashlib.sha256(schedule.trajectory().tobytes()).hexdigest()[:16],
+        relative_cost=relative_cost(schedule, static_bits=q_max),
+        mean_bits=mean_costs(schedule).mean_bits,
+        first_cycle_bits=_first_cycle_bits(schedule),
+    )
+
+
+def _first_cycle_bits(schedule: Schedule) -> float | None:
+    """Return the mean forward width over the first cycle's length, from the first step of the run."""
+    inner = schedule.schedule if isinstance(schedule, Delayed) else schedule
+    if isinstance(inner, Static):
+        return float(schedule.bits(0).weight)
+    if not isinstance(inner, Cyclic) or inner.total_steps is None:
+        return None
+    period = inner.period or inner.total_steps / inner.cycles
+    return float(schedule.trajectory(max(round(period), 1))[:, 0].mean())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What all cells of a study have in common."""
+
+    study: str
+    total_steps: int
+    seeds: tuple[int, ...]
+    cycles: int
+    q_grad: GradientBits
+    better: str
+    metric: str | None
+    options: Mapping[str, Any]
+
+    def cells(self, experiment: str, label: str, schedule: Schedule, bits: tuple[int, int]) -> list[Cell]:
+        """Return the cells of a schedule, one for each seed."""
+        if schedule.total_steps is None:
+            raise ValueError(f"schedules of a study must have an end: give {label!r} total_steps")
+        known = facts(schedule, bits[1])
+        return [self._cell(experiment, label, schedule, known, bits, seed) for seed in self.seeds]
+
+    def _cell(
+        self, experiment: str, label: str, schedule: Schedule, known: Facts, bits: tuple[int, int], seed: int
+    ) -> Cell:
+        return Cell(
+            study=self.study,
+            experiment=experiment,
+            label=label,
+            schedule=schedule,
+            facts=known,
+            q_min=bits[0],
+            q_max=bits[1],
+            seed=seed,
+            metric=self.metric,
+            better=self.better,
+            options=self.options,
+        )
+
+    def gradient(self, q_max: int) -> int:
+        """Return the gradient width of schedules that do not cycle."""
+        if self.q_grad is None:
+            return q_max
+        return self.q_grad if isinstance(self.q_grad, int) else self.q_grad[1]
+
+    def static(self, width: int, q_max: int) -> Static:
+        """Return the baseline of one forward width; gradients are as in the schedules, or in full precision with it."""
+        gradient = FULL_PRECISION if width == FULL_PRECISION else self.gradient(q_max)
+        return Static(Bits(width, width, gradient), total_steps=self.total_steps)
+
+    def named(self, name: str, bits: tuple[int, int], total_steps: int | None = None) -> Cyclic:
+        """Return one of the ten."""
+        return named(
+            name,
+            q_min=bits[0],
+            q_max=bits[1],
+            total_steps=self.total_steps if total_steps is None else total_steps,
+            cycles=self.cycles,
+            q_grad=self.q_grad,
+        )
+
+
+def setting(
+    *,
+    study: str,
+    total_steps: int,
+    seeds: int | Iterable[int],
+    cycles: int,
+    q_grad: GradientBits,
+    better: str,
+    metric: str | None,
+    options: Mapping[str, Any] | None,
+) -> Setting:
+    """Check what all cells have in common."""
+    if metric is not None and not isinstance(metric, str):
+        raise TypeError(f"metric must be the name of what is compared, or None, got {metric!r}")
+    if not isinstance(study, str) or not study.strip():
+        raise ValueError(f"name must be a text that names the study, got {study!r}")
+    return Setting(
+        study=study,
+        total_steps=check_int("total_steps", total_steps, 1),
+        seeds=check_seeds(seeds),
+        cycles=check_int("cycles", cycles, 1),
+        q_grad=q_grad,
+        better=check_choice("better", better, ("higher", "lower")),
+        metric=metric,
+        options=check_options(options),
+    )
+
+
+def plan(setting: Setting, schedules: Sequence[Any] | None, bits: Iterable[tuple[int, int]]) -> list[Cell]:
+    """Return the cells of a comparison of schedules, seed by seed: one that is interrupted is a balanced one."""
+    entries = [*NAMES, *BASELINES] if schedules is None else check_schedules(schedules)
+    made: list[tuple[str, Schedule, tuple[int, int]]] = []
+    for pair in check_bits(bits):
+        for entry in entries:
+            label, schedule = _build(entry, setting, pair)
+            if schedule.total_steps != setting.total_steps:
+                raise ValueError(
+                    f"schedules of a study must have its length, but {label!r} has total_steps={schedule.total_steps} "
+                    f"where the study has total_steps={setting.total_steps}"
+                )
+            made.append((label, schedule, pair))
+    return ordered(setting, [("schedules", *one) for one in made])
+
+
+def ordered(setting: Setting, parts: Iterable[tuple[str, str, Schedule, tuple[int, int]]]) -> list[Cell]:
+    """Return the cells of (experiment, label, schedule, bits), seed by seed; the same one twice counts once."""
+    parts = list(parts)
+    schedules: dict[tuple[str, str, tuple[int, int]], Schedule] = {}
+    for experiment, label, schedule, pair in parts:
+        earlier = schedules.setdefault((experiment, label, pair), schedule)
+        if earlier != schedule:
+            raise ValueError(f"two schedules have the label {label!r}: {earlier!r} and {schedule!r}")
+    columns = [
+        setting.cells(experiment, label, schedule, pair) for (experiment, label, pair), schedule in schedules.items()
+    ]
+    if not columns:
+        raise ValueError("a study needs at least one schedule and one pair of bits, got none")
+    return [cell for row in zip(*columns, strict=True) for cell in row]
+
+
+def _build(entry: Any, setting: Setting, bits: tuple[int, int]) -> tuple[str, Schedule]:
+    """Return the label and the schedule that an entry of `schedules` stands for."""
+    if isinstance(entry, str):
+        return _from_text(entry, setting, bits)
+    label, thing = entry if isinstance(entry, tuple) else (None, entry)
+    if isinstance(thing, str):
+        found, schedule = _from_text(thing, setting, bits)
+        return label or found, schedule
+    if not isinstance(thing, Schedule):
+        label = label or getattr(thing, "__name__", None)
+        thing = thing(q_min=bits[0], q_max=bits[1], total_steps=setting.total_steps)
+        if not isinstance(thing, Schedule):
+            raise TypeError(f"the function {label} in schedules must return a schedule, it returned {thing!r}")
+    label = label or (thing.name if isinstance(thing, Cyclic) else None)
+    if label is None or label == "<lambda>":
+        raise ValueError(f'a schedule of your own needs a label, as in schedules=[("mine", {thing!r})]')
+    return label, thing
+
+
+def _from_text(text: str, setting: Setting, bits: tuple[int, int]) -> tuple[str, Schedule]:
+    if text.upper() in NAMES:
+        return text.upper(), setting.named(text.upper(), bits)
+    low = text.lower()
+    if low in ("full", "full precision"):
+        return "full precision", setting.static(FULL_PRECISION, bits[1])
+    widths = {"static": bits[1], "static q_max": bits[1], "static q_min": bits[0]}
+    number = re.fullmatch(r"static (\d+)", low)
+    width = int(number[1]) if number else widths.get(low)
+    if width is None:
+        known = [*NAMES, *BASELINES, "static 6"]
+        listed = ", ".join(f'"{name}"' for name in known)
+        raise ValueError(f"schedules may name {listed}, got {text!r}.{nearest(text, known)}")
+    return f"static {width}", setting.static(width, bits[1])
+
+
+# What is checked at the door.
+
+
+def check_schedules(schedules: Any) -> list[Any]:
+    """Return the entries of `schedules`; names, schedules, functions, or (label, one of these)."""
+    if isinstance(schedules, str | Schedule) or callable(schedules):
+        schedules = [schedules]
+    entries = list(schedules)
+    for entry in entries:
+        label, thing = entry if isinstance(entry, tuple) and len(entry) == 2 else ("", entry)
+        if not isinstance(label, str) or not (isinstance(thing, str | Schedule) or callable(thing)):
+            raise TypeError(
+                "schedules must hold names, schedules, functions of (q_min, q_max, total_steps), or "
+                f"(label, one of these) pairs, got {entry!r}"
+            )
+    return entries
+
+
+def check_bits(bits: Any) -> list[tuple[int, int]]:
+    """Return the (q_min, q_max) pairs; a single pair may stand alone."""
+    pairs = list(bits)
+    if len(pairs) == 2 and all(isinstance(width, int) for width in pairs):
+        pairs = [tuple(pairs)]
+    checked = []
+    for pair in pairs:
+        if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+            raise TypeError(f"bits must hold (q_min, q_max) pairs, as in [(3, 8), (4, 8)], got {pair!r}")
+        checked.append(check_range(pair[0], pair[1]))
+    return list(dict.fromkeys(checked))
+
+
+def check_seeds(seeds: int | Iterable[int]) -> tuple[int, ...]:
+    """Return the seeds; a number of them counts from 0."""
+    if isinstance(seeds, Iterable):
+        found = tuple(dict.fromkeys(check_int("a seed of seeds", seed, 0) for seed in seeds))
+    else:
+        found = tuple(range(check_int("seeds", seeds, 1)))
+    if not found:
+        raise ValueError("seeds must name at least one seed, got none")
+    return found
+
+
+def check_options(options: Any) -> dict[str, Any]:
+    """Return the options as plain data that reads back as it was written."""
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options):
+        raise TypeError(f"options must map names of arguments to values, got {options!r}")
+    try:
+        text = canonical(dict(options))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            "options must be texts, numbers, lists and mappings, because they are kept with the results; "
+            f"got {dict(options)!r} ({error})"
+        ) from error
+    plain: dict[str, Any] = json.loads(text)
+    if plain != dict(options):
+        warnings.warn(f"options are passed on as they are kept: {plain!r}, not {dict(options)!r}", stacklevel=2)
+    return plain
+
+
+def canonical(data: object) -> str:
+    """Write data as the one JSON text that stands for it."""
+    return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)

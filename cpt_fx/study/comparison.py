@@ -1,0 +1,82 @@
+"""Two studies of the same schedules that differ in one thing, such as the recipe: which one does better."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from cpt_fx.study.analysis import Panel, Row, against, panels, verdict
+from cpt_fx.study.records import Record
+from cpt_fx.study.statistics import difference
+from cpt_fx.study.tables import Table
+from cpt_fx.study.wording import NOTHING, decimals, signed, spread
+
+
+def compare(first: Iterable[Record], second: Iterable[Record], *, names: tuple[str, str]) -> list[Table]:
+    """Return a table for each experiment and (q_min, q_max) that both have: first less second, schedule by schedule.
+
+    Differences are paired by seed where the seeds agree. The last row is the mean over all schedules that both have,
+    seed by seed. What only one of both has is named in the note.
+    """
+    others = {(panel.experiment, panel.q_min, panel.q_max): panel for panel in panels(second)}
+    pairs = [
+        (panel, others[key])
+        for panel in panels(first)
+        if (key := (panel.experiment, panel.q_min, panel.q_max)) in others
+    ]
+    if not pairs:
+        raise ValueError(f"{names[0]} and {names[1]} have no experiment at the same (q_min, q_max)")
+    return [_table(one, two, names) for one, two in pairs]
+
+
+def _table(one: Panel, two: Panel, names: tuple[str, str]) -> Table:
+    if (one.metric, one.better) != (two.metric, two.better):
+        raise ValueError(
+            f"{names[0]} is measured by {one.metric} ({one.better} is better) and {names[1]} by {two.metric} "
+            f"({two.better} is better), which cannot be compared"
+        )
+    show = max(decimals(one), decimals(two))
+    rows, shared = [], []
+    for row in one.rows:
+        other = two.row(row.label)
+        if other is None:
+            continue
+        estimate = against(row, other)
+        means = (spread(each.mean, each.deviation, show) for each in (row, other))
+        counts = (
+            f"{len(row.values)}" if len(row.values) == len(other.values) else f"{len(row.values)}, {len(other.values)}"
+        )
+        rows.append((row.label, *means, counts, signed(estimate, show), _word(verdict(estimate, one.better))))
+        shared.append((row, other))
+    rows.extend(_overall(shared, one, show))
+    lone = [row.label for row in one.rows if two.row(row.label) is None]
+    lone += [row.label for row in two.rows if one.row(row.label) is None]
+    note = f"{one.metric}: {one.better} is better; mean and standard deviation over seeds."
+    if lone:
+        note += f" Only one of both has {', '.join(lone)}."
+    heading = f"{names[0]} less {names[1]} (95 % interval)"
+    return Table(
+        title=f"{names[0]} and {names[1]} at {one.bits}",
+        headings=("schedule", *names, "seeds", heading, "verdict"),
+        rows=tuple(rows),
+        note=note,
+    )
+
+
+def _overall(shared: list[tuple[Row, Row]], panel: Panel, show: int) -> list[tuple[str, ...]]:
+    """The mean over schedules for each seed that all runs have a value for; nothing with fewer than two schedules."""
+    valued = [(row, other) for row, other in shared if row.values and other.values]
+    if len(valued) < 2:
+        return []
+    seeds = sorted(set.intersection(*(set(row.values) & set(other.values) for row, other in valued)))
+    if not seeds:
+        return []
+    one = [sum(row.values[seed] for row, _ in valued) / len(valued) for seed in seeds]
+    two = [sum(other.values[seed] for _, other in valued) / len(valued) for seed in seeds]
+    estimate = difference(one, two, paired=True)
+    name = f"mean of {len(valued)}"
+    word = _word(verdict(estimate, panel.better))
+    return [(name, NOTHING, NOTHING, str(len(seeds)), signed(estimate, show), word)]
+
+
+def _word(verdict: str) -> str:
+    return NOTHING if verdict == "no interval" else verdict

@@ -1,0 +1,196 @@
+"""The user's training function: what it takes, and how another process finds it."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from cpt_fx.errors import nearest
+from cpt_fx.schedules import Schedule
+
+LOADING = "CPT_FX_STUDY_LOADS"
+"""Set in the environment while a worker imports the training function's file."""
+STARTING = "cpt-fx study worker, starting"
+"""A worker process's name until it is ready: while multiprocessing imports the script that started it."""
+_loaded: dict[Path, ModuleType] = {}
+
+
+@dataclass(frozen=True)
+class TrainFunction:
+    """A function of (schedule), (schedule, seed), and of options by name."""
+
+    call: Callable[..., object]
+    reference: str | None
+    """`/path/file.py:name` or `module:name`; None where no other process can import it."""
+    takes_seed: bool
+
+    def __call__(self, schedule: Schedule, seed: int, options: Mapping[str, Any]) -> object:
+        """Train."""
+        return self.call(schedule, **({"seed": seed} if self.takes_seed else {}), **options)
+
+    @property
+    def name(self) -> str:
+        """What a study is called unless it is given a name."""
+        own = getattr(self.call, "__name__", "study")
+        if self.reference is None:
+            return "study" if own == "<lambda>" else own
+        place, _, own = self.reference.rpartition(":")
+        stem = Path(place).stem if place.endswith(".py") else place.rpartition(".")[2]
+        return stem if own == "train" else f"{stem}.{own}"
+
+    @property
+    def fingerprint(self) -> str | None:
+        """A digest of the file that the function is written in, to notice that it was changed."""
+        try:
+            file = inspect.getsourcefile(inspect.unwrap(self.call))
+            return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
+        except (OSError, TypeError):
+            return None
+
+
+def train_function(train: Callable[..., object] | str, options: Mapping[str, Any]) -> TrainFunction:
+    """Return the training function for a function or a reference, checked against the options it will get."""
+    if isinstance(train, str):
+        call, where = load(train)
+        return TrainFunction(call, where, _takes_seed(call, options))
+    if not callable(train):
+        raise TypeError(f'train must be a function, or a text such as "file.py:train", got {train!r}')
+    return TrainFunction(train, _reference(train), _takes_seed(train, options))
+
+
+def load(reference: str) -> tuple[Callable[..., object], str]:
+    """Return the function that `file.py:name` or `module:name` leads to, and the reference with the full path."""
+    place, _, name = reference.rpartition(":")
+    if not place or not name:
+        raise ValueError(
+            f'a training function is named as in "file.py:train" or "package.module:train", got {reference!r}'
+        )
+    if place.endswith(".py"):
+        module: ModuleType = _load_file(Path(place).resolve())
+        place = str(Path(place).resolve())
+    else:
+        if os.getcwd() not in sys.path:  # the script in bin/ does not look into the current folder
+            sys.path.insert(0, os.getcwd())
+        try:
+            module = importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            if error.name is not None and f"{place}.".startswith(f"{error.name}."):
+                raise ImportError(f"there is no module {error.name}, looked for by {reference!r}") from error
+            raise
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ValueError(f"{place} has no {name!r}.{nearest(name, vars(module))}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise TypeError(f"{reference} must be a function, it is {found!r}")
+    return found, f"{place}:{name}"
+
+
+def load_in_worker(reference: str) -> Callable[..., object]:
+    """Load, in a process that was started to train; a file that starts a study while it is imported is told so."""
+    with _marked():
+        return load(reference)[0]
+
+
+def refuse_in_worker() -> None:
+    """Stop a study that starts while a worker imports the file it is written in: it would never end."""
+    if os.environ.get(LOADING) == str(os.getpid()) or multiprocessing.current_process().name == STARTING:
+        raise RuntimeError(
+            "this study starts whenever its file is imported, and its worker processes import it: put the call below "
+            'the line `if __name__ == "__main__":`'
+        )
+
+
+@contextmanager
+def _marked() -> Iterator[None]:
+    os.environ[LOADING] = str(os.getpid())
+    try:
+        yield
+    finally:
+        del os.environ[LOADING]
+
+
+def _load_file(path: Path) -> ModuleType:
+    """Import a file; its folder goes to the path, so that what lies beside it can be imported too."""
+    if path in _loaded:
+        return _loaded[path]
+    if not path.is_file():
+        # On a machine of a cluster the file lies in the working folder that was sent there.
+        beside = Path.cwd() / path.name
+        if not beside.is_file():
+            raise FileNotFoundError(f"there is no file {path}")
+        path = beside
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    name = path.stem if path.stem not in sys.modules else f"{path.stem}_{hashlib.sha256(bytes(path)).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    _loaded[path] = module
+    return module
+
+
+def _reference(call: Any) -> str | None:
+    """Return how another process can import a function, or None where it cannot."""
+    name, module = getattr(call, "__qualname__", ""), sys.modules.get(getattr(call, "__module__", None) or "")
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if module is None or found is not call:
+        return None
+    if module.__name__ == "__main__":
+        file = getattr(module, "__file__", None)
+        return f"{Path(file).resolve()}:{name}" if file and file.endswith(".py") else None
+    loaded = next((path for path, one in _loaded.items() if one is module), None)
+    return f"{loaded or module.__name__}:{name}"
+
+
+def _takes_seed(call: Callable[..., object], options: Mapping[str, Any]) -> bool:
+    """Say whether a function takes the seed; TypeError where it cannot take what it will get."""
+    try:
+        parameters = inspect.signature(call).parameters
+    except (TypeError, ValueError):
+        raise TypeError(f"what arguments {call!r} takes cannot be seen: wrap it in a function") from None
+    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = {key for key, value in parameters.items() if value.kind in by_name}
+    name = getattr(call, "__name__", "train")
+    first = next(iter(parameters), None)
+    if first is None:
+        raise TypeError(f"{name} must take the schedule as its first argument: it takes none")
+    for option in options:
+        if option in (first, "seed"):
+            raise ValueError(f"options must not hold {option!r}: the study itself gives it to {name}")
+        if option not in named and not anything:
+            others = sorted(named - {first, "seed"})
+            raise ValueError(f"{name} takes no argument {option!r} of options.{nearest(option, others)}")
+    takes_seed = "seed" in named or anything
+    missing = [
+        key
+        for key, value in parameters.items()
+        if value.default is value.empty
+        and value.kind not in (value.VAR_KEYWORD, value.VAR_POSITIONAL)
+        and key not in (first, "seed", *options)
+    ]
+    if missing:
+        raise TypeError(f"{name} needs {', '.join(missing)}: give options={{{missing[0]!r}: ...}}")
+    return takes_seed

@@ -1,0 +1,122 @@
+"""What comes out of one training run, in whichever process it ran, and the doing of it."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+import numpy as np
+
+from cpt_fx.bench.machine import processor, versions
+from cpt_fx.schedules import Schedule
+from cpt_fx.study.function import TrainFunction
+
+PACKAGES = ("cpt_fx", "torch", "numpy", "torch_geometric", "transformers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a training run returned, or why it failed."""
+
+    status: str
+    error: str | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    started: str
+    seconds: float
+    machine: dict[str, object] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+class Stopwatch:
+    """When something began, and how long it has taken."""
+
+    def __init__(self) -> None:
+        self.started = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        self._began = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """The time since."""
+        return round(time.perf_counter() - self._began, 3)
+
+
+def execute(
+    train: TrainFunction, schedule: Schedule, seed: int, options: Mapping[str, Any], threads: int, metric: str | None
+) -> Outcome:
+    """Seed, train, and check what is returned. Whatever goes wrong in the training is part of the outcome."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    watch = Stopwatch()
+    status, error, metrics = "done", None, dict[str, float]()
+    try:
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        with redirect_stdout(sys.stderr):  # stdout belongs to what the study itself prints, such as --json
+            returned = train(schedule, seed, options)
+        metrics, error = checked(returned, metric)
+        status = "done" if error is None else "failed"
+    except (Exception, SystemExit):  # a script may end itself; the study goes on
+        status, error = "failed", traceback.format_exc()
+    finally:
+        torch.set_num_threads(before)
+    return Outcome(
+        status=status,
+        error=error,
+        metrics=metrics,
+        started=watch.started,
+        seconds=watch.seconds,
+        machine={"processor": processor(), "cores": os.cpu_count() or 1, "threads": threads},
+        versions=versions(PACKAGES),
+    )
+
+
+def checked(returned: object, metric: str | None) -> tuple[dict[str, float], str | None]:
+    """Return the finite numbers among what a training function returned, and what is wrong with it, if anything."""
+    found = returned if isinstance(returned, Mapping) else {metric or "metric": returned}
+    metrics: dict[str, float] = {}
+    wrong = []
+    for key, value in found.items():
+        number = _number(value)
+        if number is None:
+            wrong.append(f"{key} = {value!r}, not a number")
+        elif not math.isfinite(number):
+            wrong.append(f"{key} = {number}")
+        else:
+            metrics[str(key)] = number
+    compared = metric or next((str(key) for key in found), None)
+    if compared is None:
+        return metrics, "the training function returned an empty dict"
+    if compared in metrics:
+        return metrics, None
+    if wrong:
+        return metrics, f"the training function returned {'; '.join(wrong)}"
+    return metrics, absent(compared, metrics)
+
+
+def absent(metric: str, metrics: Mapping[str, float]) -> str:
+    """Say that what is compared was not returned."""
+    return f"the training function returned no {metric!r}, but {', '.join(metrics) or 'an empty dict'}"
+
+
+def _number(value: object) -> float | None:
+    """Return a float for a number, a numpy scalar or a tensor of one element."""
+    item = getattr(value, "item", None)
+    if callable(item):
+        try:
+            value = item()
+        except (RuntimeError, ValueError):  # it has several elements
+            return None
+    # True is an integer to Python; as a result it is a slip.
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -1,0 +1,188 @@
+"""Runs the cells of a study that are not finished, and keeps each result as it comes."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from cpt_fx.errors import check_int
+from cpt_fx.study import store as stores
+from cpt_fx.study.cells import Cell, GradientBits, check_options, plan, setting
+from cpt_fx.study.function import TrainFunction, refuse_in_worker, train_function
+from cpt_fx.study.outcome import Outcome, execute
+from cpt_fx.study.processes import run_in_processes
+from cpt_fx.study.progress import Progress, describe, last_line
+from cpt_fx.study.result import Study
+
+Results = Generator[tuple[Cell, Outcome], None, None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be trained, by which function."""
+
+    study: str
+    cells: list[Cell]
+    train: TrainFunction
+
+
+def run(
+    train: Callable[..., object] | str,
+    *,
+    store: str | PathLike[str],
+    name: str | None = None,
+    total_steps: int,
+    schedules: Sequence[Any] | None = None,
+    bits: Iterable[tuple[int, int]] = ((3, 8),),
+    seeds: int | Iterable[int] = 3,
+    cycles: int = 8,
+    q_grad: GradientBits = None,
+    better: str = "higher",
+    metric: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    workers: int = 1,
+    threads: int = 1,
+    ray: str | None = None,
+    gpus: float = 0,
+    progress: bool = True,
+) -> Study:
+    """Train one task under many schedules, and keep every result in `store`; what is finished is not run again.
+
+    ``train(schedule)`` or ``train(schedule, seed)`` trains from nothing and returns a number, or a dict of them; it may
+    also be named, as in ``"file.py:train"``. `options` are further arguments by name. Of a dict, `metric` is compared,
+    by default the first.
+
+    ``schedules`` holds names of the ten, ``"static q_max"``, ``"static q_min"``, ``"static 6"``, ``"full precision"``,
+    schedules, functions of (q_min, q_max, total_steps) that return one, and ("label", one of these). None stands for
+    the ten, static at q_max and q_min, and full precision. Each is run for each (q_min, q_max) of `bits` and each seed
+    (a number of them, or the seeds themselves).
+
+    ``workers`` processes train with ``threads`` torch threads each; 1 trains in this process. ``ray`` is "auto" or the
+    address of a Ray cluster: then Ray distributes the cells, and reserves `gpus` GPUs for each.
+    """
+    planned = comparison(
+        train, name=name, schedules=schedules, bits=bits, total_steps=total_steps, seeds=seeds, cycles=cycles,
+        q_grad=q_grad, better=better, metric=metric, options=options,
+    )  # fmt: skip
+    study = carry_out(planned, store=store, workers=workers, threads=threads, ray=ray, gpus=gpus, progress=progress)
+    warn_of_failures(study, planned)
+    return study
+
+
+def comparison(
+    train: Callable[..., object] | str,
+    *,
+    name: str | None,
+    schedules: Sequence[Any] | None,
+    bits: Iterable[tuple[int, int]],
+    options: Mapping[str, Any] | None,
+    **common: Any,
+) -> Plan:
+    """Return what a comparison of schedules consists of; all that can be wrong with it is said here."""
+    function = train_function(train, check_options(options))
+    made = setting(study=function.name if name is None else name, options=options, **common)
+    return Plan(made.study, plan(made, schedules, bits), function)
+
+
+def carry_out(
+    planned: Plan,
+    *,
+    store: str | PathLike[str],
+    workers: int,
+    threads: int,
+    ray: str | None,
+    gpus: float,
+    progress: bool,
+) -> Study:
+    """Run what is not finished of a plan, and return the study that the store then holds."""
+    refuse_in_worker()
+    check_engine(workers, threads, ray, gpus)
+    path, train = Path(store), planned.train
+    code = train.fingerprint
+    with stores.writing(path) as kept:
+        kept.add_plan(planned.cells)
+        _warn_of_other_code(kept, planned, code)
+        finished = kept.finished()
+        runs: dict[str, Cell] = {}  # cells that agree in their identity are trained once
+        for cell in planned.cells:
+            runs.setdefault(cell.identity, cell)
+        todo = [cell for identity, cell in runs.items() if identity not in finished]
+        results = _engine(todo, train, workers, threads, ray, gpus)
+        try:
+            with Progress(planned.study, len(runs), len(runs) - len(todo), progress) as shown, closing(results):
+                for cell, outcome in results:
+                    kept.add_run(cell.identity, outcome, code)
+                    shown.add(cell, outcome)
+        except KeyboardInterrupt:
+            done = len(kept.finished() & set(runs))
+            print(
+                f"stopped: {done} of {len(runs)} cells are done and kept in {path}; the same call goes on from there",
+                file=sys.stderr,
+            )
+            raise
+    return Study(path, planned.study)
+
+
+def check_engine(workers: int, threads: int, ray: str | None, gpus: float) -> None:
+    """Refuse settings of where and how cells are trained that contradict each other."""
+    check_int("workers", workers, 1)
+    check_int("threads", threads, 1)
+    if isinstance(gpus, bool) or not isinstance(gpus, int | float) or not gpus >= 0:
+        raise ValueError(f"gpus must be the number of GPUs for each cell, got {gpus!r}")
+    if ray is not None and workers != 1:
+        raise ValueError(f"workers are processes of this machine; with ray the cluster decides, got workers={workers}")
+    if ray is None and gpus:
+        raise ValueError(f"gpus are what Ray reserves; without ray the training chooses its device, got gpus={gpus}")
+
+
+def warn_of_failures(study: Study, planned: Plan) -> None:
+    """Say it where cells of a plan failed."""
+    experiments = {cell.experiment for cell in planned.cells}
+    failed = [record for record in study.failed if record.experiment in experiments]
+    if failed:
+        warnings.warn(
+            f"{len(failed)} of {len(planned.cells)} cells failed, the first one, {describe(failed[0])}, with: "
+            f"{last_line(failed[0].error)}. `cpt-fx study status {study.store}` shows all; the same call tries them "
+            "again",
+            stacklevel=3,
+        )
+
+
+def _engine(
+    cells: list[Cell], train: TrainFunction, workers: int, threads: int, ray: str | None, gpus: float
+) -> Results:
+    if ray is not None:
+        from cpt_fx.study.ray_running import run_on_ray
+
+        return run_on_ray(cells, train, address=ray, threads=threads, gpus=gpus)
+    if workers > 1:
+        return run_in_processes(cells, train, workers=workers, threads=threads)
+    return _run_here(cells, train, threads)
+
+
+def _run_here(cells: list[Cell], train: TrainFunction, threads: int) -> Results:
+    for cell in cells:
+        # A copy: training steps a schedule on, and cells share theirs.
+        schedule = copy.deepcopy(cell.schedule)
+        yield cell, execute(train, schedule, cell.seed, cell.options, threads, cell.metric)
+
+
+def _warn_of_other_code(kept: stores.Store, planned: Plan, now: str | None) -> None:
+    """Say it where finished results were made by another version of the training function's file."""
+    before = kept.codes()
+    identities = {cell.identity for cell in planned.cells}
+    other = [identity for identity in identities if before.get(identity, now) != now]
+    if other:
+        warnings.warn(
+            f"{len(other)} of {len(identities)} cells of {planned.study!r} were made by other code: the file of the "
+            "training function has changed since. They are kept and not run again; use another name or another store "
+            "to run all of them anew",
+            stacklevel=4,
+        )

@@ -1,0 +1,250 @@
+"""Where a study is kept: one SQLite file that can be read while it is written.
+
+Two tables. `cells` is the plan: what the study consists of, finished or not. `runs` is what was trained; cells that
+share a run point to the same one. A run is written once it has ended, in one transaction, so that a process that is
+killed leaves nothing half done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from cpt_fx.study.cells import Cell, canonical
+from cpt_fx.study.outcome import Outcome, absent
+from cpt_fx.study.records import Record
+
+FORMAT = 1
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS cells (
+    position INTEGER NOT NULL, study TEXT NOT NULL, experiment TEXT NOT NULL, label TEXT NOT NULL,
+    q_min INTEGER NOT NULL, q_max INTEGER NOT NULL, seed INTEGER NOT NULL, run TEXT NOT NULL,
+    schedule TEXT NOT NULL, total_steps INTEGER NOT NULL, relative_cost REAL NOT NULL, mean_bits REAL NOT NULL,
+    first_cycle_bits REAL, metric TEXT, better TEXT NOT NULL, options TEXT NOT NULL,
+    PRIMARY KEY (study, experiment, label, q_min, q_max, seed)
+);
+CREATE TABLE IF NOT EXISTS runs (
+    identity TEXT PRIMARY KEY, status TEXT NOT NULL, error TEXT, metrics TEXT NOT NULL, started TEXT NOT NULL,
+    seconds REAL NOT NULL, machine TEXT NOT NULL, versions TEXT NOT NULL, code TEXT, attempts INTEGER NOT NULL
+);
+CREATE TABLE IF NOT EXISTS running (only_one INTEGER PRIMARY KEY, pid INTEGER NOT NULL, since TEXT NOT NULL);
+"""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A cell of the plan as it is stored, with its record where it was trained."""
+
+    study: str
+    experiment: str
+    label: str
+    q_min: int
+    q_max: int
+    seed: int
+    record: Record | None
+
+
+class Store:
+    """A study's file. Use :func:`reading` or :func:`writing` to get one."""
+
+    def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
+        self._connection = connection
+        self.path = path
+
+    def add_plan(self, cells: Sequence[Cell]) -> None:
+        """Add cells to the plan. Those of the same experiments that were never trained and are not asked for now go."""
+        rows = [
+            (
+                position, cell.study, cell.experiment, cell.label, cell.q_min, cell.q_max, cell.seed, cell.identity,
+                repr(cell.schedule), cell.total_steps, cell.facts.relative_cost, cell.facts.mean_bits,
+                cell.facts.first_cycle_bits, cell.metric, cell.better, canonical(dict(cell.options)),
+            )
+            for position, cell in enumerate(cells)
+        ]  # fmt: skip
+        studies = {cell.study: (cell.metric, cell.better) for cell in cells}
+        with self._connection:
+            self._connection.executemany(
+                "DELETE FROM cells WHERE study = ? AND experiment = ? "
+                "AND run NOT IN (SELECT identity FROM runs WHERE status = 'done')",
+                sorted({(cell.study, cell.experiment) for cell in cells}),
+            )
+            for cell in cells:
+                self._check_place(cell)
+            marks = ", ".join("?" * len(rows[0]))
+            self._connection.executemany(f"INSERT OR REPLACE INTO cells VALUES ({marks})", rows)
+            # What is compared is compared in all of a study.
+            self._connection.executemany(
+                "UPDATE cells SET metric = ?, better = ? WHERE study = ?",
+                [(metric, better, study) for study, (metric, better) in studies.items()],
+            )
+
+    def _check_place(self, cell: Cell) -> None:
+        """Refuse a cell where another one was trained: a study compares like with like."""
+        earlier = self._connection.execute(
+            "SELECT schedule, options FROM cells WHERE study = ? AND experiment = ? AND label = ? AND q_min = ? "
+            "AND q_max = ? AND seed = ? AND run != ?",
+            (cell.study, cell.experiment, cell.label, cell.q_min, cell.q_max, cell.seed, cell.identity),
+        ).fetchone()
+        if earlier is None:
+            return
+        options = canonical(dict(cell.options))
+        there, here = (
+            (f"options {earlier['options']}", f"options {options}")
+            if earlier["options"] != options
+            else (earlier["schedule"], repr(cell.schedule))
+        )
+        if there == here:
+            there, here = "another function in its schedule", "this one"
+        raise ValueError(
+            f"the study {cell.study!r} in {self.path} has a finished {cell.label} ({cell.q_min}, {cell.q_max}) seed "
+            f"{cell.seed} with {there}, not with {here}: a study compares like with like, so give this one another name"
+        )
+
+    def finished(self) -> set[str]:
+        """Return the identities of the runs that need not be done again."""
+        return {identity for (identity,) in self._connection.execute("SELECT identity FROM runs WHERE status = 'done'")}
+
+    def codes(self) -> dict[str, str | None]:
+        """Return by identity what code made the finished runs."""
+        return dict(self._connection.execute("SELECT identity, code FROM runs WHERE status = 'done'"))
+
+    def add_run(self, identity: str, outcome: Outcome, code: str | None) -> None:
+        """Keep what came out of a run; a failed one is replaced when it is tried again."""
+        with self._connection:
+            self._connection.execute(
+                "INSERT INTO runs VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 1) ON CONFLICT (identity) DO UPDATE SET "
+                "status = excluded.status, error = excluded.error, metrics = excluded.metrics, "
+                "started = excluded.started, seconds = excluded.seconds, machine = excluded.machine, "
+                "versions = excluded.versions, code = excluded.code, attempts = attempts + 1",
+                (
+                    identity, outcome.status, outcome.error, json.dumps(outcome.metrics), outcome.started,
+                    outcome.seconds, json.dumps(outcome.machine), json.dumps(outcome.versions), code,
+                ),
+            )  # fmt: skip
+
+    def cells(self, study: str | None = None) -> list[Found]:
+        """Return the plan of a study, or of all, in its order."""
+        rows = self._connection.execute(
+            "SELECT cells.*, runs.* FROM cells LEFT JOIN runs ON cells.run = runs.identity "
+            "WHERE ? IS NULL OR study = ? ORDER BY study, experiment, cells.position, cells.rowid",
+            (study, study),
+        ).fetchall()
+        first = _first_metrics(rows)
+        return [_found(row, first.get(row["study"], "metric")) for row in rows]
+
+    def studies(self) -> list[str]:
+        """Return the names of the studies in the file."""
+        return [name for (name,) in self._connection.execute("SELECT DISTINCT study FROM cells ORDER BY study")]
+
+    def runner(self) -> str:
+        """Say which process runs a study on the file, as far as is known."""
+        row = self._connection.execute("SELECT pid, since FROM running").fetchone()
+        return "" if row is None else f" (process {row['pid']}, since {row['since']})"
+
+    def note_runner(self) -> None:
+        """Write down which process runs."""
+        with self._connection:
+            values = (os.getpid(), now())
+            self._connection.execute("INSERT OR REPLACE INTO running VALUES (1, ?, ?)", values)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[Store]:
+    """Open a store that exists, also while a study writes it."""
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no store {path}; `cpt-fx study run --store {path} ...` makes one")
+    with closing(_connect(path)) as connection:
+        yield Store(connection, path)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[Store]:
+    """Open a store, made if need be, for the one process that runs a study on it.
+
+    The lock is a transaction on a file beside the store. The system releases it when the process ends, however it ends.
+    """
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.parent} to keep the store {path.name} in")
+    with closing(_connect(path)) as connection:
+        store = Store(connection, path)
+        lock = sqlite3.connect(f"{path}.lock", timeout=0, isolation_level=None)
+        with closing(lock):
+            try:
+                lock.execute("PRAGMA journal_mode=MEMORY")  # nothing is written, so no journal need lie about
+                lock.execute("BEGIN EXCLUSIVE")
+            except sqlite3.OperationalError as error:
+                if "locked" not in str(error):
+                    raise OSError(f"the store {path} cannot be locked by {path}.lock: {error}") from error
+                raise RuntimeError(
+                    f"another study is running on the store {path}{store.runner()}: wait for its end, or use another "
+                    "store. `cpt-fx study status` can be used meanwhile"
+                ) from None
+            store.note_runner()
+            yield store
+
+
+def now() -> str:
+    """Return the time in UTC, to the second."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, timeout=60)
+    connection.row_factory = sqlite3.Row
+    try:
+        connection.execute("PRAGMA journal_mode=WAL")  # readers do not wait for the writer, nor it for them
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        if version not in (0, FORMAT):
+            raise ValueError(f"the store {path} has format {version}; this version of cpt_fx reads format {FORMAT}")
+        if version == 0:
+            if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+                raise ValueError(f"{path} is a SQLite file, but not of a study")
+            connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version={FORMAT}; COMMIT;")
+    except sqlite3.DatabaseError as error:
+        connection.close()
+        raise ValueError(f"{path} cannot be used as a store: {error}") from error
+    except ValueError:
+        connection.close()
+        raise
+    return connection
+
+
+def _first_metrics(rows: list[sqlite3.Row]) -> dict[str, str]:
+    """Return for each study the first key that its training function returned: compared unless another is named."""
+    first: dict[str, str] = {}
+    for row in rows:
+        if row["status"] == "done" and row["study"] not in first:
+            first[row["study"]] = next(iter(json.loads(row["metrics"])))
+    return first
+
+
+def _found(row: sqlite3.Row, first_metric: str) -> Found:
+    place: dict[str, Any] = {key: row[key] for key in ("study", "experiment", "label", "q_min", "q_max", "seed")}
+    if row["identity"] is None:
+        return Found(**place, record=None)
+    metric = row["metric"] or first_metric
+    metrics = json.loads(row["metrics"])
+    status, error, value = row["status"], row["error"], metrics.get(metric)
+    if status == "done" and value is None:
+        status, error = "failed", absent(metric, metrics)
+    kept = ("schedule", "total_steps", "relative_cost", "mean_bits", "first_cycle_bits", "better", "started", "seconds")
+    record = Record(
+        **place,
+        **{key: row[key] for key in kept},
+        status=status,
+        error=error,
+        metric=metric,
+        value=value if status == "done" else None,
+        metrics=metrics,
+        machine=json.loads(row["machine"]),
+        versions=json.loads(row["versions"]) | ({"code": row["code"]} if row["code"] else {}),
+        options=json.loads(row["options"]),
+    )
+    return Found(**place, record=record)
