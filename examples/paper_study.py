@@ -1,0 +1,234 @@
+"""Compare the ten schedules with static precision on real data, in three domains: makes what docs/results/ holds.
+
+    python examples/paper_study.py --workers 2                 # hours on two cores; killed, it goes on
+    python examples/paper_study.py --only king-james --seeds 2
+    python examples/paper_study.py --fast                      # a trial on data that need no fetching
+
+Each study is a script of this folder under the ten schedules, static precision and full precision, each with several
+seeds. Then come the experiments on critical learning periods and a range test. What is finished is kept in --store, one
+file for each study, and is not trained again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.ranges import range_of
+
+from cpt_fx import study
+from cpt_fx.study import measured
+from cpt_fx.study.comparison import compare
+
+HERE = Path(__file__).resolve().parent
+SCHEDULES = ("CR", "LR", "ER", "RR", "CT", "LT", "ETV", "ETH", "RTV", "RTH")
+BASELINES = ("static q_max", "static 6", "static q_min", "full precision")
+HELD = {"hold_rate": True}
+"""The published deficit runs hold the learning rate until the deficit is over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One task, and how it is studied."""
+
+    name: str
+    title: str
+    dataset: str
+    model: str
+    size: str
+    published: str
+    """What the paper trains in this domain."""
+    limits: str
+    """What this cannot show."""
+    script: str
+    """The script of this folder that trains it."""
+    options: Mapping[str, Any]
+    """Options of the script."""
+    family: str
+    """What kind of model it is, as `schedules.recommend` names it."""
+    steps: int
+    bits: tuple[tuple[int, int], ...]
+    metric: str
+    better: str
+    seeds: int
+    range_steps: int
+    published_q_min: int
+    schedules: tuple[str, ...] = SCHEDULES
+    critical: Sequence[Mapping[str, Any]] = ()
+    """Arguments of `study.critical`, one mapping for each call; its `options` are added to those of the script."""
+
+    @property
+    def notes(self) -> str:
+        """What was trained, what the paper trains, and what this cannot show."""
+        return f"{self.dataset} {self.model} {self.size} The paper: {self.published} {self.limits}"
+
+
+CORA = {
+    "data": "cora", "split": "full", "model": "paper-gcn", "hidden": 64, "layers": 3, "dropout": 0.2, "lr": 0.01,
+    "weight_decay": 0.0,
+}  # fmt: skip
+NODES: dict[str, Any] = {
+    "dataset": "Cora: 2,708 papers, 5,278 links, 1,433 words, 7 subjects; 1,208 nodes are trained on, 1,000 are the "
+    "test.",
+    "model": "The GCN of the published experiments: three convolutions, each normalised over nodes and features at "
+    "once; 64 wide.",
+    "size": "300 epochs on the whole graph with Adam, its rate falling along a cosine from 0.01 to 0.001.",
+    "published": "the same GCN 512 wide, 500 epochs on ogbn-arxiv, 60 times as many nodes, q_min 3.",
+    "limits": "One test node is 0.1 points of accuracy, and all seeds share the test nodes. Large graphs may differ.",
+    "script": "node_classification.py", "family": "gnn", "steps": 300, "bits": ((3, 8), (2, 8)),
+    "metric": "accuracy", "better": "higher", "seeds": 5, "range_steps": 60, "published_q_min": 3,
+}  # fmt: skip
+PLANS = (
+    Plan(
+        name="cora-fp", title="Node classification: GCN on Cora, aggregation in full precision", **NODES,
+        options={**CORA, "aggregation": "fp"},
+        critical=(
+            {"experiments": ["deficit"], "q_min": 2, "options": HELD},
+            {"experiments": ["window", "first-cycle", "delayed"], "q_min": 2},
+        ),
+    ),
+    Plan(
+        name="cora-q", title="Node classification: GCN on Cora, quantized aggregation", **NODES,
+        options={**CORA, "aggregation": "q"},
+    ),
+    Plan(
+        name="king-james", title="Language model: LSTM on the King James Bible",
+        dataset="The King James Bible in words: the 2,000 most frequent ones, all others count as one (8 % of the test "
+        "part); the test part is the end of the text, from Colossians 4 on.",
+        model="One LSTM layer, 128 wide, with an embedding and a decoder of that width.",
+        size="1,500 steps of 32 x 20 words (1.1 epochs), plain SGD with gradients clipped, its rate falling from 20 "
+        "along a cosine.",
+        published="an LSTM 800 wide, 40 epochs on the Penn Treebank, q_min 5.",
+        limits="The rate and the clipping were chosen by the perplexity of the test part at 800 steps, mostly in full "
+        "precision, so levels flatter; this cannot show what happens when a text is seen many times.",
+        script="language_model.py", options={"data": "kjv", "model": "lstm"}, family="rnn", steps=1500,
+        bits=((3, 8), (5, 8)), metric="perplexity", better="lower", seeds=3, range_steps=150, published_q_min=5,
+        critical=(
+            {"experiments": ["deficit"], "deficits": [0, 375, 750], "options": HELD},
+            {"experiments": ["window"], "window": 375, "starts": [0, 562, 1125]},
+            {"experiments": ["first-cycle", "delayed"], "delayed": ["RR"], "delays": [375]},
+        ),
+    ),
+    Plan(
+        name="cifar10", title="Image classification: ResNet-8 on CIFAR-10",
+        dataset="CIFAR-10: 50,000 training and 10,000 test images, cropped and flipped in training.",
+        model="The published CIFAR ResNet with 8 layers, 8, 16 and 32 channels.",
+        size="1,200 steps of 64 images (1.5 epochs), SGD with momentum, its rate falling from 0.1 to a tenth after a "
+        "half and after three quarters.",
+        published="ResNet-152 and MobileNetV2, 64,000 steps of 128 images (164 epochs), q_min 3 and 4.",
+        limits="A net this small, trained this briefly, is far from where the published ones end.",
+        script="image_classification.py",
+        options={"data": "cifar10", "model": "resnet8", "width": 8, "batch": 64, "lr": 0.1}, family="cnn", steps=1200,
+        bits=((3, 8),), metric="accuracy", better="higher", seeds=3, range_steps=150, published_q_min=3,
+        critical=(
+            {"experiments": ["deficit"], "deficits": [0, 300, 600], "options": HELD},
+            {"experiments": ["window"], "window": 300, "starts": [0, 450, 900]},
+            {"experiments": ["first-cycle", "delayed"], "delayed": ["RR"], "delays": [300]},
+        ),
+    ),
+)  # fmt: skip
+FAST = (
+    Plan(
+        name="karate", title="Node classification: GCN on the karate club", dataset="The karate club, 34 nodes.",
+        model="A GCN.", size="16 epochs.", published="nothing so small.", limits="This shows nothing: it is a trial.",
+        script="node_classification.py", options={"fast": True}, family="gnn", steps=16, bits=((3, 8),),
+        metric="accuracy", better="higher", seeds=2, range_steps=8, published_q_min=3, schedules=("CR", "RTH"),
+        critical=({"experiments": ["deficit"], "deficits": [0, 4], "options": HELD},),
+    ),
+)  # fmt: skip
+
+
+def run(plan: Plan, arguments: argparse.Namespace) -> None:
+    """Train everything that a plan asks for and that is not in the store, and write what came out."""
+    common: dict[str, Any] = {
+        "store": arguments.store / f"{plan.name}.sqlite", "name": plan.name, "total_steps": plan.steps,
+        "seeds": arguments.seeds or plan.seeds, "better": plan.better, "metric": plan.metric,
+        "workers": arguments.workers, "threads": 1, "ray": arguments.ray,
+    }  # fmt: skip
+    train = f"{HERE / plan.script}:train"
+    options = dict(plan.options)
+    # What matters most comes first, for those who stop it early.
+    study.run(train, schedules=(*plan.schedules, *BASELINES), bits=plan.bits[:1], options=options, **common)
+    for part in plan.critical:
+        more = {**part, "options": {**options, **part.get("options", {})}}
+        study.critical(train, **more, **common)
+    for pair in plan.bits[1:]:
+        study.run(train, schedules=(*plan.schedules, *BASELINES), bits=[pair], options=options, **common)
+    report(plan, study.load(common["store"], plan.name), arguments.out)
+
+
+def report(plan: Plan, found: study.Study, out: Path) -> None:
+    """Write the tables and figures of a study, with its range test beside them."""
+    found.write(out, title=plan.title, notes=plan.notes, command=f"python examples/paper_study.py --only {plan.name}")
+    script = importlib.import_module(Path(plan.script).stem).SCRIPT
+    ranges = range_of(script.task(script.options(**plan.options)), steps=plan.range_steps)
+    ranges.plot(out / f"{plan.name}-range.png")
+    kept = {"study": plan.name, "published_q_min": plan.published_q_min, **ranges.to_dict()}
+    (out / f"{plan.name}-range.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    print(f"{plan.title}\n{ranges}\nthe paper's q_min: {plan.published_q_min}; report: {out / plan.name}.html\n")
+
+
+def recommendations(plan: Plan, found: study.Study, path: Path) -> None:
+    """Put what was measured where `cpt_fx.schedules.recommend` reads it."""
+    figure = f"docs/results/{plan.name}-cost.png"
+    task = measured.Task(dataset=plan.dataset, model=plan.model, size=plan.size, figure=figure, limits=plan.limits)
+    measured.update(path, plan.family, task, found.records)
+
+
+def compare_aggregation(store: Path, out: Path) -> None:
+    """Write what quantized messages change, schedule by schedule."""
+    both = [store / f"{name}.sqlite" for name in ("cora-fp", "cora-q")]
+    if not all(path.exists() for path in both):
+        return
+    full, quantized = (study.load(path).records for path in both)
+    parts = ["# Cora: aggregation in full precision against quantized aggregation"]
+    for table in compare(full, quantized, names=("FP-Agg", "Q-Agg")):
+        parts += [f"## {table.title}", table.markdown()]
+    parts.append("Made by `python examples/paper_study.py --only cora-fp --only cora-q`.")
+    (out / "cora-aggregation.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fast", action="store_true", help="a trial on the karate club, in a folder that is deleted")
+    parser.add_argument("--only", choices=[plan.name for plan in PLANS], action="append", help="default: all")
+    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="default: %(default)s")
+    parser.add_argument("--store", type=Path, default=Path("studies"), help="folder of the stores (default: studies)")
+    parser.add_argument("--seeds", type=int, help="instead of the number each study has")
+    parser.add_argument("--workers", type=int, default=1, help="processes that train (default: %(default)s)")
+    parser.add_argument("--ray", nargs="?", const="auto", help="train on a Ray cluster")
+    parser.add_argument(
+        "--report", action="store_true", help="train nothing: write the reports of what is in the store"
+    )
+    parser.add_argument("--measured", type=Path, help="also update this file, which schedules.recommend reads")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.fast:
+        with tempfile.TemporaryDirectory() as folder:
+            arguments.out = arguments.store = Path(folder)
+            for plan in FAST:
+                run(plan, arguments)
+        return
+    for plan in PLANS:
+        if arguments.only is not None and plan.name not in arguments.only:
+            continue
+        if arguments.report:
+            report(plan, study.load(arguments.store / f"{plan.name}.sqlite", plan.name), arguments.out)
+        else:
+            arguments.store.mkdir(parents=True, exist_ok=True)
+            run(plan, arguments)
+        if arguments.measured is not None:
+            found = study.load(arguments.store / f"{plan.name}.sqlite", plan.name)
+            recommendations(plan, found, arguments.measured)
+    compare_aggregation(arguments.store, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

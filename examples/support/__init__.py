@@ -1,0 +1,1 @@
+"""What the example scripts share: tasks, the training loop, options, data."""

@@ -1,0 +1,71 @@
+"""What a domain has to say about itself; the training loop and the study know nothing else of it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from cpt_fx.recipes import Recipe
+
+
+class Task(ABC):
+    """A model, its data and how it is trained. No word of precision, but for the recipe and what it leaves out."""
+
+    metric: str
+    """The key of `evaluate` that runs are compared by."""
+    better: Literal["higher", "lower"]
+    steps_per_epoch: int
+    recipe: Recipe
+    exclude: tuple[str | type[nn.Module], ...] = ()
+    """What `cpt_fx.transform` leaves in full precision: names, globs or types."""
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """Return a fresh, plain model. The seed is set."""
+
+    @abstractmethod
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return the optimizer of the model's parameters."""
+
+    @abstractmethod
+    def batch(self, step: int, seed: int) -> Any:
+        """Return the batch of a step. It depends on nothing else, so that a resumed run sees the same data."""
+
+    @abstractmethod
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the training loss."""
+
+    @abstractmethod
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Return metrics on held-out data. The model is in evaluation mode, and gradients are off."""
+
+    def learning_rate(self, step: int, total_steps: int) -> float | None:
+        """Return the rate of a step, or None to leave what the optimizer has."""
+        return None
+
+    def after_backward(self, model: nn.Module) -> None:
+        """Change the gradients before the optimizer uses them, by clipping for example."""
+
+    def after_epoch(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Do what is due after each epoch. The model is in evaluation mode, and gradients are off."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what goes from one batch to the next, such as the state of an LSTM."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a state that was saved."""
+
+
+def epoch_order(size: int, epoch: int, seed: int) -> Tensor:
+    """Return the order in which an epoch sees its examples."""
+    generator = torch.Generator().manual_seed(1_000_003 * seed + epoch)
+    return torch.randperm(size, generator=generator)
+
+
+def drop_at(lr: float, step: int, total_steps: int, parts: tuple[float, ...] = (0.5, 0.75)) -> float:
+    """Return a rate that falls to a tenth at each of these parts of the run."""
+    return lr * 0.1 ** sum(step >= int(part * total_steps) for part in parts)

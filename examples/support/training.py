@@ -1,0 +1,209 @@
+"""One training loop for every domain: three of its lines bring in low precision."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import nn
+
+import cpt_fx
+from cpt_fx.schedules import Deficit, Schedule
+from support.task import Task
+
+
+@dataclass
+class Outcome:
+    """What a run leaves behind."""
+
+    model: nn.Module
+    metrics: dict[str, float]
+    losses: list[float] = field(default_factory=list)
+    curve: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    """Metrics on the way: steps made, and what `evaluate` returned."""
+    seconds: float = 0.0
+    """Time spent, without that of runs it was resumed from."""
+    resumed_at: int = 0
+
+
+def fit(
+    task: Task,
+    schedule: Schedule,
+    *,
+    seed: int = 0,
+    checkpoint: Path | None = None,
+    save_every: int | None = None,
+    evaluations: int = 0,
+    bar: bool = False,
+    execution: str = "simulated",
+    compile: bool = False,
+    hold_rate: bool = False,
+    identity: dict[str, object] | None = None,
+) -> Outcome:
+    """Train a task under a schedule, from its start or from where its checkpoint stopped.
+
+    Args:
+        task: the model, its data and how they are trained.
+        schedule: the bits over the run; its `total_steps` are the run.
+        seed: of the first weights, the order of the data and all noise.
+        checkpoint: a file that is written on the way and at the end. Where it exists, the run goes on from it, and ends
+            with the same bits as an uninterrupted one.
+        save_every: steps between two checkpoints, a tenth of the run by default.
+        evaluations: how often to evaluate on the way.
+        bar: show a progress bar where standard error is a terminal.
+        execution: `"simulated"` or `"integer"`.
+        compile: hand the transformed model to torch.compile.
+        hold_rate: during a deficit at the start, hold the first learning rate; its rule runs over what is left.
+        identity: what a checkpoint must have in common with this run, besides schedule and seed.
+    """
+    total = schedule.total_steps
+    if total is None or total < 1:
+        raise ValueError(f"the schedule must say how many steps the run has, got {schedule!r}")
+    if schedule.position:
+        raise ValueError(f"the schedule stands at step {schedule.position}: a run needs one that nobody has stepped")
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    plain = task.model()
+    model = cpt_fx.transform(  # the same model, with quantizers
+        plain, schedule, recipe=task.recipe, exclude=task.exclude, execution=execution
+    )
+    optimizer = task.optimizer(model)
+    outcome = Outcome(model, {})
+    run_id = {"schedule": repr(schedule), "seed": seed, **(identity or {})}
+    first = 0
+    if checkpoint is not None and checkpoint.exists():
+        first = outcome.resumed_at = _load(checkpoint, run_id, task, model, optimizer, schedule, outcome)
+    trained: nn.Module = torch.compile(model) if compile else model  # type: ignore[assignment]
+    save_every = save_every or max(total // 10, 1)
+    evaluate_every = max(total // evaluations, 1) if evaluations else total + 1
+    held = schedule.end if hold_rate and isinstance(schedule, Deficit) and schedule.start == 0 else 0
+    started = time.perf_counter()
+
+    with _bar(bar, total, first) as progress:
+        for step in range(first, total):
+            rate = task.learning_rate(max(step - held, 0), total - held)
+            if rate is not None:
+                for group in optimizer.param_groups:
+                    group["lr"] = rate
+            model.train()
+            loss = task.loss(trained, task.batch(step, seed))
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            task.after_backward(model)
+            optimizer.step()
+            outcome.losses.append(loss.item())
+            progress(step, schedule.bits(step).weight, outcome.losses[-1])
+            schedule.step()  # after each optimizer step
+
+            done = step + 1
+            if done % task.steps_per_epoch == 0:
+                with _evaluating(model):
+                    task.after_epoch(trained, optimizer)
+            if done % evaluate_every == 0 and done < total:
+                with _evaluating(model):
+                    outcome.curve.append((done, task.evaluate(trained)))
+            if checkpoint is not None and (done % save_every == 0 or done == total):
+                _save(checkpoint, run_id, task, model, optimizer, schedule, outcome, done)
+
+    with _evaluating(model):
+        outcome.metrics = task.evaluate(trained)
+    outcome.curve.append((total, outcome.metrics))
+    outcome.seconds = time.perf_counter() - started
+    return outcome
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluate without leaving a trace in the random numbers that training draws."""
+    model.eval()
+    with torch.no_grad(), torch.random.fork_rng():
+        yield
+    model.train()
+
+
+def _save(
+    path: Path,
+    run_id: dict[str, object],
+    task: Task,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedule: Schedule,
+    outcome: Outcome,
+    done: int,
+) -> None:
+    """Write everything the next step depends on. The file is replaced as a whole: it is never half a checkpoint."""
+    state = {
+        "run": run_id,
+        "done": done,
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "schedule": schedule.state_dict(),
+        "task": task.state_dict(),
+        "random": torch.get_rng_state(),
+        "losses": outcome.losses,
+        "curve": outcome.curve,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".part")
+    torch.save(state, temporary)
+    os.replace(temporary, path)
+
+
+def _load(
+    path: Path,
+    run_id: dict[str, object],
+    task: Task,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedule: Schedule,
+    outcome: Outcome,
+) -> int:
+    """Take up a checkpoint; returns how many steps it has behind it."""
+    try:
+        state: dict[str, Any] = torch.load(path, weights_only=True)
+        saved = state["run"]
+    except Exception as error:
+        raise ValueError(
+            f"{path} is not a checkpoint of this script ({error}): give --checkpoint another file"
+        ) from error
+    for name in sorted({*saved, *run_id}):
+        if saved.get(name) != run_id.get(name):
+            raise ValueError(
+                f"{path} belongs to another run: there {name} is {saved.get(name)!r}, here {run_id.get(name)!r}. "
+                "Give the same options to go on with it, or --checkpoint another file"
+            )
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    schedule.load_state_dict(state["schedule"])
+    task.load_state_dict(state["task"])
+    torch.set_rng_state(state["random"])
+    outcome.losses[:] = state["losses"]
+    outcome.curve[:] = state["curve"]
+    return int(state["done"])
+
+
+@contextmanager
+def _bar(shown: bool, total: int, first: int) -> Iterator[Any]:
+    """Yield a function that is told of every step."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not (shown and console.is_terminal), transient=True) as progress:
+        task = progress.add_task("training", total=total, completed=first)
+        every = max(total // 200, 1)  # drawing must not cost more than training
+
+        def tell(step: int, bits: int, loss: float) -> None:
+            if (step + 1) % every == 0 or step + 1 == total:
+                progress.update(task, completed=step + 1, description=f"{bits:>2} bits, loss {loss:.4f}")
+
+        yield tell
