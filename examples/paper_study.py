@@ -67,7 +67,10 @@ class Plan:
     @property
     def notes(self) -> str:
         """What was trained, what the paper trains, and what this cannot show."""
-        return f"{self.dataset} {self.model} {self.size} The paper: {self.published} {self.limits}"
+        return (
+            f"Data: {self.dataset}. Model: {self.model}. Training: {self.size}. The paper: {self.published}. What this "
+            f"cannot show: {self.limits}"
+        )
 
 
 CORA = {
@@ -75,13 +78,12 @@ CORA = {
     "weight_decay": 0.0,
 }  # fmt: skip
 NODES: dict[str, Any] = {
-    "dataset": "Cora: 2,708 papers, 5,278 links, 1,433 words, 7 subjects; 1,208 nodes are trained on, 1,000 are the "
-    "test.",
-    "model": "The GCN of the published experiments: three convolutions, each normalised over nodes and features at "
-    "once; 64 wide.",
-    "size": "300 epochs on the whole graph with Adam, its rate falling along a cosine from 0.01 to 0.001.",
-    "published": "the same GCN 512 wide, 500 epochs on ogbn-arxiv, 60 times as many nodes, q_min 3.",
-    "limits": "One test node is 0.1 points of accuracy, and all seeds share the test nodes. Large graphs may differ.",
+    "dataset": "Cora (2,708 papers, 5,278 links, 1,433 words, 7 subjects; 1,208 nodes to train on, 1,000 to test)",
+    "model": "the GCN of the published experiments (three convolutions, normalised over nodes and features at once, 64 "
+    "wide)",
+    "size": "300 epochs on the whole graph with Adam, its rate falling along a cosine from 0.01 to 0.001",
+    "published": "the same GCN 512 wide, 500 epochs on ogbn-arxiv, which has 60 times as many nodes, q_min 3",
+    "limits": "what large graphs do; one test node is 0.1 points of accuracy, and all seeds share the test nodes.",
     "script": "node_classification.py", "family": "gnn", "steps": 300, "bits": ((3, 8), (2, 8)),
     "metric": "accuracy", "better": "higher", "seeds": 5, "range_steps": 60, "published_q_min": 3,
 }  # fmt: skip
@@ -100,14 +102,14 @@ PLANS = (
     ),
     Plan(
         name="king-james", title="Language model: LSTM on the King James Bible",
-        dataset="The King James Bible in words: the 2,000 most frequent ones, all others count as one (8 % of the test "
-        "part); the test part is the end of the text, from Colossians 4 on.",
-        model="One LSTM layer, 128 wide, with an embedding and a decoder of that width.",
+        dataset="the King James Bible in words (the 2,000 most frequent ones, all others count as one, 8 % of the test "
+        "part, which is the end of the text from Colossians 4 on)",
+        model="one LSTM layer 128 wide, with an embedding and a decoder of that width",
         size="1,500 steps of 32 x 20 words (1.1 epochs), plain SGD with gradients clipped, its rate falling from 20 "
-        "along a cosine.",
-        published="an LSTM 800 wide, 40 epochs on the Penn Treebank, q_min 5.",
-        limits="The rate and the clipping were chosen by the perplexity of the test part at 800 steps, mostly in full "
-        "precision, so levels flatter; this cannot show what happens when a text is seen many times.",
+        "along a cosine",
+        published="an LSTM 800 wide, 40 epochs on the Penn Treebank, q_min 5",
+        limits="what happens when a text is seen many times; and the rate was chosen by the perplexity of the test "
+        "part after 800 steps, mostly in full precision, so that its level flatters.",
         script="language_model.py", options={"data": "kjv", "model": "lstm"}, family="rnn", steps=1500,
         bits=((3, 8), (5, 8)), metric="perplexity", better="lower", seeds=3, range_steps=150, published_q_min=5,
         critical=(
@@ -118,12 +120,12 @@ PLANS = (
     ),
     Plan(
         name="cifar10", title="Image classification: ResNet-8 on CIFAR-10",
-        dataset="CIFAR-10: 50,000 training and 10,000 test images, cropped and flipped in training.",
-        model="The published CIFAR ResNet with 8 layers, 8, 16 and 32 channels.",
+        dataset="CIFAR-10 (50,000 training and 10,000 test images, cropped and flipped in training)",
+        model="the published CIFAR ResNet with 8 layers and 8, 16 and 32 channels",
         size="1,200 steps of 64 images (1.5 epochs), SGD with momentum, its rate falling from 0.1 to a tenth after a "
-        "half and after three quarters.",
-        published="ResNet-152 and MobileNetV2, 64,000 steps of 128 images (164 epochs), q_min 3 and 4.",
-        limits="A net this small, trained this briefly, is far from where the published ones end.",
+        "half and after three quarters",
+        published="ResNet-152 and MobileNetV2, 64,000 steps of 128 images (164 epochs), q_min 3 and 4",
+        limits="where long training of large nets ends: this net is far from it.",
         script="image_classification.py",
         options={"data": "cifar10", "model": "resnet8", "width": 8, "batch": 64, "lr": 0.1}, family="cnn", steps=1200,
         bits=((3, 8),), metric="accuracy", better="higher", seeds=3, range_steps=150, published_q_min=3,
@@ -136,8 +138,8 @@ PLANS = (
 )  # fmt: skip
 FAST = (
     Plan(
-        name="karate", title="Node classification: GCN on the karate club", dataset="The karate club, 34 nodes.",
-        model="A GCN.", size="16 epochs.", published="nothing so small.", limits="This shows nothing: it is a trial.",
+        name="karate", title="Node classification: GCN on the karate club", dataset="the karate club, 34 nodes",
+        model="a GCN", size="16 epochs", published="nothing so small", limits="anything: it is a trial.",
         script="node_classification.py", options={"fast": True}, family="gnn", steps=16, bits=((3, 8),),
         metric="accuracy", better="higher", seeds=2, range_steps=8, published_q_min=3, schedules=("CR", "RTH"),
         critical=({"experiments": ["deficit"], "deficits": [0, 4], "options": HELD},),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import logging
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ def run_on_ray(
     if not cells:
         return
     joined = not ray.is_initialized()
+    printing = builtins.print
     if joined:
         ray.init(
             address=None if address == "auto" else address,
@@ -65,6 +67,7 @@ def run_on_ray(
             ray.cancel(made, force=True)
         if joined:
             ray.shutdown()
+            builtins.print = printing  # Ray has put its own there, for its progress bars, and leaves it there
 
 
 def _environment(train: TrainFunction) -> dict[str, Any]:

@@ -80,10 +80,12 @@ def fit(
     )
     optimizer = task.optimizer(model)
     outcome = Outcome(model, {})
-    run_id = {"schedule": repr(schedule), "seed": seed, **(identity or {})}
+    run = _Run(
+        {"schedule": repr(schedule), "seed": seed, **(identity or {})}, task, model, optimizer, schedule, outcome
+    )
     first = 0
     if checkpoint is not None and checkpoint.exists():
-        first = outcome.resumed_at = _load(checkpoint, run_id, task, model, optimizer, schedule, outcome)
+        first = outcome.resumed_at = run.load(checkpoint)
     trained: nn.Module = torch.compile(model) if compile else model  # type: ignore[assignment]
     save_every = save_every or max(total // 10, 1)
     evaluate_every = max(total // evaluations, 1) if evaluations else total + 1
@@ -114,7 +116,7 @@ def fit(
                 with _evaluating(model):
                     outcome.curve.append((done, task.evaluate(trained)))
             if checkpoint is not None and (done % save_every == 0 or done == total):
-                _save(checkpoint, run_id, task, model, optimizer, schedule, outcome, done)
+                run.save(checkpoint, done)
 
     with _evaluating(model):
         outcome.metrics = task.evaluate(trained)
@@ -132,65 +134,58 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     model.train()
 
 
-def _save(
-    path: Path,
-    run_id: dict[str, object],
-    task: Task,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    schedule: Schedule,
-    outcome: Outcome,
-    done: int,
-) -> None:
-    """Write everything the next step depends on. The file is replaced as a whole: it is never half a checkpoint."""
-    state = {
-        "run": run_id,
-        "done": done,
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "schedule": schedule.state_dict(),
-        "task": task.state_dict(),
-        "random": torch.get_rng_state(),
-        "losses": outcome.losses,
-        "curve": outcome.curve,
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".part")
-    torch.save(state, temporary)
-    os.replace(temporary, path)
+@dataclass
+class _Run:
+    """Everything that the next step depends on, but for the random numbers."""
 
+    identity: dict[str, object]
+    task: Task
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    outcome: Outcome
 
-def _load(
-    path: Path,
-    run_id: dict[str, object],
-    task: Task,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    schedule: Schedule,
-    outcome: Outcome,
-) -> int:
-    """Take up a checkpoint; returns how many steps it has behind it."""
-    try:
-        state: dict[str, Any] = torch.load(path, weights_only=True)
-        saved = state["run"]
-    except Exception as error:
-        raise ValueError(
-            f"{path} is not a checkpoint of this script ({error}): give --checkpoint another file"
-        ) from error
-    for name in sorted({*saved, *run_id}):
-        if saved.get(name) != run_id.get(name):
+    def save(self, path: Path, done: int) -> None:
+        """Write it all. The file is replaced as a whole: it is never half a checkpoint."""
+        state = {
+            "run": self.identity,
+            "done": done,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+            "task": self.task.state_dict(),
+            "random": torch.get_rng_state(),
+            "losses": self.outcome.losses,
+            "curve": self.outcome.curve,
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(path.name + ".part")
+        torch.save(state, temporary)
+        os.replace(temporary, path)
+
+    def load(self, path: Path) -> int:
+        """Take up a checkpoint; returns how many steps it has behind it."""
+        try:
+            state: dict[str, Any] = torch.load(path, weights_only=True)
+            saved = state["run"]
+        except Exception as error:
             raise ValueError(
-                f"{path} belongs to another run: there {name} is {saved.get(name)!r}, here {run_id.get(name)!r}. "
-                "Give the same options to go on with it, or --checkpoint another file"
-            )
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    schedule.load_state_dict(state["schedule"])
-    task.load_state_dict(state["task"])
-    torch.set_rng_state(state["random"])
-    outcome.losses[:] = state["losses"]
-    outcome.curve[:] = state["curve"]
-    return int(state["done"])
+                f"{path} is not a checkpoint of this script ({error}): give --checkpoint another file"
+            ) from error
+        for name in sorted({*saved, *self.identity}):
+            if saved.get(name) != self.identity.get(name):
+                raise ValueError(
+                    f"{path} belongs to another run: there {name} is {saved.get(name)!r}, here "
+                    f"{self.identity.get(name)!r}. Give the same options to go on with it, or --checkpoint another file"
+                )
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
+        self.task.load_state_dict(state["task"])
+        torch.set_rng_state(state["random"])
+        self.outcome.losses[:] = state["losses"]
+        self.outcome.curve[:] = state["curve"]
+        return int(state["done"])
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import logging
 import os
 import subprocess
@@ -27,6 +28,7 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # tests report nothing to anybody
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     """One for all tests: to start it takes seconds."""
+    printing = builtins.print
     environment = {"env_vars": {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}}
     ray.init(
         address="local",
@@ -40,6 +42,7 @@ def cluster() -> Iterator[None]:
     )
     yield
     ray.shutdown()
+    builtins.print = printing  # not Ray's own: other tests look at the code of print
 
 
 def run(folder: Path, train: Any = trains.train, **changed: Any) -> study.Study:
