@@ -66,7 +66,8 @@ def rows_figure(panels: Sequence[Panel]) -> Figure:
             ax.plot(spots, list(row.values.values()), "o", color=COLOURS[group], markersize=3.5, alpha=0.5, zorder=2)
             _point(ax, place, row, group)
         names = [_name(row, panel) for row in rows]
-        ax.set_xticks(range(len(rows)), names)
+        # From eight on, words of this size would run into each other.
+        ax.set_xticks(range(len(rows)), names, fontsize="medium" if len(rows) < 8 else "x-small")
         ax.set_xlim(-0.6, len(rows) - 0.4)
         ax.grid(axis="x", visible=False)
         ax.margins(y=0.15)
@@ -122,4 +123,4 @@ def _bars(panel: Panel) -> str:
 def _name(row: Row, panel: Panel) -> str:
     if panel.experiment == "first-cycle" and row.first_cycle_bits is not None:
         return f"{row.label}\nfirst cycle: {row.first_cycle_bits:.1f} bits\ncost {row.relative_cost:.3f}"
-    return row.label.replace(" delayed ", "\ndelayed\n").replace(" after deficit ", "\nafter deficit\n")
+    return row.label.replace(" delayed ", "\ndelayed\n").replace(" after deficit ", "\nafter\ndeficit\n")
