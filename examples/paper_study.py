@@ -25,6 +25,7 @@ from support.ranges import range_of
 
 from cpt_fx import study
 from cpt_fx.study import measured
+from cpt_fx.study.analysis import Panel, against, cost_correlation, groups, panels, verdict
 from cpt_fx.study.comparison import compare
 
 HERE = Path(__file__).resolve().parent
@@ -111,7 +112,7 @@ PLANS = (
         limits="what happens when a text is seen many times; and the rate was chosen by the perplexity of the test "
         "part after 800 steps, mostly in full precision, so that its level flatters.",
         script="language_model.py", options={"data": "kjv", "model": "lstm"}, family="rnn", steps=1500,
-        bits=((3, 8), (5, 8)), metric="perplexity", better="lower", seeds=3, range_steps=150, published_q_min=5,
+        bits=((3, 8),), metric="perplexity", better="lower", seeds=3, range_steps=150, published_q_min=5,
         critical=(
             {"experiments": ["deficit"], "deficits": [0, 375, 750], "options": HELD},
             {"experiments": ["window"], "window": 375, "starts": [0, 562, 1125]},
@@ -184,6 +185,53 @@ def recommendations(plan: Plan, found: study.Study, path: Path) -> None:
     measured.update(path, plan.family, task, found.records)
 
 
+def overview(store: Path, out: Path) -> None:
+    """Write one line for each study and (q_min, q_max) of which there are records."""
+    lines = [
+        "# Overview",
+        "| study | bits | metric | rank correlation of cost and quality | small, medium, large saving | static q_max "
+        "| static q_min | full precision | RTV less ETV | range test: q_min | the paper's q_min |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for plan in PLANS:
+        path, ranges = store / f"{plan.name}.sqlite", out / f"{plan.name}-range.json"
+        if not path.exists():
+            continue
+        found = json.loads(ranges.read_text(encoding="utf-8"))["q_min"] if ranges.exists() else "–"
+        for panel in panels(study.load(path, plan.name).records):
+            if panel.experiment == "schedules":
+                ends = f"{found} | {plan.published_q_min} |"
+                lines.append(f"| [{plan.name}]({plan.name}.md) | {panel.bits} | {_overview_cells(panel)} | {ends}")
+    notes = (
+        "Means over seeds, with their standard deviation for static runs; intervals are of 95 %. A positive "
+        "correlation says: more compute, better quality. Made by `python examples/paper_study.py --report`."
+    )
+    (out / "overview.md").write_text("\n".join([*lines[:1], "", *lines[1:], "", notes]) + "\n", encoding="utf-8")
+
+
+def _overview_cells(panel: Panel) -> str:
+    """Return what the overview says of a panel."""
+    digits = 4 if panel.better == "higher" else 2
+    order = cost_correlation(panel)
+    rho = "–" if order.rho is None else f"{order.rho:+.2f}"
+    if order.rho_interval is not None:
+        rho += f" ({order.rho_interval.low:+.2f} to {order.rho_interval.high:+.2f})"
+    by_group = ", ".join(f"{group.mean.value:.{digits}f}" for group in groups(panel) if group.mean is not None)
+    singles = []
+    for label in (f"static {panel.q_max}", f"static {panel.q_min}", "full precision"):
+        row = panel.row(label)
+        known = row is not None and row.mean is not None
+        singles.append(f"{row.mean.value:.{digits}f} ± {row.deviation or 0:.{digits}f}" if known else "–")
+    rtv, etv = panel.row("RTV"), panel.row("ETV")
+    difference = against(rtv, etv) if rtv is not None and etv is not None else None
+    early = "–"
+    if difference is not None and difference.interval is not None:
+        low, high = difference.interval.low, difference.interval.high
+        early = f"{difference.value:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f}), "
+        early += verdict(difference, panel.better)
+    return " | ".join([f"{panel.metric}, {panel.better} is better", rho, by_group, *singles, early])
+
+
 def compare_aggregation(store: Path, out: Path) -> None:
     """Write what quantized messages change, schedule by schedule."""
     both = [store / f"{name}.sqlite" for name in ("cora-fp", "cora-q")]
@@ -230,6 +278,7 @@ def main() -> None:
             found = study.load(arguments.store / f"{plan.name}.sqlite", plan.name)
             recommendations(plan, found, arguments.measured)
     compare_aggregation(arguments.store, arguments.out)
+    overview(arguments.store, arguments.out)
 
 
 if __name__ == "__main__":
