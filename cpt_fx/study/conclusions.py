@@ -137,6 +137,11 @@ def _first_cycle(panel: Panel) -> Iterator[str]:
 def _deficit(panel: Panel) -> Iterator[str]:
     rows = [(low[1], row) for row in panel.rows if row.values and (low := low_steps(row, panel)) is not None]
     rows.sort(key=lambda item: item[0])
+    if len({row.total_steps for _, row in rows}) > 1:
+        yield (
+            "Each run is longer by its deficit, so that all have the same steps at full width: where training is far "
+            "from its end, the steps at low width help as well."
+        )
     yield from _order(panel, [row for _, row in rows], [length for length, _ in rows], "A longer deficit")
     yield from _each(panel, [row for _, row in rows])
 

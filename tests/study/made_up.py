@@ -79,14 +79,19 @@ def by_cost(*, slope: float = 0.05, bits: tuple[int, int] = (3, 8), **options: A
 
 
 def deficits(
-    lengths: Iterable[int] = (0, 100, 200, 400), *, harm: float = 1e-4, seeds: int = 3, noise: float = 0.0
+    lengths: Iterable[int] = (0, 100, 200, 400),
+    *,
+    harm: float = 1e-4,
+    seeds: int = 3,
+    noise: float = 0.0,
+    longer: bool = False,
 ) -> list[Record]:
-    """Low precision in the first steps: each of them costs `harm`."""
+    """Low precision in the first steps: each of them costs `harm`, and makes the run longer if asked to."""
     random = np.random.default_rng(8)
     made = []
     for seed in range(seeds):
         for length in lengths:
-            schedule = Deficit(q_min=3, q_max=8, steps=length, total_steps=TOTAL)
+            schedule = Deficit(q_min=3, q_max=8, steps=length, total_steps=TOTAL + longer * length)
             value = 0.9 - harm * length + noise * float(random.normal())
             made.append(record(f"deficit {length}", schedule, value, seed, experiment="deficit", first_cycle_bits=None))
     return made

@@ -81,6 +81,8 @@ def test_critical_periods() -> None:
     assert "A later window goes with better quality: rank correlation +1.00" in text
     assert said(made_up.deficits(harm=0.0, noise=0.01)).count(NONE) == 3
     assert "shows no order of quality" in said(made_up.deficits(harm=0.0, noise=0.01))
+    assert "longer by its deficit" not in text
+    assert "Each run is longer by its deficit" in said(made_up.deficits(noise=1e-4, longer=True))
 
 
 def test_equal_cost_different_beginnings() -> None:
