@@ -30,7 +30,9 @@ def deficit_figure(panels: Sequence[Panel]) -> Figure:
             _point(ax, length, row, "small")
         heading(ax, panel, _baseline(ax, panel))
         ax.set_xlabel(f"first steps at {panel.q_min} bits")
-        caption(ax, [_order([row for _, row in rows], x, panel, "length of the deficit"), _bars(panel)])
+        longer = len({row.total_steps for _, row in rows}) > 1
+        said = ["Each run is longer by its deficit: the steps at full width are the same."] * longer
+        caption(ax, [*said, _order([row for _, row in rows], x, panel, "length of the deficit"), _bars(panel)])
     return figure
 
 
