@@ -185,7 +185,7 @@ def recommendations(plan: Plan, found: study.Study, path: Path) -> None:
     measured.update(path, plan.family, task, found.records)
 
 
-def overview(store: Path, out: Path) -> None:
+def overview(plans: Sequence[Plan], store: Path, out: Path) -> None:
     """Write one line for each study and (q_min, q_max) of which there are records."""
     lines = [
         "# Overview",
@@ -193,7 +193,7 @@ def overview(store: Path, out: Path) -> None:
         "| static q_min | full precision | RTV less ETV | range test: q_min | the paper's q_min |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for plan in PLANS:
+    for plan in plans:
         path, ranges = store / f"{plan.name}.sqlite", out / f"{plan.name}-range.json"
         if not path.exists():
             continue
@@ -265,6 +265,11 @@ def main() -> None:
             arguments.out = arguments.store = Path(folder)
             for plan in FAST:
                 run(plan, arguments)
+                recommendations(
+                    plan, study.load(arguments.store / f"{plan.name}.sqlite"), Path(folder, "measured.json")
+                )
+            overview(FAST, arguments.store, arguments.out)
+            print(Path(folder, "overview.md").read_text(encoding="utf-8"))
         return
     for plan in PLANS:
         if arguments.only is not None and plan.name not in arguments.only:
@@ -278,7 +283,7 @@ def main() -> None:
             found = study.load(arguments.store / f"{plan.name}.sqlite", plan.name)
             recommendations(plan, found, arguments.measured)
     compare_aggregation(arguments.store, arguments.out)
-    overview(arguments.store, arguments.out)
+    overview(PLANS, arguments.store, arguments.out)
 
 
 if __name__ == "__main__":
