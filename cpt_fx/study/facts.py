@@ -10,10 +10,11 @@ from cpt_fx.study.records import Record
 
 def facts(records: Sequence[Record], command: str | None = None) -> list[tuple[str, str]]:
     """Return name and text of each fact. Where runs differ in one, all its values are named."""
-    done = [record for record in records if record.status == "done"]
-    seconds = sum(record.seconds for record in records)
+    trained = runs(records)
+    done = sum(record.status == "done" for record in trained)
+    seconds = sum(record.seconds for record in trained)
     found = [
-        ("Runs", f"{len(records)}, of which {len(done)} finished; {duration(seconds)} of training in all"),
+        ("Runs", f"{len(trained)}, of which {done} finished; {duration(seconds)} from start to end, added up"),
         ("Steps", _listed(f"{steps:,}" for steps in sorted({record.total_steps for record in records}))),
         ("Seeds", _listed(str(seed) for seed in sorted({record.seed for record in records}))),
         ("Options", _listed(_options(record) for record in records)),
@@ -24,6 +25,15 @@ def facts(records: Sequence[Record], command: str | None = None) -> list[tuple[s
     if command:
         found.append(("Command", command))
     return found
+
+
+def runs(records: Iterable[Record]) -> list[Record]:
+    """Return one record of each training run: static 8 may stand in several experiments, and was trained once."""
+    distinct = {
+        (record.study, record.schedule, record.seed, record.started, json.dumps(record.options, sort_keys=True)): record
+        for record in records
+    }
+    return list(distinct.values())
 
 
 def duration(seconds: float) -> str:

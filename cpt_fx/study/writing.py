@@ -10,7 +10,7 @@ from pathlib import Path
 from cpt_fx.study import csv_text, figure_style
 from cpt_fx.study.analysis import Panel, panels
 from cpt_fx.study.conclusions import conclusions
-from cpt_fx.study.facts import facts
+from cpt_fx.study.facts import facts, runs
 from cpt_fx.study.files import replace
 from cpt_fx.study.page import FIGURE_TITLES, html
 from cpt_fx.study.records import Record
@@ -104,10 +104,11 @@ def _lead(found: Sequence[Panel], records: Sequence[Record]) -> str:
     seeds = len({record.seed for record in records})
     steps = sorted({record.total_steps for record in records})
     length = f"{steps[0]:,}" if len(steps) == 1 else f"{steps[0]:,} to {steps[-1]:,}"
-    finished = sum(record.status == "done" for record in records)
+    trained = runs(records)
+    finished = sum(record.status == "done" for record in trained)
     return (
         f"{labels} schedules at (q_min, q_max) = {bits}, {seeds} seed{'s' * (seeds != 1)}, {length} steps each; "
-        f"{finished} of {len(records)} runs finished. One task: what holds here need not hold for other data, other "
+        f"{finished} of {len(trained)} runs finished. One task: what holds here need not hold for other data, other "
         "models or longer training."
     )
 

@@ -181,5 +181,12 @@ def test_facts_name_all_values_where_runs_differ() -> None:
     assert "Command" not in found
 
 
+def test_a_run_that_two_experiments_share_counts_once() -> None:
+    one = made_up.record("static 8", made_up.schedules()["static 8"], 0.5)
+    shared = dataclasses.replace(one, experiment="window")
+    other = dataclasses.replace(one, options={"data": "others"})
+    assert dict(facts([one, shared, other]))["Runs"].startswith("2, of which 2 finished; 25 s")
+
+
 def test_durations() -> None:
     assert [duration(seconds) for seconds in (42.4, 720, 12_240)] == ["42 s", "12 min", "3.4 h"]
