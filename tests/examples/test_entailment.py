@@ -20,6 +20,7 @@ from support.pairs import NLI, Pair, Vocabulary, load
 
 import cpt_fx
 from cpt_fx.schedules import Static
+from tests.examples.resuming import assert_resumes
 
 transformers = pytest.importorskip("transformers")
 
@@ -249,3 +250,8 @@ def test_a_study_can_call_it_and_the_metric_says_that_it_is_lexical() -> None:
     found = entailment.train(Static(8, total_steps=3), 0, fast=True)
     assert set(found) == {"lexical_accuracy", "loss"}
     assert 0 <= found["lexical_accuracy"] <= 1
+
+
+def test_a_run_that_broke_down_resumes_exactly(tmp_path: Path) -> None:
+    """Dropout and the moments of AdamW go on where they stopped."""
+    assert_resumes(lambda: Entailment(SCRIPT.options(fast=True)), tmp_path / "run.pt", steps=8, stop=5, save_every=3)

@@ -16,6 +16,7 @@ from torch import nn
 
 import cpt_fx
 from cpt_fx.schedules import Static, named
+from tests.examples.resuming import assert_resumes
 
 
 def task(**options: Any) -> ImageClassification:
@@ -150,39 +151,10 @@ def test_it_learns_and_the_metrics_are_right() -> None:
     assert outcome.metrics["loss"] == pytest.approx(nn.functional.cross_entropy(scores, labels).item(), rel=1e-4)
 
 
-def test_a_run_that_was_killed_resumes_exactly(tmp_path: Path) -> None:
-    """Killed after step 13 of 20, a few steps past its checkpoint: the rest is the same, bit for bit."""
-
-    class KilledError(Exception):
-        pass
-
-    class Fragile(ImageClassification):
-        dies_at: int | None = None
-
-        def batch(self, step: int, seed: int) -> Any:
-            if step == self.dies_at:
-                raise KilledError
-            return super().batch(step, seed)
-
-    torch.set_num_threads(1)
-
-    def run(dies_at: int | None = None, checkpoint: Path | None = None) -> Any:
-        one = Fragile(SCRIPT.options(fast=True))
-        one.dies_at = dies_at
-        schedule = named("RTH", q_min=3, q_max=8, total_steps=20, cycles=2)
-        return fit(one, schedule, seed=3, checkpoint=checkpoint, save_every=5)
-
-    whole = run()
-    file = tmp_path / "run.pt"
-    with pytest.raises(KilledError):
-        run(dies_at=13, checkpoint=file)
-    resumed = run(checkpoint=file)
-    assert resumed.resumed_at == 10
-    assert resumed.losses == whole.losses
-    assert resumed.metrics == whole.metrics
-    expected = whole.model.state_dict()
-    for name, value in resumed.model.state_dict().items():
-        assert torch.equal(value, expected[name]), name
+def test_a_run_that_broke_down_resumes_exactly(tmp_path: Path) -> None:
+    """Cropped and flipped images, momentum, running statistics: all of it goes on where it stopped."""
+    options = SCRIPT.options(fast=True)
+    assert_resumes(lambda: ImageClassification(options), tmp_path / "run.pt", steps=20, stop=13, save_every=5)
 
 
 def test_train_is_what_a_study_calls() -> None:

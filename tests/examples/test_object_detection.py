@@ -17,6 +17,7 @@ from torch import nn
 
 import cpt_fx
 from cpt_fx.schedules import Static, named
+from tests.examples.resuming import assert_resumes
 from tests.examples.test_detection_parts import write_coco, write_voc
 
 
@@ -192,37 +193,9 @@ def test_files_train(tmp_path: Path, form: str) -> None:
     assert set(metrics) == {"AP50", "COCO mAP", "COCO AP50"}
 
 
-def test_a_run_that_was_killed_resumes_exactly(tmp_path: Path) -> None:
-    class KilledError(Exception):
-        pass
-
-    class Fragile(ObjectDetection):
-        dies_at: int | None = None
-
-        def batch(self, step: int, seed: int) -> Any:
-            if step == self.dies_at:
-                raise KilledError
-            return super().batch(step, seed)
-
-    torch.set_num_threads(1)
-
-    def run(dies_at: int | None = None, checkpoint: Path | None = None) -> Any:
-        one = Fragile(SCRIPT.options(fast=True, batch=4))
-        one.dies_at = dies_at
-        schedule = named("RTH", q_min=4, q_max=8, total_steps=10, cycles=2)
-        return fit(one, schedule, seed=3, checkpoint=checkpoint, save_every=4)
-
-    whole = run()
-    file = tmp_path / "run.pt"
-    with pytest.raises(KilledError):
-        run(dies_at=7, checkpoint=file)
-    resumed = run(checkpoint=file)
-    assert resumed.resumed_at == 4
-    assert resumed.losses == whole.losses
-    assert resumed.metrics == whole.metrics
-    expected = whole.model.state_dict()
-    for name, value in resumed.model.state_dict().items():
-        assert torch.equal(value, expected[name]), name
+def test_a_run_that_broke_down_resumes_exactly(tmp_path: Path) -> None:
+    options = SCRIPT.options(fast=True, batch=4)
+    assert_resumes(lambda: ObjectDetection(options), tmp_path / "run.pt", steps=10, stop=7, save_every=4)
 
 
 @pytest.mark.skipif(not os.environ.get("CPT_FX_FETCH"), reason="downloads; set CPT_FX_FETCH=1 to run it")
