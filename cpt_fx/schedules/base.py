@@ -1,6 +1,7 @@
 """What every schedule can do, given its widths as a function of the step."""
 
 import copy
+import sys
 import warnings
 import weakref
 from abc import ABC, abstractmethod
@@ -45,7 +46,9 @@ class Model(Protocol):
 class Schedule(ABC):
     """Bit-widths over a training run, and the position reached in it.
 
-    Two schedules are equal when they are configured alike; the position does not count.
+    Two schedules are equal when they are configured alike; the position does not count. A function is compared as what
+    it is imported as. One that cannot be imported (a lambda, a function inside a function, a partial, a bound method)
+    makes its schedule, and any that holds it, equal to itself alone: nobody can tell that two of those do the same.
     """
 
     total_steps: int | None
@@ -114,8 +117,23 @@ class Schedule(ABC):
 
     @property
     def position(self) -> int:
-        """The step whose bits are in force, counted from 0."""
+        """The step whose bits are in force, counted from 0. Setting it updates the models bound, as `step` does."""
         return self._position
+
+    @position.setter
+    def position(self, value: int) -> None:
+        self._position = check_int("position", value, 0)
+        self._update()
+
+    @property
+    def current(self) -> Bits:
+        """The bits in force: those of the position."""
+        return self.bits(self._position)
+
+    def reset(self) -> None:
+        """Start anew at position 0; running past the end will warn again."""
+        self._warned = False
+        self.position = 0
 
     def step(self, n: int = 1) -> None:
         """Advance by ``n`` optimizer steps and update the models bound."""
@@ -124,7 +142,7 @@ class Schedule(ABC):
             self._warned = True
             warnings.warn(
                 f"step {self._position} is past the end of a schedule of total_steps={self.total_steps}; "
-                f"its last bits, {self.bits(self._position)}, hold",
+                f"its last bits, {self.current}, hold",
                 UserWarning,
                 stacklevel=2,
             )
@@ -146,8 +164,7 @@ class Schedule(ABC):
                 f"this state is of another schedule: {difference}. To go on from position {position} "
                 f"all the same, call step({position}) on a fresh schedule"
             )
-        self._position = position
-        self._update()
+        self.position = position
 
     def _described(self) -> dict[str, str]:
         return {field: show(value) for field, value in self._config().items()}
@@ -219,14 +236,38 @@ class Schedule(ABC):
         return f"{type(self).__name__}({', '.join(arguments)})"
 
     def __eq__(self, other: object) -> bool:
-        """Compare by kind and configuration."""
+        """Compare by kind and configuration; what cannot be imported equals nothing else."""
         if not isinstance(other, Schedule):
             return NotImplemented
-        return type(self) is type(other) and self._config() == other._config()
+        if self is other:
+            return True
+        mine = self._config()
+        return type(self) is type(other) and mine == other._config() and _is_comparable(mine.values())
 
     def __hash__(self) -> int:
         """Agree with equality: the length is part of every configuration."""
         return hash((type(self), self.total_steps))
+
+
+def _is_comparable(values: Iterable[object]) -> bool:
+    """Whether every callable in a configuration, and in the schedules it holds, is found under its own name."""
+    for value in values:
+        if isinstance(value, Schedule):
+            value = list(value._config().values())
+        if isinstance(value, list | tuple):
+            if not _is_comparable(value):
+                return False
+        elif callable(value) and not _is_importable(value):
+            return False
+    return True
+
+
+def _is_importable(function: object) -> bool:
+    """Whether a callable is what its module has under its name."""
+    found: object = sys.modules.get(getattr(function, "__module__", None) or "")
+    for name in str(getattr(function, "__qualname__", "<unnamed>")).split("."):
+        found = getattr(found, name, None)
+    return found is not None and found == function
 
 
 def show(value: object) -> str:

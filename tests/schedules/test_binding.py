@@ -56,6 +56,15 @@ def test_controllers_follow_the_schedule() -> None:
         assert [bits.weight for bits in controller.seen] == [6, 6, 4, 4]
 
 
+def test_controllers_follow_a_position_that_is_set() -> None:
+    controller, driver = Controller(), schedule()
+    driver.bind(Model(controller))
+    driver.position = 3
+    driver.position = 2
+    driver.reset()
+    assert controller.seen == [schedule().bits(step) for step in (0, 3, 2, 0)]
+
+
 def test_one_schedule_drives_several_models() -> None:
     first, second, driver = Controller(), Controller(), schedule()
     driver.bind(Model(first))

@@ -1,8 +1,11 @@
 """Each kind of schedule, positions, evaluation, text and copies."""
 
 import copy
+import functools
+import math
 import pickle
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +72,103 @@ def test_equality_is_by_configuration() -> None:
     moved.step(3)
     assert moved == cr()
     assert cr() != "CR"
+
+
+class Widths:
+    """Widths by a method of an object, and by the object itself."""
+
+    def of(self, step: int) -> int:
+        return 8
+
+    def __call__(self, step: int) -> int:
+        return 8
+
+    @staticmethod
+    def fixed(step: int) -> int:
+        return 8
+
+
+def replaced(step: int) -> int:
+    return 4
+
+
+first = replaced
+
+
+def replaced(step: int) -> int:  # type: ignore[no-redef]
+    return 8
+
+
+def nested() -> Callable[[int], int]:
+    def inner(step: int) -> int:
+        return 8
+
+    return inner
+
+
+UNNAMED: list[Any] = [
+    lambda step: 8,
+    nested(),
+    functools.partial(by_parity),
+    Widths().of,
+    Widths(),
+    first,
+]
+HOLDING: list[Callable[[Schedule], Schedule]] = [
+    lambda schedule: schedule,
+    lambda schedule: Delayed(schedule, 5),
+    lambda schedule: Sequence([Static(8, total_steps=10), schedule]),
+    lambda schedule: Sequence([Sequence([schedule])]),
+]
+
+
+@pytest.mark.parametrize("holding", HOLDING)
+@pytest.mark.parametrize("function", UNNAMED)
+def test_what_cannot_be_imported_equals_itself_alone(function: Any, holding: Callable[[Schedule], Schedule]) -> None:
+    inner = Custom(function, total_steps=10)
+    schedule, other = holding(inner), holding(inner)
+    assert schedule == schedule
+    assert schedule is inner or schedule != other
+    assert schedule != holding(Custom(function, total_steps=10))
+    assert schedule != copy.deepcopy(schedule)
+    assert hash(schedule) == hash(other)
+
+
+@pytest.mark.parametrize("holding", HOLDING)
+@pytest.mark.parametrize("function", [by_parity, Widths.fixed, replaced])
+def test_what_can_be_imported_is_equal(function: Any, holding: Callable[[Schedule], Schedule]) -> None:
+    assert holding(Custom(function, total_steps=10)) == holding(Custom(function, total_steps=10))
+
+
+def test_equality_of_profiles() -> None:
+    form: dict[str, Any] = {"q_min": 3, "q_max": 8, "total_steps": 80}
+    assert Cyclic(profile=squared, **form) == Cyclic(profile=squared, **form)
+    assert Cyclic(profile=math.sqrt, **form) == Cyclic(profile=math.sqrt, **form)
+    curve = lambda t: t  # noqa: E731
+    assert Cyclic(profile=curve, **form) != Cyclic(profile=curve, **form)
+
+
+def test_position_may_be_set() -> None:
+    schedule = cr()
+    schedule.position = 40
+    assert schedule.position == 40
+    assert schedule.current == schedule.bits(40)
+    schedule.step()
+    assert schedule.current == schedule.bits(41)
+    for wrong, error in ((-1, ValueError), (2.0, TypeError), (True, TypeError), ("3", TypeError)):
+        with pytest.raises(error, match="position must be an integer of at least 0, got"):
+            schedule.position = wrong  # type: ignore[assignment]
+    assert schedule.position == 41
+
+
+def test_reset_starts_anew() -> None:
+    schedule = cr()
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="past the end"):
+            schedule.step(81)
+        schedule.reset()
+        assert schedule.position == 0
+        assert schedule.current == schedule.bits(0)
 
 
 @EACH
