@@ -7,17 +7,18 @@ example inputs' size.
 
 `count="paper"` takes every operation as quantized at the schedule's widths, as the published figures do: ratios then
 depend on the schedule alone. `count="covered"` takes a transformed model as it is: each product at the widths its own
-quantizers follow, fixed and shifted ones included, and 32 where an operand or gradient is not quantized. Width 0, off,
-counts as 32.
+quantizers follow, be they fixed, shifted or of a schedule of their own, and 32 where an operand or gradient is not
+quantized. Width 0, off, counts as 32.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
+import numpy as np
 from rich import box
 from rich.console import ConsoleRenderable, Group
 from rich.table import Table
@@ -68,7 +69,7 @@ class Cost:
     average: float
     """The published average, mean of (forward + backward) / 3: 1 is full precision."""
     static: float
-    """The same average for a run at `static_bits` throughout."""
+    """The same average for a run at `static_bits` throughout; a schedule of a part's own stays at its largest, too."""
     static_bits: Bits
     relative: float
     """`average` divided by `static`."""
@@ -139,7 +140,8 @@ def cost(
     check_choice("count", count, COUNTS)
     if steps is None and isinstance(schedule, Static):
         steps = schedule.total_steps or 1
-    run, static = _run(model, schedule, example_inputs, steps)
+    run = _run(model, schedule, example_inputs, steps)
+    static = run.static(schedule)
     transformed = any(isinstance(module, Precision) for module in model.modules())
     if count == "covered" and not transformed:
         raise ValueError(f"count='covered' asks what is quantized, and {type(model).__name__} is not transformed")
@@ -152,7 +154,8 @@ def cost(
             "there are no FLOPs to count"
         )
     paper = count == "paper"
-    terms = [_costs(product, run, paper) for product in products]
+    widths = cache(run.widths)
+    terms = [_costs(product, widths, paper) for product in products]
     layers = tuple(_layers(products, terms, transformed))
     if paper:
         means = mean_costs(schedule, steps)
@@ -160,20 +163,49 @@ def cost(
         reference = static.weight * static.activation + (static.weight + static.activation) * static.gradient
         static_average = reference / FULL_PRECISION**2 / 3
     else:
-        total, length = sum(product.flops for product in products), run.total()
+        total, length = sum(product.flops for product in products), run.length
         forward = sum(term[0] for term in terms) / total / length
         backward = sum(term[1] for term in terms) / total / length
         average = (forward + backward) / 3
-        constant = Counter([static])
+        constant = cache(replace(run, constant=True).widths)
         static_average = sum(sum(_costs(product, constant, paper)) for product in products) / total / 3
-    return Cost(layers, run.total(), count, forward, backward, average, static_average, static,
+    return Cost(layers, run.length, count, forward, backward, average, static_average, static,
                 average / static_average)  # fmt: skip
 
 
-def _run(
-    model: nn.Module, schedule: Schedule, example_inputs: tuple[Any, ...], steps: int | None
-) -> tuple[Counter[Bits], Bits]:
-    """Check the arguments; return how many steps have which widths, and those of the static run to compare with."""
+Own = tuple[Schedule, ...]
+Widths = dict[tuple[Bits, ...], int]
+"""What several schedules have at once -> in how many steps."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A number of steps under the schedule of a model, or under its largest widths throughout."""
+
+    schedule: Schedule
+    length: int
+    constant: bool = False
+
+    def widths(self, own: Own = ()) -> Widths:
+        """Return the widths of the schedule, then of those that parts have of their own."""
+        schedules = (self.schedule, *own)
+        if self.constant:
+            return {tuple(map(self.static, schedules)): 1}
+        rows = np.hstack([schedule.trajectory(self.length) for schedule in schedules])
+        distinct, steps = np.unique(rows, axis=0, return_counts=True)
+        split = (tuple(Bits(*row[place : place + 3]) for place in range(0, len(row), 3)) for row in distinct.tolist())
+        return dict(zip(split, steps.tolist(), strict=True))
+
+    def static(self, schedule: Schedule) -> Bits:
+        """Return the widths of the static run to compare a schedule with."""
+        best = schedule._widest() or Bits(*(int(width) for width in schedule.trajectory(self.length).max(axis=0)))
+        weight, activation = best.weight or FULL_PRECISION, best.activation or FULL_PRECISION
+        # As in the published ratios, the gradients of the static run have the forward width too.
+        return Bits(weight, activation, max(weight, activation))
+
+
+def _run(model: nn.Module, schedule: Schedule, example_inputs: tuple[Any, ...], steps: int | None) -> _Run:
+    """Check the arguments; return the run they speak of."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(schedule, Schedule):
@@ -186,15 +218,12 @@ def _run(
         raise ValueError(f"{schedule!r} has no end: pass the length of the run, as in cost(..., steps=10_000)")
     if steps is not None:
         check_int("steps", steps, 1)
-    trajectory = schedule.trajectory(steps)
-    best = schedule._widest() or Bits(*(int(width) for width in trajectory.max(axis=0)))
-    weight, activation = best.weight or FULL_PRECISION, best.activation or FULL_PRECISION
-    # As in the published ratios, the gradients of the static run have the forward width too.
-    run = Counter(Bits(*row) for row in trajectory.tolist())
-    return run, Bits(weight, activation, max(weight, activation))
+    length = schedule.total_steps if steps is None else steps
+    assert length is not None
+    return _Run(schedule, length)
 
 
-def _costs(product: Product, run: Counter[Bits], paper: bool) -> tuple[float, float]:
+def _costs(product: Product, run: Callable[[Own], Widths], paper: bool) -> tuple[float, float]:
     """Return the forward and backward BitOps of a product over a run."""
     dials: list[Dial | None]
     if paper:
@@ -205,10 +234,12 @@ def _costs(product: Product, run: Counter[Bits], paper: bool) -> tuple[float, fl
         site = product.site
         factors: list[Dial | None] = [site.dial(operand.role) for operand in site.operands if operand.role != "bias"]
         dials = [*[*factors, None, None][:2], site.dial("gradient") if site.gradient is not None else None]
+    own = tuple(dict.fromkeys(dial.schedule for dial in dials if dial is not None and dial.schedule is not None))
+    followed = [own.index(dial.schedule) + 1 if dial is not None and dial.schedule is not None else 0 for dial in dials]
     forward = backward = 0
-    for bits, steps in run.items():
+    for bits, steps in run(own).items():
         # Not quantized and switched off are full precision alike.
-        widths = (dial and dial_width(dial, bits) for dial in dials)
+        widths = (dial and dial_width(dial, bits[place]) for dial, place in zip(dials, followed, strict=True))
         first, second, gradient = (width or FULL_PRECISION for width in widths)
         forward += steps * first * second
         backward += steps * (first + second) * gradient

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +11,7 @@ from torch import fx, nn
 
 from cpt_fx.formats import Format
 from cpt_fx.optable import Index
+from cpt_fx.schedules.base import Schedule
 
 SITE = "cpt_fx_site"
 """On an operator: the `Site` that annotate decided."""
@@ -52,23 +55,42 @@ class Operand:
 class Dial:
     """Which width a quantizer follows: a role of the schedule, shifted or fixed for its layer.
 
-    `with_forward` switches the gradient off where the forward width is 0, as published convolutions do.
+    `with_forward` switches the gradient off where the forward width is 0, as published convolutions do. `schedule`, if
+    there is one, is followed instead of the model's: it is asked at the model's position, and its own is never read.
     """
 
     role: str
     offset: int = 0
     fixed: int | None = None
     with_forward: bool = False
+    schedule: Schedule | None = None
+    label: str = ""
+    """What tells `schedule` from others in a name."""
+
+    def __post_init__(self) -> None:
+        """Label the schedule by what it says of itself, unless a label is given."""
+        if self.schedule is not None and not self.label:
+            object.__setattr__(self, "label", label_of(self.schedule))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Dial:
+        """Stay what it is: a copy of the schedule need not be equal to it."""
+        return self
 
     @property
     def name(self) -> str:
         """The name of the tensor that holds this width."""
-        if self.fixed is not None:
-            return f"{self.role}_fixed_{self.fixed}"
         name = f"{self.role}_with_forward" if self.with_forward else self.role
+        if self.fixed is not None:
+            name += f"_fixed_{self.fixed}"
         if self.offset:
             name += f"_{'plus' if self.offset > 0 else 'minus'}_{abs(self.offset)}"
-        return name
+        return f"{name}_own_{self.label}" if self.label else name
+
+
+def label_of(schedule: Schedule) -> str:
+    """Return what tells a schedule from others that say something else of themselves, in any process."""
+    said = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(schedule))
+    return hashlib.sha256(said.encode()).hexdigest()[:8]
 
 
 @dataclass(frozen=True)
@@ -86,9 +108,9 @@ class Site:
     return_quantized: bool = False
 
     def dial(self, role: str) -> Dial:
-        """Return the dial of a role: biases follow the weights."""
-        role = "weight" if role == "bias" else role
-        return dict(self.dials)[role]
+        """Return the dial of a role: biases without one of their own follow the weights."""
+        dials = dict(self.dials)
+        return dials["weight"] if role == "bias" and role not in dials else dials[role]
 
 
 @dataclass(frozen=True)

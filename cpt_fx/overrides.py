@@ -3,74 +3,112 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
+from cpt_fx.aliases import Aliases
 from cpt_fx.errors import check_int, nearest
 from cpt_fx.formats import FULL_PRECISION, Format
-from cpt_fx.meta import Dial
+from cpt_fx.meta import Dial, label_of
 from cpt_fx.recipes import OPERANDS, Recipe, Rule
 from cpt_fx.schedules import Bits
+from cpt_fx.schedules.base import Schedule
 
 Pattern = str | type[nn.Module]
+_FIELDS = ("bits", "offset", "schedule", *OPERANDS, "activation")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Override:
-    """Fixed widths, an offset to the schedule's widths, or other formats, for the layers a pattern selects.
+    """Fixed widths, an offset, a schedule of its own, or other formats, for the layers a pattern selects.
 
-    `bits` and `offset` are an int for all roles or a `Bits`. `rules` is a Rule, or a Recipe whose rule for the layer's
-    family is taken. `formats` maps `input`, `weight`, `bias`, `gradient` to a Format, or to None for full precision.
+    `bits` and `offset` are an int for all roles or a `Bits`. `schedule` is followed instead of the model's, at the
+    model's position. `widths` maps `weight`, `activation`, `bias`, `gradient` to a width, or to an offset as text: a
+    role's own wins over the layer's, and a bias without its own follows the weight. `rules` is a Rule, or a Recipe
+    whose rule for the layer's family is taken. `formats` maps `input`, `weight`, `bias`, `gradient` to a Format, or
+    to None for full precision.
     """
 
     bits: int | Bits | None = None
     offset: int | Bits | None = None
+    schedule: Schedule | None = None
+    widths: tuple[tuple[str, int | str], ...] = ()
     rules: Rule | Recipe | None = None
     formats: tuple[tuple[str, Format | None], ...] = ()
+    label: str = field(default="", repr=False, compare=False)
+    """What tells `schedule` from one that reads the same and is not equal."""
+
+    @classmethod
+    def all(cls, given: Mapping[Pattern, object]) -> dict[Pattern, Override]:
+        """Read all overrides of a model, and label schedules that are not equal differently."""
+        read: dict[Pattern, Override] = {}
+        known: dict[str, list[Schedule]] = {}
+        for pattern, value in given.items():
+            override = cls.of(value)
+            if override.schedule is not None:
+                label = label_of(override.schedule)
+                alike = known.setdefault(label, [])
+                if override.schedule not in alike:
+                    alike.append(override.schedule)
+                number = alike.index(override.schedule)
+                override = replace(override, label=f"{label}_{number}" if number else label)
+            read[pattern] = override
+        return read
 
     @classmethod
     def of(cls, value: object) -> Override:
-        """Read the forms a user may write: 8, (8, 8, 8), "+2", a Rule, a Recipe, or a mapping of fields."""
+        """Read the forms a user may write: 8, (8, 8, 8), "+2", a schedule, a Rule, a Recipe, a mapping of fields."""
         if isinstance(value, Override):
             return value
         if isinstance(value, (Rule, Recipe)):
             return cls(rules=value)
+        if isinstance(value, Schedule):
+            return cls(schedule=value)
         if isinstance(value, (tuple, list)) and len(value) == len(Bits._fields):
             return cls(bits=Bits(*(check_int("override", width, 0, FULL_PRECISION) for width in value)))
         if isinstance(value, str):
-            if value[:1] not in "+-" or not value[1:].isdigit():
-                raise ValueError(f'an override given as text is an offset such as "+2" or "-1", got {value!r}')
-            return cls(offset=int(value))
+            return cls(offset=int(_offset_text("an override", value)))
         if isinstance(value, Mapping):
             return cls._of_fields(value)
         if isinstance(value, (int, float)) or hasattr(value, "__index__"):
             return cls(bits=check_int("override", value, 0, FULL_PRECISION))
         raise TypeError(
-            'an override is fixed bits (8 or (8, 8, 8)), an offset ("+2"), a Rule, a Recipe, or a mapping of bits, '
-            f"offset, input, weight, bias, gradient; got {value!r}"
+            'an override is fixed bits (8 or (8, 8, 8)), an offset ("+2"), a schedule, a Rule, a Recipe, or a mapping '
+            f"of {', '.join(_FIELDS)}; got {value!r}"
         )
 
     @classmethod
     def _of_fields(cls, given: Mapping[str, Any]) -> Override:
-        known = ("bits", "offset", *OPERANDS)
         for name in given:
-            if name not in known:
-                raise ValueError(f"an override has fields {known}, got {name!r}.{nearest(name, known)}")
-        for name in OPERANDS:
-            if not isinstance(given.get(name), (Format, Mapping, type(None))):
-                raise TypeError(
-                    f"override field {name!r} must be a Format, a mapping of its fields or None, got {given[name]!r}"
-                )
-        bits, offset = given.get("bits"), given.get("offset")
+            if name not in _FIELDS:
+                raise ValueError(f"an override has fields {_FIELDS}, got {name!r}.{nearest(name, _FIELDS)}")
+        if "input" in given and "activation" in given:
+            raise ValueError("input and activation are two names for one field of an override: give one of them")
+        bits, offset, schedule = given.get("bits"), given.get("offset"), given.get("schedule")
         if bits is not None and offset is not None:
             raise ValueError(f"an override has bits or an offset, not both: got bits={bits!r}, offset={offset!r}")
+        if bits is not None and schedule is not None:
+            raise ValueError(f"an override has bits or a schedule, not both: got bits={bits!r}, schedule={schedule!r}")
+        if not isinstance(schedule, (Schedule, type(None))):
+            raise TypeError(f"override field 'schedule' must be a schedule such as Static(8), got {schedule!r}")
+        widths: dict[str, int | str] = {}
+        formats: dict[str, Format | None] = {}
+        for name in (*OPERANDS, "activation"):
+            if name not in given:
+                continue
+            if isinstance(given[name], (Format, Mapping, type(None))):
+                formats["input" if name == "activation" else name] = _format(given[name])
+            else:
+                widths["activation" if name == "input" else name] = _width(name, given[name])
         return cls(
             bits=None if bits is None else cls._widths(bits),
             offset=None if offset is None else _offset(offset),
-            formats=tuple((name, _format(given[name])) for name in OPERANDS if name in given),
+            schedule=schedule,
+            widths=tuple(widths.items()),
+            formats=tuple(formats.items()),
         )
 
     @classmethod
@@ -80,13 +118,27 @@ class Override:
             raise TypeError(f"override field 'bits' must be a width such as 8 or (8, 8, 8), got {bits!r}")
         return found
 
-    def dial(self, dial: Dial) -> Dial:
-        """Return the dial of a role as this override changes it."""
+    def dials(self, dials: Mapping[str, Dial]) -> dict[str, Dial]:
+        """Return the dials of a layer, by role, as this override changes them."""
+        changed = dict(dials)
+        if not (self.bits is None and self.offset is None and self.schedule is None):
+            # What is said of the layer holds for its bias too.
+            changed.pop("bias", None)
+            changed = {role: self._changed(dial) for role, dial in changed.items()}
+        for role, width in self.widths:
+            dial = changed.get(role, changed["weight"])
+            fixed, offset = (None, int(width)) if isinstance(width, str) else (width, 0)
+            changed[role] = replace(dial, fixed=fixed, offset=offset)
+        return changed
+
+    def _changed(self, dial: Dial) -> Dial:
+        """Return the dial of a role by what is said of the layer: a width, or what to follow and how far from it."""
         if self.bits is not None:
             return Dial(dial.role, fixed=self._for(self.bits, dial.role), with_forward=dial.with_forward)
-        if self.offset is not None:
-            return Dial(dial.role, offset=self._for(self.offset, dial.role), with_forward=dial.with_forward)
-        return dial
+        offset = 0 if self.offset is None else self._for(self.offset, dial.role)
+        if self.schedule is not None:
+            return replace(dial, schedule=self.schedule, label=self.label, fixed=None, offset=offset)
+        return replace(dial, fixed=None, offset=offset)
 
     def rule(self, rule: Rule | None, family: str) -> Rule | None:
         """Return the rule of a layer as this override changes it."""
@@ -100,6 +152,24 @@ class Override:
     @staticmethod
     def _for(value: int | Bits, role: str) -> int:
         return int(getattr(value, role)) if isinstance(value, Bits) else int(value)
+
+
+def _width(name: str, value: Any) -> int | str:
+    """Read the width of one role: an int, or an offset as text."""
+    if isinstance(value, str):
+        return _offset_text(f"override field {name!r}", value)
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(
+            f'override field {name!r} must be a width such as 8, an offset such as "+1", a Format, a mapping of its '
+            f"fields or None, got {value!r}"
+        )
+    return check_int(f"override field {name!r}", value, 0, FULL_PRECISION)
+
+
+def _offset_text(what: str, value: str) -> str:
+    if value[:1] not in ("+", "-") or not value[1:].isdecimal():
+        raise ValueError(f'{what} given as text is an offset such as "+2" or "-1", got {value!r}')
+    return value
 
 
 def _format(value: Any) -> Format | None:
@@ -116,7 +186,7 @@ def _offset(value: Any) -> int | Bits:
     """Read an offset: an int, text such as "+2", or one number for each role."""
     if isinstance(value, (tuple, list)) and len(value) == len(Bits._fields):
         return Bits(*(check_int("override offset", number) for number in value))
-    if isinstance(value, str) and value[:1] in ("+", "-") and value[1:].isdigit():
+    if isinstance(value, str) and value[:1] in ("+", "-") and value[1:].isdecimal():
         return int(value)
     return check_int("override offset", value)
 
@@ -131,12 +201,20 @@ def as_patterns(given: object) -> tuple[Pattern, ...]:
 
 
 class Patterns:
-    """Names, globs and types that select layers, with a record of which of them selected something."""
+    """Names, globs and types that select layers, with a record of which of them selected something.
 
-    def __init__(self, patterns: Iterable[Pattern], argument: str) -> None:
+    A module that stands in several places of a model is selected by each of its names.
+    """
+
+    def __init__(self, patterns: Iterable[Pattern], argument: str, aliases: Aliases | None = None) -> None:
         self.patterns = tuple(patterns)
         self.argument = argument
+        self.aliases = aliases or Aliases()
         self.used: set[Pattern] = set()
+        self.by_alias: dict[str, dict[str, str]] = {}
+        """Patterns that selected by another name than that of the layer -> what they selected, and what that is."""
+        self.idle: dict[tuple[Pattern, str], bool] = {}
+        """Roles that overrides give a width, and whether there was no such quantizer so far."""
         for pattern in self.patterns:
             if not isinstance(pattern, (str, type)):
                 raise TypeError(f"{argument} takes module names, globs and module types, got {pattern!r}")
@@ -147,7 +225,7 @@ class Patterns:
         found: list[Pattern] = []
         for pattern in self.patterns:
             if isinstance(pattern, str):
-                hit = any(name == pattern or fnmatchcase(name, pattern) for name in names)
+                hit = any(_fits(name, pattern) for name in names) or self._matches_alias(pattern, names)
             else:
                 hit = any(kind is not None and issubclass(kind, pattern) for _, kind in stack)
             if hit:
@@ -155,16 +233,43 @@ class Patterns:
         self.used.update(found)
         return found
 
+    def _matches_alias(self, pattern: str, names: Iterable[str]) -> bool:
+        """Whether a pattern selects a layer by another name of it, or of a module around it, the outermost first."""
+        for name in sorted(names, key=len):
+            if any(_fits(other, pattern) for other in self.aliases.of(name)):
+                kind = "module" if self.aliases.is_module(name) else "operator"
+                self.by_alias.setdefault(pattern, {})[name] = kind
+                return True
+        return False
+
+    def merge(self, other: Patterns) -> None:
+        """Take note of what the same patterns selected elsewhere."""
+        self.used |= other.used
+        for pattern, found in other.by_alias.items():
+            self.by_alias.setdefault(pattern, {}).update(found)
+        for key, idle in other.idle.items():
+            self.idle[key] = self.idle.get(key, True) and idle
+
     def check(self, layers: Iterable[str], modules: Iterable[tuple[str, type[nn.Module] | None]]) -> tuple[str, ...]:
-        """Raise for patterns that select nothing at all; return notes on those that select no operator."""
+        """Raise for patterns that select nothing at all; return notes on those that do not do what they seem to."""
         modules = tuple(modules)
         names = sorted({*layers, *(path for path, _ in modules if path)})
-        notes = []
+        notes = [
+            f"{self.argument} {pattern!r} selects {name}, which is the same {kind}"
+            for pattern, found in self.by_alias.items()
+            for name, kind in found.items()
+        ]
+        notes += [
+            f"{self.argument} {_shown(pattern)!r} sets the bits of the {role}, and nothing that it selects has a "
+            f"quantized {role}: no effect"
+            for (pattern, role), idle in self.idle.items()
+            if idle and pattern in self.used
+        ]
         for pattern in self.patterns:
             if pattern in self.used:
                 continue
             if isinstance(pattern, str):
-                if not any(name == pattern or fnmatchcase(name, pattern) for name in names):
+                if not any(_fits(name, pattern) for name in names):
                     listed = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
                     raise ValueError(
                         f"{self.argument}: {pattern!r} matches no module.{nearest(pattern, names)} Modules: {listed}"
@@ -175,9 +280,18 @@ class Patterns:
                     f"{self.argument}: no module is a {pattern.__name__}.{nearest(pattern.__name__, kinds)} "
                     f"Types: {', '.join(kinds)}"
                 )
-            shown = pattern if isinstance(pattern, str) else pattern.__name__
-            notes.append(f"{self.argument} {shown!r} selects modules in which nothing is quantized: no effect")
+            notes.append(
+                f"{self.argument} {_shown(pattern)!r} selects modules in which nothing is quantized: no effect"
+            )
         return tuple(notes)
+
+
+def _fits(name: str, pattern: str) -> bool:
+    return name == pattern or fnmatchcase(name, pattern)
+
+
+def _shown(pattern: Pattern) -> str:
+    return pattern if isinstance(pattern, str) else pattern.__name__
 
 
 SELECTED = "cpt_fx_selected"
@@ -195,7 +309,7 @@ class Selected:
         """Take note of what patterns selected in one graph, and of the layers there are in it."""
         key = (patterns.argument, patterns.patterns)
         known = self._all.setdefault(key, Patterns(patterns.patterns, patterns.argument))
-        known.used |= patterns.used
+        known.merge(patterns)
         self._layers.update(dict.fromkeys(layers))
 
     def check(self, modules: Iterable[tuple[str, type[nn.Module] | None]]) -> tuple[str, ...]:

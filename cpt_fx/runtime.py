@@ -157,6 +157,8 @@ class Precision(_State):
         bits = self.schedule.bits(position) if self.training else self.schedule.evaluation_bits(position)
         for name, dial in self.dials.items():
             width = dial_width(dial, bits)
+            if dial.schedule is not None:
+                width = width_of(dial, dial.schedule, position, self.training)
             # Unchanged widths are not written: a backward pass may hold on to them.
             if self._written.get(name) != width:
                 self.bits.get_buffer(name).fill_(width)
@@ -216,8 +218,14 @@ class Precision(_State):
             self.schedule.bind(self)
 
 
+def width_of(dial: Dial, schedule: Schedule, position: int, training: bool) -> int:
+    """Return the width a dial shows at a position of a model's schedule, or of the dial's own where it has one."""
+    followed = schedule if dial.schedule is None else dial.schedule
+    return dial_width(dial, followed.bits(position) if training else followed.evaluation_bits(position))
+
+
 def dial_width(dial: Dial, bits: Bits) -> int:
-    """Return the width a dial shows for the bits of a schedule. Off and full precision are not shifted."""
+    """Return the width a dial shows for the bits that it follows. Off and full precision are not shifted."""
     if dial.with_forward and bits.activation == 0:
         return 0
     if dial.fixed is not None:

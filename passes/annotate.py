@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import fx, nn
 
+from cpt_fx.aliases import Aliases
 from cpt_fx.aten import hides_product
-from cpt_fx.bodies import AUTHORS_OWN, Call, calls_of, given_quantized, multiplies
+from cpt_fx.bodies import AUTHORS_OWN, Call, calls_of, given_quantized, multiplies, outermost
 from cpt_fx.formats import Format, Group
 from cpt_fx.graph_module import Shell
 from cpt_fx.graph_sites import bag_spec, carries_no_message, elementwise_spec, normalizes_softmax, result_of
@@ -47,6 +48,7 @@ from cpt_fx.pass_base import Pass, Report
 from cpt_fx.recipes import Recipe, Rule, default
 from cpt_fx.regions import TRANSFORMED, Regions
 from cpt_fx.runtime import Precision
+from cpt_fx.schedules import Bits
 
 OF_SOFTMAX = "part of a softmax over neighbours, which stays in full precision: it sums scores, not messages"
 
@@ -69,8 +71,9 @@ class Annotate(Pass):
 
     def run(self, module: fx.GraphModule) -> Report:
         """Walk the graph once, in order, into every body where it is run."""
-        walk = _Walk(module, self.recipe, Patterns(self.exclude, "exclude"),
-                     Patterns(self.overrides, "overrides"), self.overrides)  # fmt: skip
+        aliases = Aliases(outermost(module))
+        walk = _Walk(module, self.recipe, Patterns(self.exclude, "exclude", aliases),
+                     Patterns(self.overrides, "overrides", aliases), self.overrides)  # fmt: skip
         walk.graph(module)
         notes = tuple(note for patterns in (walk.exclude, walk.changes) for note in _judged(module, walk, patterns))
         return Report(self.name, walk.decided, notes, tuple(walk.uncovered))
@@ -96,7 +99,7 @@ class _Walk:
         self.recipe = recipe
         self.exclude = exclude
         self.changes = changes
-        self.overrides = {pattern: Override.of(value) for pattern, value in overrides.items()}
+        self.overrides = Override.all(overrides)
         self.regions = Regions()
         self.weights: set[fx.Node] = set()
         self.trained: set[fx.Node] = set()
@@ -165,7 +168,8 @@ class _Walk:
         if self.regions.transformed:
             self.uncovered.append(Uncovered(layer, spec.name, TRANSFORMED))
             return
-        changes = [self.overrides[pattern] for pattern in self.changes.matches(layer, around(node))]
+        selecting = self.changes.matches(layer, around(node))
+        changes = [self.overrides[pattern] for pattern in selecting]
         rule = self.recipe.rule(family)
         for change in changes:
             rule = change.rule(rule, family)
@@ -179,6 +183,18 @@ class _Walk:
             self.uncovered.append(Uncovered(layer, spec.name, OF_SOFTMAX, by_choice=True))
             return
         self._decide(node, spec, family, layer, rule, changes)
+        self._note_effects(node, selecting)
+
+    def _note_effects(self, node: fx.Node, selecting: list[Pattern]) -> None:
+        """Take note of which widths that overrides give to single roles have a quantizer to go to."""
+        site: Site | None = node.meta.get(SITE)
+        roles = set() if site is None else {operand.role for operand in site.operands}
+        if site is not None and site.gradient is not None:
+            roles.add("gradient")
+        for pattern in selecting:
+            for role, _ in self.overrides[pattern].widths:
+                key = (pattern, role)
+                self.changes.idle[key] = self.changes.idle.get(key, True) and role not in roles
 
     def _is_excluded(self, node: fx.Node, layer: str, op: str) -> bool:
         """Whether the user left an operator out; if so, note it."""
@@ -214,19 +230,18 @@ class _Walk:
             return
         aggregates = family == "aggregation" or rule.messages_only
         output = result_of(node, spec, aggregates=aggregates) if added is None else added
-        dials = []
-        for role in ("weight", "activation", "gradient"):
-            dial = Dial(role, with_forward=role == "gradient" and rule.gradient_with_forward)
-            for change in changes:
-                dial = change.dial(dial)
-            dials.append((role, dial))
+        dials = {
+            role: Dial(role, with_forward=role == "gradient" and rule.gradient_with_forward) for role in Bits._fields
+        }
+        for change in changes:
+            dials = change.dials(dials)
         node.meta[SITE] = Site(
             layer=layer,
             op=spec.name,
             family=family,
             operands=tuple(operands),
             gradient=rule.gradient,
-            dials=tuple(dials),
+            dials=tuple(dials.items()),
             gradient_name=output.name,
             return_quantized=rule.return_quantized,
         )

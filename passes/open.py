@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 
 from torch import fx
 
+from cpt_fx.aliases import Aliases
+from cpt_fx.bodies import outermost
 from cpt_fx.meta import LEFT, around, module_path
 from cpt_fx.opening import attention_graph, recurrent_graph
 from cpt_fx.opening.building import Builder, Opener, StaysFusedError
@@ -39,6 +41,7 @@ class Open(Pass):
         """Open one operator after the other."""
         notes = []
         regions = Regions()
+        aliases = Aliases(outermost(module))
         for node in list(module.graph.nodes):
             regions.visit(node)
             opener = OPENERS.get(node.target) if node.op == "call_function" else None
@@ -46,9 +49,9 @@ class Open(Pass):
                 continue
             path, name = module_path(node)[0], str(getattr(node.target, "__name__", node.target))
             node.meta.pop(LEFT, None)
-            if regions.transformed or Patterns(self.exclude, "exclude").matches(path, around(node)):
+            if regions.transformed or Patterns(self.exclude, "exclude", aliases).matches(path, around(node)):
                 continue
-            if not any(self._has_rule(node, path, *product) for product in opener.products):
+            if not any(self._has_rule(node, path, aliases, *product) for product in opener.products):
                 families = " and ".join(dict.fromkeys(family for _, family in opener.products))
                 node.meta[LEFT] = f"recipe {self.recipe.name!r} leaves {families} in full precision"
                 continue
@@ -62,10 +65,10 @@ class Open(Pass):
             notes.append(f"{place}: {name} opened into {builder.products} products: equal to float rounding")
         return Report(self.name, len(notes), tuple(notes) or ("nothing to open",))
 
-    def _has_rule(self, node: fx.Node, path: str, product: str, family: str) -> bool:
+    def _has_rule(self, node: fx.Node, path: str, aliases: Aliases, product: str, family: str) -> bool:
         """Whether a product inside an operator would be quantized."""
         rule = self.recipe.rule(family)
         layer = f"{path}.{product}" if path else product
-        for pattern in Patterns(self.overrides, "overrides").matches(layer, around(node)):
+        for pattern in Patterns(self.overrides, "overrides", aliases).matches(layer, around(node)):
             rule = Override.of(self.overrides[pattern]).rule(rule, family)
         return rule is not None

@@ -161,6 +161,28 @@ def test_overrides_are_honoured() -> None:
     assert layers["stem"].forward == 10 * layers["stem"].flops * (100 + 36) / 1024
 
 
+def test_schedules_of_a_part_are_counted_step_by_step() -> None:
+    schedule = named("CR", q_min=3, q_max=8, total_steps=40, cycles=2)
+    own = named("RTV", q_min=2, q_max=6, total_steps=24, cycles=4, q_grad=7)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    overrides = {"0": own, "1": {"schedule": own, "weight": "+1", "gradient": 5}}
+    model = cpt_fx.transform(net, schedule, overrides=overrides)
+    found = cost(model, schedule, (torch.randn(1, 4),), count="covered")
+    sums = {"0": [0, 0], "1": [0, 0], "2": [0, 0]}
+    for step in range(40):
+        part = own.bits(step)
+        each = {"0": part, "1": part._replace(weight=part.weight + 1, gradient=5), "2": schedule.bits(step)}
+        for name, (w, a, g) in each.items():
+            sums[name][0] += w * a
+            sums[name][1] += (w + a) * g
+    for layer in found.layers:
+        assert [layer.forward, layer.backward] == [layer.flops * total / 1024 for total in sums[layer.name]]
+    assert found.static_bits == (8, 8, 8)
+    # Static: 8 bits, the part at its own largest width.
+    static = [3 * 6 * 6, 7 * 6 + (7 + 6) * 5, 3 * 8 * 8]
+    assert found.static == pytest.approx(sum(static) / 1024 / 3 / 3, rel=1e-15)
+
+
 def test_an_operand_without_a_quantizer_counts_in_full() -> None:
     model = transformed(overrides={"head": {"weight": None, "gradient": None}})
     found = cost(model, Static(8), (images(),), count="covered", steps=1)

@@ -31,6 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cpt_fx.recipes",
         "cpt_fx.optable",
         "cpt_fx.meta",
+        "cpt_fx.aliases",
         "cpt_fx.aliasing",
         "cpt_fx.graph_sites",
         "cpt_fx.overrides",

@@ -54,7 +54,8 @@ def qdq(
         example_inputs: a tuple of the model's arguments, or a dict of them by name: real data, best a whole batch.
             Errors are measured on it, and where a range is not fixed by training, it is that of the examples.
         path: the file to write. One that exists is refused. Weights of more than 1.9 GB go to a file beside it.
-        bits: 1 to 8, for all, or `Bits`. Layers that follow the schedule at a distance, or not at all, do so here.
+        bits: 1 to 8, for all, or `Bits`. Layers that follow the schedule at a distance, or not at all, do so here;
+            those with a schedule of their own have its evaluation bits at the model's position.
         dynamic_batch: let the first dim of every input vary from call to call.
         overwrite: replace the file, as soon as the new one is complete.
         verbose: print the report.

@@ -17,7 +17,8 @@ from cpt_fx.export.functions import DOMAIN
 from cpt_fx.export.model_file import new_file
 from cpt_fx.export.program import BITS, Graph, states_of, trace
 from cpt_fx.meta import Dial
-from cpt_fx.runtime import dial_width
+from cpt_fx.runtime import precision_of, width_of
+from cpt_fx.schedules import Static
 from cpt_fx.schedules.bits import Bits, as_bits
 
 
@@ -43,7 +44,8 @@ def onnx(
         path: the file to write. One that exists is refused. Weights of more than 1.9 GB go to a file beside it.
         bits: None leaves widths open as inputs of the file, int64 without dims, called `bits.weight`,
             `bits.activation` and so on. A number of bits, or `Bits`, fixes them; layers that follow the schedule at
-            a distance, or not at all, do so from there.
+            a distance, or not at all, do so from there, and those with a schedule of their own have its evaluation
+            bits at the model's position.
         dynamic_batch: let the first dim of every input vary from call to call.
         overwrite: replace the file, as soon as the new one is complete.
 
@@ -61,7 +63,7 @@ def onnx(
             graph = trace(module, call, dynamic_batch=dynamic_batch)
             embed(graph, {name: buffer.detach().cpu().numpy() for name, buffer in states_of(module).items()})
         if fixed is not None:
-            embed(graph, fixed_widths(graph.dials, fixed))
+            embed(graph, fixed_widths(graph.dials, fixed, position_of(result)))
         model = finish(graph)
         add_functions(graph)
         describe(model, result, bits="open" if fixed is None else fixed)
@@ -69,9 +71,16 @@ def onnx(
     return target.path
 
 
-def fixed_widths(dials: dict[str, Dial], bits: Bits) -> dict[str, Any]:
+def position_of(result: nn.Module) -> int:
+    """Return the position at which a schedule is asked that a part has of its own."""
+    schedule = precision_of(result).schedule
+    return 0 if schedule is None else schedule.position
+
+
+def fixed_widths(dials: dict[str, Dial], bits: Bits, position: int) -> dict[str, Any]:
     """Return the widths that inputs of a graph have at given bits, by the names of the inputs."""
-    return {BITS + name: np.array(dial_width(dial, bits), np.int64) for name, dial in dials.items()}
+    widths = {name: width_of(dial, Static(bits), position, training=False) for name, dial in dials.items()}
+    return {BITS + name: np.array(width, np.int64) for name, width in widths.items()}
 
 
 def add_functions(graph: Graph) -> None:

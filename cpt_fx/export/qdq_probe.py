@@ -17,7 +17,8 @@ from cpt_fx.history import HISTORY
 from cpt_fx.meta import QUANTIZER, STATE, Quantizer
 from cpt_fx.numerics import Extent, extent_of, percentile_extent
 from cpt_fx.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_LEARNED, QUANTIZE_GRADIENT, QUANTIZERS
-from cpt_fx.runtime import Precision, dial_width
+from cpt_fx.runtime import Precision, width_of
+from cpt_fx.schedules import Static
 from cpt_fx.schedules.bits import Bits
 
 _ARGUMENTS = ("x", "bits", "zero_point", "range", "weight", "training")
@@ -48,6 +49,7 @@ def tagged_copy(module: fx.GraphModule, bits: Bits) -> tuple[fx.GraphModule, dic
     assert isinstance(state, Precision)
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     # The copy follows no schedule.
+    position = 0 if state.schedule is None else state.schedule.position
     memo |= {id(state.schedule): None, id(module.__dict__.get(HISTORY)): None}
     made = copy.deepcopy(module, memo)
     widths = made.get_submodule(f"{STATE}.bits")
@@ -57,7 +59,7 @@ def tagged_copy(module: fx.GraphModule, bits: Bits) -> tuple[fx.GraphModule, dic
             if node.target not in QUANTIZERS or node.target is QUANTIZE_GRADIENT:
                 continue
             quantizer: Quantizer = node.meta[QUANTIZER]
-            tag = Tagged(f"q{len(found)}", quantizer, dial_width(quantizer.dial, bits))
+            tag = Tagged(f"q{len(found)}", quantizer, width_of(quantizer.dial, Static(bits), position, training=False))
             found[tag.width] = tag
             widths.register_buffer(tag.width, torch.tensor(tag.bits, dtype=torch.int64))
             with inner.graph.inserting_before(node):

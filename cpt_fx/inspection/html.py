@@ -107,7 +107,8 @@ def follows(view: QuantizerView) -> str:
     dial = view.dial
     if dial.fixed is not None:
         return f"fixed at {dial.fixed}"
-    return f"{dial.role} bits{f' {dial.offset:+d}' if dial.offset else ''}"
+    source = "" if dial.schedule is None else f" of {dial.schedule!r}"
+    return f"{dial.role} bits{source}{f' {dial.offset:+d}' if dial.offset else ''}"
 
 
 def _stats(inspection: Inspection, views: tuple[QuantizerView, ...]) -> str:

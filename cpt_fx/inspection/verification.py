@@ -15,7 +15,7 @@ from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.inspection.views import QuantizerView, quantizer_nodes, state_of, views_of
 from cpt_fx.meta import get_attribute
 from cpt_fx.passes.verify import Verify
-from cpt_fx.runtime import dial_width
+from cpt_fx.runtime import width_of
 from cpt_fx.spec import SpecError
 from cpt_fx.trial import eager_model, forward_and_backward, trial
 
@@ -142,8 +142,7 @@ def _wrong_widths(inspection: Inspection) -> list[str]:
         if state.schedule is None:
             continue
         position = state.schedule.position
-        bits = state.schedule.bits(position) if state.training else state.schedule.evaluation_bits(position)
-        expected = dial_width(view.dial, bits)
+        expected = width_of(view.dial, state.schedule, position, state.training)
         if expected != view.bits:
             mode = "training" if state.training else "evaluation"
             problems.append(f"{view} is at {view.bits} bits; for {mode} at step {position} it should be at {expected}")

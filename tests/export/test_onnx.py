@@ -120,6 +120,22 @@ def test_layers_at_a_distance_from_the_schedule(tmp_path: Path) -> None:
     close(found, evaluated(model, x, 3))
 
 
+def test_a_layer_with_a_schedule_of_its_own(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+    own = cpt_fx.schedules.Piecewise({0: 2, 5: 6}, eval_bits="current")
+    schedule = cpt_fx.schedules.Static(3)
+    model = cpt_fx.transform(net, schedule, overrides={"2": own})
+    x = torch.randn(16, 6)
+    model(x)
+    outputs = []
+    for step in (0, 5):
+        schedule.position = step
+        path = plain.onnx(model, (x,), tmp_path / f"{step}.onnx", bits=3)
+        outputs.append(session(path).run(None, {"input": x.numpy()})[0])
+        close(outputs[-1], evaluated(model, x))
+    assert not np.array_equal(*outputs)
+
+
 def test_the_file_is_standard_and_says_where_it_comes_from(tmp_path: Path) -> None:
     model, x = trained("residual")
     proto = onnx.load(plain.onnx(model, (x,), tmp_path / "model.onnx"))

@@ -207,6 +207,18 @@ def test_layers_of_other_widths(tmp_path: Path) -> None:
     assert np.abs(found - evaluated(model, x, 3)).max() < 1e-3
 
 
+def test_a_layer_with_a_schedule_of_its_own(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    schedule = cpt_fx.schedules.Static(8)
+    own = cpt_fx.schedules.Piecewise({0: 2, 5: 6}, eval_bits="current")
+    model = cpt_fx.transform(net, schedule, overrides={"2": own})
+    x = torch.randn(16, 6)
+    model(x)
+    schedule.position = 5
+    report = qdq(model, (x,), tmp_path / "model.onnx", 3)
+    assert {item.layer: item.bits for item in report.quantizers} == {"0": 3, "2": 6}
+
+
 class Shared(nn.Module):
     """A layer that is called twice, and a weight that is computed."""
 
