@@ -165,7 +165,7 @@ def test_schedules_of_a_part_are_counted_step_by_step() -> None:
     schedule = named("CR", q_min=3, q_max=8, total_steps=40, cycles=2)
     own = named("RTV", q_min=2, q_max=6, total_steps=24, cycles=4, q_grad=7)
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    overrides = {"0": own, "1": {"schedule": own, "weight": "+1", "gradient": 5}}
+    overrides: dict[Any, Any] = {"0": own, "1": {"schedule": own, "weight": "+1", "gradient": 5}}
     model = cpt_fx.transform(net, schedule, overrides=overrides)
     found = cost(model, schedule, (torch.randn(1, 4),), count="covered")
     sums = {"0": [0, 0], "1": [0, 0], "2": [0, 0]}

@@ -20,6 +20,7 @@ from torch.export import ExportedProgram
 
 from cpt_fx.errors import ExportError
 from cpt_fx.export.functions import DOMAIN, STOP
+from cpt_fx.meta import Dial
 
 _ALIKE = {"Concat", "Sum", "Max", "Min"}
 """Operators of any number of inputs, all of one kind."""
@@ -223,6 +224,16 @@ def check_modules(model: nn.Module) -> None:
                 f"{path}: {type(layer).__name__} with momentum=None averages over all batches so far, which no graph "
                 "can say: give it a momentum (0.1 is PyTorch's default) before transform"
             )
+
+
+def check_schedules(dials: Iterable[Dial]) -> None:
+    """Refuse parts with a schedule of their own: what is exported is trained under one."""
+    own = {repr(dial.schedule) for dial in dials if dial.schedule is not None}
+    if own:
+        raise ExportError(
+            f"a part of the model follows a schedule of its own ({', '.join(sorted(own))}), and ONNX Runtime trains "
+            "all parts under one: leave it out of overrides"
+        )
 
 
 _NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)

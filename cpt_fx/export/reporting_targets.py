@@ -99,6 +99,7 @@ def training(trial: Trial) -> Outcome:
         found |= _quantizers(result, graph)
         found |= _operators(graph, after=loss.operators, in_training=True)
         found |= {_state_key(name): _state(buffers[name]) for name, after in graph.states.items() if after}
+        refusals.check_schedules(graph.dials.values())
         missing = check_training()
         if not missing.works:
             refusals.check(graph.model, graph.parameters)

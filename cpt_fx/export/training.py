@@ -75,7 +75,7 @@ def ort_training(
     with in_mode(result, True, call) as graph:
         training = trace(graph, call, dynamic_batch=dynamic_batch)
         states = {name: buffer.detach().cpu().numpy() for name, buffer in states_of(graph).items()}
-    _check_dials(training)
+    refusals.check_schedules(training.dials.values())
     with in_mode(result, False, call) as graph:
         evaluation = trace(graph, call, dynamic_batch=dynamic_batch)
     with new_directory(Path(directory), overwrite=overwrite) as folder:
@@ -143,16 +143,6 @@ def _write(
     )
     manifest.write(folder)
     return manifest
-
-
-def _check_dials(training: Graph) -> None:
-    """Refuse parts with a schedule of their own: a directory is trained under one schedule."""
-    own = {repr(dial.schedule) for dial in training.dials.values() if dial.schedule is not None}
-    if own:
-        raise ExportError(
-            f"a part of the model follows a schedule of its own ({', '.join(sorted(own))}); ONNX Runtime trains all of "
-            "it under one: transform the model without it in overrides"
-        )
 
 
 def _check_counters(counters: dict[str, Any]) -> None:

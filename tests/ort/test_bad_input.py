@@ -49,6 +49,14 @@ def test_a_directory_that_is_none(tmp_path: Path) -> None:
         Trainer(tmp_path, ort.schedule())
 
 
+def test_a_part_with_a_schedule_of_its_own(tmp_path: Path) -> None:
+    schedule = cpt_fx.schedules.Static(6)
+    model = cpt_fx.transform(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), ort.schedule(), overrides={"1": schedule})
+    with pytest.raises(ExportError, match=r"follows a schedule of its own \(Static\(bits=6\)\).*: leave it out"):
+        cpt_fx.export.ort_training(model, (torch.randn(4, 4),), tmp_path / "made", loss="mse", optimizer="sgd")
+    assert not (tmp_path / "made").exists()
+
+
 def test_another_version(copied: Path) -> None:
     path = copied / "manifest.json"
     values = json.loads(path.read_text())
