@@ -100,6 +100,8 @@ def test_widths_and_formats_mix() -> None:
         ({nn.Linear: {"weight": 4}, "fc": {"gradient": 6}}, {"weight": 4, "bias": 4, "gradient": 6}),
         ({nn.Linear: {"weight": 4}, "fc": {"weight": 6}}, {"weight": 6, "bias": 6}),
         ({nn.Linear: {"bias": 8}, "fc": {"weight": 4}}, {"bias": 8, "weight": 4}),
+        ({nn.Linear: {"bias": 8}, "f*": 4, "fc": {"weight": 6}},
+         {"weight": 6, "bias": 6, "activation": 4, "gradient": 4}),
         ({nn.Linear: {"bias": 8}, "fc": 4}, {"weight": 4, "bias": 4, "activation": 4, "gradient": 4}),
         ({nn.Linear: {"weight": 4}, "fc": "+1"}, {"weight": 6, "bias": 6, "activation": 6, "gradient": 6}),
         ({nn.Linear: Static(3), "fc": "+1"}, {"weight": 4, "bias": 4, "activation": 4, "gradient": 4}),
@@ -147,6 +149,11 @@ def test_a_schedule_of_its_own(form: Any, capture: str) -> None:
     assert widths(model, "head")["weight"] == OWN.bits(3).weight
     train_step(model, (batch(),), {})
     cpt_fx.inspect(model).verify()
+
+
+def test_it_is_shown_what_is_followed() -> None:
+    page = cpt_fx.inspect(changed({"head": {"schedule": Static(3), "offset": 1}})).html()
+    assert "weight bits of Static(bits=3) +1" in page
 
 
 def test_verify_knows_the_width_of_a_schedule_of_its_own() -> None:
