@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -55,8 +55,9 @@ def transform(
             capture the graph now instead of at the first call; with `"symbolic"` they fix arguments that the code
             branches on.
         example_kwargs: keyword arguments the model is called with.
-        capture: `"symbolic"` (torch.fx), `"export"` (torch.export), `"dynamo"` (whatever the code does), or `"auto"`:
-            torch.fx where its graph provably does what the model does and hides nothing, else Dynamo.
+        capture: `"symbolic"` (torch.fx), `"dynamo"` (whatever the code does), `"export"` (by Dynamo, and an error if
+            the example inputs do not run in one graph), or `"auto"`: torch.fx where its graph provably does what the
+            model does and hides nothing, else Dynamo.
         exclude: module names, globs or types left in full precision.
         overrides: name, glob or type -> fixed bits (`8`, `(8, 8, 8)`), an offset (`"+2"`), a `Rule`, a `Recipe`, or a
             mapping of `bits`, `offset`, `input`, `weight`, `bias`, `gradient`.
@@ -99,10 +100,10 @@ def transform_with(
         return _rewrapped(model, inner)
     pipeline = pipeline.executing(execution)
     captured = capture_model(model, frontend, example_inputs, example_kwargs)
-    source = model if isinstance(model, nn.Module) else model.module(check_guards=False)
     if isinstance(captured, Captured):
-        return _whole(pipeline, captured, source, schedule, strict)
-    return _as_it_runs(pipeline, captured, source, schedule, strict, example_inputs, example_kwargs)
+        return _whole(pipeline, captured, captured.source or cast(nn.Module, model), schedule, strict)
+    assert isinstance(model, nn.Module)
+    return _as_it_runs(pipeline, captured, model, schedule, strict, example_inputs, example_kwargs)
 
 
 def check_examples(args: object, kwargs: object) -> None:
@@ -138,6 +139,7 @@ def _as_it_runs(
     """Rewrite graphs as Dynamo finds them: at the first call, which is now where there are example inputs."""
     from cpt_fx.dynamo.engine import Engine  # torch's compiler is slow to import
     from cpt_fx.dynamo.module import DynamoModule
+    from cpt_fx.dynamo.single import demand_one_graph
 
     engine = Engine(model, pipeline, found.notes, strict=strict)
     module = DynamoModule(engine)
@@ -147,6 +149,8 @@ def _as_it_runs(
         engine.examples = True
         with trial(module), unchanged_attributes(engine.root):
             module(*(example_inputs or ()), **(example_kwargs or {}))
+            if found.whole:
+                demand_one_graph(module, engine, example_inputs or (), example_kwargs or {})
         engine.examples = False
         engine.state.forget()
     return module
@@ -196,8 +200,8 @@ def single_graph(
 ) -> fx.GraphModule:
     """Return a transformed model as one `torch.fx.GraphModule`, as export needs it.
 
-    A model that was captured by torch.fx or torch.export is one already, and is returned. One that was captured by
-    Dynamo is captured again from a run on examples, in one graph that has its signature and returns what it returns.
+    A model that was captured by torch.fx, or given as a graph, is one already, and is returned. One that was captured
+    by Dynamo is captured again from a run on examples, in one graph that has its signature and returns what it returns.
     Parameters, buffers and running ranges are shared with the result; the widths follow the same schedule. The run
     leaves no trace.
 

@@ -138,7 +138,7 @@ def test_what_is_one_graph_already_is_returned() -> None:
     result = cpt_fx.transform(nn.Linear(4, 4), Static(4), capture="symbolic")
     assert cpt_fx.single_graph(result) is result
     assert cpt_fx.single_graph(nn.Sequential(result)) is result
-    exported = cpt_fx.transform(nn.Linear(4, 4), Static(4), capture="export", example_inputs=(X,))
+    exported = cpt_fx.transform(torch.export.export(nn.Linear(4, 4), (X,)), Static(4))
     assert cpt_fx.single_graph(exported, (X,)) is exported
 
 

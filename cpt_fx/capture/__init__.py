@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.nn.functional as F
@@ -10,8 +10,8 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from cpt_fx.capture.base import Captured, CaptureError
-from cpt_fx.capture.export import capture_export, capture_program
 from cpt_fx.capture.given import capture_given
+from cpt_fx.capture.program import program_module
 from cpt_fx.capture.symbolic import capture_symbolic
 from cpt_fx.errors import check_choice
 from cpt_fx.optable import HIDING, is_opaque
@@ -27,6 +27,8 @@ class Deferred:
     """A model whose graphs are found while it runs, and why no other frontend took it."""
 
     notes: tuple[str, ...] = ()
+    whole: bool = False
+    """Whether the example inputs must run in one graph."""
 
 
 def capture(
@@ -40,9 +42,15 @@ def capture(
     if isinstance(model, ExportedProgram):
         if how not in ("auto", "export"):
             raise CaptureError(f'an ExportedProgram is a graph already: leave capture at "auto", got {how!r}')
-        return capture_program(model)
+        module, notes = program_module(model)
+        return replace(capture_given(module), frontend="export", notes=notes, source=module)
     if how == "export":
-        return capture_export(model, example_inputs, example_kwargs)
+        if example_inputs is None and example_kwargs is None:
+            raise CaptureError(
+                f'capture="export" makes one graph of a run of {type(model).__name__}: pass example_inputs, a tuple of '
+                "the arguments the model is called with, or example_kwargs"
+            )
+        return Deferred(('one graph for the example inputs, as capture="export" asks',), whole=True)
     if how == "dynamo":
         return Deferred()
     if how == "symbolic":

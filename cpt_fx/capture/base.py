@@ -30,6 +30,8 @@ class Captured:
     notes: tuple[str, ...] = ()
     loses: str = ""
     """What the graph does without, or refuses when it is called: another frontend may keep it."""
+    source: nn.Module | None = None
+    """The plain model, where what was given is no module."""
 
 
 def clone_tree(module: nn.Module, clones: dict[int, nn.Module] | None = None) -> nn.Module:

@@ -15,10 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
 
-from cpt_fx.capture.base import CaptureError
-from cpt_fx.capture.export_checks import Expression, Fact, check_inputs, expression_of
-from cpt_fx.capture.export_checks import Input as Checked
-from cpt_fx.capture.export_interface import (
+from cpt_fx.capture.arguments import (
     CONSTANTS,
     OUTPUT_FORM,
     Argument,
@@ -28,7 +25,10 @@ from cpt_fx.capture.export_interface import (
     way_to,
     written,
 )
-from cpt_fx.dynamo.checks import ADVICE, MADE, check_form, check_same, form_of
+from cpt_fx.capture.base import CaptureError
+from cpt_fx.capture.input_checks import Expression, Fact, check_form, check_inputs, expression_of, form_of
+from cpt_fx.capture.input_checks import Input as Checked
+from cpt_fx.dynamo.checks import ADVICE, MADE, check_same
 from cpt_fx.dynamo.recording import Input, Recording, WholeFloat, WholeInt
 
 _EMPTY: dict[Any, Any] = {inspect.Parameter.VAR_POSITIONAL: (), inspect.Parameter.VAR_KEYWORD: {}}
@@ -60,9 +60,9 @@ class Interface:
         bound = signature.bind(*record.args, **record.kwargs).arguments
         with graph.inserting_before(self.start):
             for item in arguments:
-                form = form_of(bound.get(item.name, _EMPTY.get(item.kind)))
+                form = form_of(bound.get(item.name, _EMPTY.get(item.kind)), ordered=True)
                 if form is not None:
-                    graph.call_function(check_form, (entry.made[item.name], form, item.name))
+                    graph.call_function(check_form, (entry.made[item.name], form, item.name, MADE, ADVICE, True))
         opaque = {}
         for path, value in pytree.tree_flatten_with_path((record.args, record.kwargs))[0]:
             way = way_to(path, arguments)

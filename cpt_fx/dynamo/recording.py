@@ -103,15 +103,22 @@ def record(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any], dynami
     root = engine.root
     around: nn.Module = object.__new__(type(root))
     around.__dict__ = {**root.__dict__, "forward": forward}
+    with _one_graph(engine):
+        around(*args, **kwargs)
+    if recorder.recording is None:
+        raise CaptureError(f"{_name(engine)} computes nothing with tensors: there is no graph")
+    return recorder.recording
+
+
+@contextmanager
+def _one_graph(engine: Engine) -> Iterator[None]:
+    """Let Dynamo take the model's code down in one graph, as far as it can."""
     with (
         _silence(), engine.entered(), default_stance(), _any_batch(),
         shapes_config.patch(**ANY_SIZE),
         dynamo_config.patch({**ONE_GRAPH, **EXACT, "ignore_logging_functions": _log_functions()}),
     ):  # fmt: skip
-        around(*args, **kwargs)
-    if recorder.recording is None:
-        raise CaptureError(f"{_name(engine)} computes nothing with tensors: there is no graph")
-    return recorder.recording
+        yield
 
 
 def _again(
@@ -121,7 +128,8 @@ def _again(
 
     Then without looking at sizes of 1 as at others: code that broadcasts an example's 1 needs it to be one.
     """
-    breaks = _breaks(engine, args, kwargs, recorder.failure or error)
+    error = recorder.failure or error
+    breaks = _breaks(engine, args, kwargs, "" if isinstance(error, CaptureError) else why_broken(error))
     for sizes in (ANY_SIZE, ANY_BUT_ONE):
         recorder.failure = None
         try:
@@ -155,9 +163,15 @@ def _compiled(engine: Engine, backend: Callable[..., Any], dynamic: bool, whole:
     return compiled
 
 
-def _breaks(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> list[str]:
+def not_one_graph(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CaptureError:
+    """Return what to raise for a model that ran in several graphs."""
+    with _one_graph(engine):
+        return _several(engine, _breaks(engine, args, kwargs, engine.breaks_because))
+
+
+def _breaks(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any], first: str) -> list[str]:
     """Run the code in parts, and return every place at which it breaks, not only the first one."""
-    breaks = [] if isinstance(error, CaptureError) else [why_broken(error)]
+    breaks = [first]
 
     def collect(module: fx.GraphModule, _: list[Any]) -> Callable[..., Any]:
         breaks.append(broken_by(module))
@@ -188,8 +202,8 @@ def _silence() -> Iterator[None]:
 def _several(engine: Engine, breaks: list[str]) -> CaptureError:
     listed = "".join(f"\n  {place}" for place in _by_line(list(filter(None, breaks))))
     return CaptureError(
-        f"{_name(engine)} is not one graph. Its code breaks at:{listed}\nChange these lines, or use the result as it "
-        "is: it runs in several graphs"
+        f"{_name(engine)} is not one graph. Its code breaks at:{listed}\nChange these lines, or capture with "
+        "'dynamo': it runs in several graphs"
     )
 
 

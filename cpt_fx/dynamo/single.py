@@ -12,7 +12,7 @@ from cpt_fx.capture.base import CaptureError, assemble
 from cpt_fx.dynamo.checks import check_modes
 from cpt_fx.dynamo.engine import Engine
 from cpt_fx.dynamo.interface import Interface
-from cpt_fx.dynamo.recording import Recording, record
+from cpt_fx.dynamo.recording import Recording, not_one_graph, record
 from cpt_fx.graph_module import QuantizedGraphModule
 from cpt_fx.history import HISTORY, History, check_coverage
 from cpt_fx.meta import STATE
@@ -49,6 +49,17 @@ def single_graph_of(
     module.__dict__[HISTORY] = history
     check_coverage(history, graphs_of(module), strict=engine.strict)
     return module
+
+
+def demand_one_graph(model: nn.Module, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse a model that has run in several graphs, naming the places where its code breaks.
+
+    It may try once more: some models set themselves up in their first call, and are one graph from then on.
+    """
+    if engine.breaks_because:
+        model(*args, **kwargs)
+    if engine.breaks_because:
+        raise not_one_graph(engine, args, kwargs)
 
 
 def _assembled(engine: Engine, recording: Recording) -> tuple[QuantizedGraphModule, Interface]:

@@ -1,4 +1,4 @@
-"""The way in and out of an exported graph: arguments as the model's forward takes them, outputs as it returns them."""
+"""The way into and out of one graph: arguments as the model's forward takes them, outputs as it returns them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch.utils import _pytree as pytree
 
-from cpt_fx.capture.export_checks import check_inputs, facts_of, inputs_of
-from cpt_fx.capture.export_trace import Exported
 from cpt_fx.capture.guards import PLAIN
 from cpt_fx.capture.tracer import expect
 
@@ -40,39 +38,6 @@ class Argument:
         return f"**{self.name}" if self.kind is inspect.Parameter.VAR_KEYWORD else self.name
 
 
-def arguments_of_forward(model: nn.Module) -> list[Argument]:
-    """Return the arguments of a model's forward."""
-    parameters = inspect.signature(model.forward).parameters.values()
-    return [Argument(item.name, item.kind, item.default) for item in parameters]
-
-
-def arguments_of_program(program: torch.export.ExportedProgram) -> list[Argument]:
-    """Return the arguments that a program was exported with, by the names it keeps."""
-    signature = program.module_call_graph[0].signature
-    args, kwargs = program.call_spec.in_spec.children()
-    known = list(signature.forward_arg_names or ()) if signature is not None else []
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    names = [known[place] if place < len(known) else f"arg_{place}" for place in range(len(args.children()))]
-    return [Argument(name, kind) for name in (*names, *kwargs.context)]
-
-
-def restore_interface(exported: Exported, arguments: list[Argument], values: tuple[Any, Any]) -> None:
-    """Replace the flat inputs and outputs of an export by the model's own."""
-    graph = exported.graph
-    flat = [node for node in graph.nodes if node.op == "placeholder"]
-    leaves = pytree.tree_flatten_with_path(values)[0]
-    assert len(leaves) == len(flat), (leaves, flat)
-    with graph.inserting_before(flat[0] if flat else next(iter(graph.nodes))):
-        made = {item.name: graph.placeholder(item.target) for item in arguments}
-    entry = Entry(graph, made)
-    for node, (path, value) in zip(flat, leaves, strict=True):
-        entry.connect(node, value, way_to(path, arguments))
-    entry.fix_defaults(arguments)
-    entry.check(exported)
-    entry.name(arguments)
-    _restore_output(exported)
-
-
 def way_to(path: Any, arguments: list[Argument]) -> tuple[str, tuple[Any, ...]]:
     """Turn `(args or kwargs, place, ...)` into the name of an argument and the way from it to the value."""
     positional = [item for item in arguments if item.kind in (inspect.Parameter.POSITIONAL_ONLY,
@@ -96,18 +61,6 @@ class Entry:
         self.graph = graph
         self.made = made
         self.used: dict[str, Any] = {}
-        self.tensors: dict[str, tuple[fx.Node, Any]] = {}
-
-    def connect(self, flat: fx.Node, value: Any, way: tuple[str, tuple[Any, ...]]) -> None:
-        """Let a value inside an argument stand where the export has a flat input."""
-        name, keys = way
-        with self.graph.inserting_before(flat):
-            node, text = self.value(value, way), f"L['{name}']" + "".join(map(written, keys))
-        if isinstance(value, torch.Tensor):
-            node.meta.update({key: flat.meta[key] for key in ("val", "tensor_meta") if key in flat.meta})
-            self.tensors[text] = (node, flat.meta.get("val"))
-        flat.replace_all_uses_with(node)
-        self.graph.erase_node(flat)
 
     def value(self, value: Any, way: tuple[str, tuple[Any, ...]]) -> fx.Node:
         """Return the node for a value inside an argument; a plain one is checked to be what it was."""
@@ -140,11 +93,11 @@ class Entry:
             node = self.made[item.name]
             if item.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
                 continue
-            if item.name not in self.used:
+            if item.name not in self.used and item.default is not _ABSENT:
                 node.args = (item.default,)
                 with self.graph.inserting_after(list(self.made.values())[-1]):
                     self.graph.call_function(expect, (node, item.default, item.name))
-            elif self.used[item.name] is not _ABSENT:
+            elif self.used.get(item.name, _ABSENT) is not _ABSENT:
                 node.args = (self.used[item.name],)
             elif item.default is not _ABSENT and isinstance(item.default, PLAIN):
                 node.args = (item.default,)
@@ -152,18 +105,6 @@ class Entry:
                 # Python wants one after the first default; the check says that a tensor is missing.
                 node.args = (None,)
             optional = optional or bool(node.args)
-
-    def check(self, exported: Exported) -> None:
-        """Check what the export took for granted, before anything else runs."""
-        places = {text: place for place, text in enumerate(self.tensors)}
-        names = {text.replace("L['", "", 1).replace("']", "", 1): value for text, (_, value) in self.tensors.items()}
-        nodes = tuple(node for node, _ in self.tensors.values())
-        after = [node for node in self.graph.nodes if node.op == "placeholder" or node in nodes]
-        if nodes:
-            with self.graph.inserting_after(after[-1]):
-                self.graph.call_function(
-                    check_inputs, (nodes, inputs_of(exported.program, names), facts_of(exported.program, places))
-                )
 
     def name(self, arguments: list[Argument]) -> None:
         """Call the inputs what the model calls them, now that the flat inputs are gone."""
@@ -178,23 +119,6 @@ def written(key: Any) -> str:
     if isinstance(key, pytree.GetAttrKey):
         return f".{key.name}"
     return f"[{key.idx if isinstance(key, pytree.SequenceKey) else repr(key.key)}]"
-
-
-def _restore_output(exported: Exported) -> None:
-    """Give the outputs back the form they have in the model."""
-    output = exported.graph.output_node()
-    spec = exported.program.call_spec.out_spec
-    flat = output.args[0]
-    assert isinstance(flat, (tuple, list))
-    values = iter(flat)
-    if is_plain(spec):
-        output.args = (assembled(spec, values),)
-        return
-    setattr(exported.module, OUTPUT_FORM, spec)
-    with exported.graph.inserting_before(output):
-        # create_node, not get_attr: the latter warns about attributes that are no tensors.
-        form = exported.graph.create_node("get_attr", OUTPUT_FORM)
-        output.args = (exported.graph.call_function(pytree.tree_unflatten, (tuple(flat), form)),)
 
 
 def is_plain(spec: pytree.TreeSpec) -> bool:

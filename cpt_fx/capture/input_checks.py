@@ -1,4 +1,4 @@
-"""What an export took for granted about its inputs, checked when the graph runs: a graph of another case is wrong."""
+"""What a graph takes for granted about its inputs, checked when it runs: a graph of another case is wrong."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._sympy.numbers import int_oo
-
-from cpt_fx.capture.base import CaptureError
 
 Expression = Any
 """A number; `("size", input, dim)`; or `(name of an operator, operand, ...)`: plain data that compilers can read."""
@@ -19,7 +16,7 @@ Fact = tuple[str, Expression]
 """A condition as people read it, and as an expression."""
 
 Input = tuple[str, str, tuple[tuple[int, int] | int, ...]]
-"""A tensor as it was exported: its name, its dtype, and for each dim its size or the bounds of its size."""
+"""A tensor as the graph was made for it: its name, its dtype, and for each dim its size or the bounds of its size."""
 
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "Add": operator.add, "Sub": operator.sub, "Mult": operator.mul, "FloorDiv": operator.floordiv,
@@ -28,13 +25,13 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "GtE": operator.ge, "max": max, "min": min, "And": lambda *all_of: all(all_of), "Or": lambda *one_of: any(one_of),
 }  # fmt: skip
 
-
-_ADVICE = "Transform the model with such example inputs, or with capture='dynamo'"
+_MADE = "this model was exported"
+_ADVICE = "Export the model for such inputs, or transform the model itself"
 
 
 def check_inputs(
     tensors: tuple[Any, ...], inputs: tuple[Input, ...], facts: tuple[Fact, ...],
-    made: str = "this model was exported", advice: str = _ADVICE,
+    made: str = _MADE, advice: str = _ADVICE,
 ) -> None:  # fmt: skip
     """Refuse inputs that the graph was not made for: another dtype or rank, a size that took another path."""
     for tensor, (name, dtype, sizes) in zip(tensors, inputs, strict=True):
@@ -64,58 +61,37 @@ def _value(expression: Expression, tensors: tuple[Any, ...]) -> Any:
     return _OPERATORS[kind](*[_value(operand, tensors) for operand in operands])
 
 
-def fixed_size(size: Any) -> int | None:
-    """Return a size that an export holds for alone, or None for one that is open."""
-    if isinstance(size, int):
-        return size
-    return int(size.node.expr) if size.node.expr.is_number else None
+def check_form(
+    given: object, form: Any, name: str, made: str = _MADE, advice: str = _ADVICE, ordered: bool = False
+) -> None:
+    """Refuse an argument of other keys, or of another length, than the graph was made for."""
+    found = form_of(given, ordered=ordered)
+    if found != form:
+        raise ValueError(f"{made} for {name} in the form {_form(form)}, got {_form(found)}. {advice}")
 
 
-def inputs_of(program: torch.export.ExportedProgram, names: dict[str, Any]) -> tuple[Input, ...]:
-    """Return the tensors of a program, by the names given to them, with the sizes it holds for."""
-    found = []
-    for name, value in names.items():
-        sizes: list[tuple[int, int] | int] = []
-        for size in value.shape:
-            fixed = fixed_size(size)
-            bounds = None if fixed is not None else program.range_constraints.get(size.node.expr)
-            if fixed is not None:
-                sizes.append(fixed)
-            elif bounds is None:
-                sizes.append((0, -1))
-            else:
-                sizes.append((int(bounds.lower), -1 if bounds.upper is int_oo else int(bounds.upper)))
-        found.append((name, str(value.dtype), tuple(sizes)))
-    return tuple(found)
+def form_of(value: Any, *, ordered: bool = False) -> Any:
+    """Return types, lengths and keys of nested containers as plain data; None for what is in them."""
+    if isinstance(value, (tuple, list)):
+        return (type(value).__name__, *(form_of(item, ordered=ordered) for item in value))
+    if isinstance(value, dict):
+        keys = list(value) if ordered else sorted(value, key=repr)
+        return ("dict", *((key, form_of(value[key], ordered=ordered)) for key in keys))
+    return None
 
 
-def facts_of(program: torch.export.ExportedProgram, places: dict[str, int]) -> tuple[Fact, ...]:
-    """Return the conditions under which a program holds; `places` maps `x`, or `x['key']`, to the input it is."""
-    found = []
-    for text in dict.fromkeys(program._guards_code):
-        try:
-            expression = expression_of(text, places)
-        except (KeyError, ValueError) as error:
-            raise CaptureError(f"the export holds only where {text}, which cannot be checked: {error}") from None
-        if not _says_one_size(expression):
-            found.append((_readable(text), expression))
-    return tuple(found)
+def _form(form: Any) -> str:
+    if form is None:
+        return "_"
+    kind, *items = form
+    if kind == "dict":
+        return "{" + ", ".join(f"{key!r}: {_form(item)}" for key, item in items) + "}"
+    return f"{kind}({', '.join(map(_form, items))})"
 
 
 def expression_of(text: str, places: dict[str, int]) -> Expression:
     """Turn a condition in Python into plain data."""
     return _parse(ast.parse(text, mode="eval").body, places)
-
-
-def _says_one_size(expression: Expression) -> bool:
-    """Whether a condition is that one dim has one size: the check of the input itself says so."""
-    kind, *sides = expression
-    return bool(kind == "Eq" and any(isinstance(side, int) for side in sides)
-                and any(isinstance(side, tuple) and side[0] == "size" for side in sides))  # fmt: skip
-
-
-def _readable(text: str) -> str:
-    return text.replace("L['", "").replace("'].size()", ".size()", 1) if text.count("L[") == 1 else text
 
 
 def _parse(tree: ast.expr, places: dict[str, int]) -> Expression:
