@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -53,8 +54,8 @@ def trial(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def unchanged_attributes(model: nn.Module) -> Iterator[None]:
-    """Put Python attributes back as they were: counters, lists that fill, tensors that are no buffers."""
-    own = frozenset(vars(nn.Module()))
+    """Put Python attributes back as they were: counters, lists that fill, hooks, tensors that are no buffers."""
+    own = frozenset(key for key in vars(nn.Module()) if "hooks" not in key)
     saved = [
         (module, {key: (value, _copy(value)) for key, value in vars(module).items() if key not in own})
         for module in model.modules()
@@ -73,7 +74,7 @@ def unchanged_attributes(model: nn.Module) -> Iterator[None]:
 def _copy(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
-    return value.copy() if type(value) in (list, dict, set) else None
+    return value.copy() if type(value) in (list, dict, set, OrderedDict) else None
 
 
 def _put_back(value: Any, copied: Any) -> None:
@@ -83,7 +84,7 @@ def _put_back(value: Any, copied: Any) -> None:
             value.copy_(copied)
     elif type(value) is list:
         value[:] = copied
-    elif type(value) in (dict, set):
+    elif type(value) in (dict, set, OrderedDict):
         value.clear()
         value.update(copied)
 

@@ -62,6 +62,8 @@ def refusal(model: nn.Module, *args: Any, **kwargs: Any) -> str:
 class Seen(nn.Module):
     """A layer that keeps a running sum in a buffer, by assignment."""
 
+    seen: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("seen", torch.zeros(4))
@@ -239,6 +241,21 @@ def test_a_model_that_sets_itself_up_in_its_first_call() -> None:
 
     result, reference = pair(model_of(forward, fc=nn.Linear(4, 4), scale=None))
     check(result, reference)
+
+
+@pytest.mark.parametrize("capture", ["export", "dynamo"])
+def test_hooks_that_the_first_call_installs_are_installed_once(capture: str) -> None:
+    def forward(self: Any, x: Tensor) -> Any:
+        if not self.ready:
+            self.fc.register_forward_hook(lambda _, args, output: output * 3)
+            self.ready = True
+        return self.fc(x)
+
+    model = model_of(forward, fc=nn.Linear(4, 4), ready=False)
+    result, reference = cpt_fx.transform(model, Static(32), capture=capture, example_inputs=(X,)), copy.deepcopy(model)
+    check(result, reference)
+    check(result, reference)
+    assert not model.ready and not model.get_submodule("fc")._forward_hooks
 
 
 def test_examples_are_needed() -> None:

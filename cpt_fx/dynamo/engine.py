@@ -45,6 +45,9 @@ Past such a limit, torch's own is 8, Dynamo lets code run as it is, which alone 
 RENEWALS = 8
 """How often all graphs may be thrown away because tensors were replaced."""
 
+ATTEMPTS = 2
+"""How often a model may fail to be one graph: some set themselves up in their first call, and are one from then on."""
+
 CAPTURE = {
     "allow_rnn": True,
     "allow_unspec_int_on_nn_module": True,  # else a module that counts is captured anew at each call
@@ -136,7 +139,7 @@ class Engine:
         self._learned = 0
         self.examples = False
         """Whether this call is that of the examples given to transform."""
-        self._attempts = 2
+        self.attempts = ATTEMPTS
         """How often the model may still fail to be one graph."""
         self._reset()
 
@@ -293,7 +296,7 @@ class Engine:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: Compiler | None, whole: bool) -> Any:
         with default_stance():
-            if self._attempts > 0 or whole:
+            if self.attempts > 0 or whole:
                 before, self.failure = self.runs, None
                 try:
                     with dynamo_config.patch(ONE_GRAPH):
@@ -307,8 +310,7 @@ class Engine:
                     if self.runs != before or whole:
                         raise
                     reason = why_broken(error)
-                    # Twice: some models set themselves up in their first call, and are one graph from then on.
-                    self._attempts -= 1
+                    self.attempts -= 1
             else:
                 reason = self.breaks_because
             self.failure = None

@@ -10,7 +10,7 @@ from torch import fx, nn
 from cpt_fx.bodies import OUTER, graphs_of
 from cpt_fx.capture.base import CaptureError, assemble
 from cpt_fx.dynamo.checks import check_modes
-from cpt_fx.dynamo.engine import Engine
+from cpt_fx.dynamo.engine import ATTEMPTS, Engine
 from cpt_fx.dynamo.interface import Interface
 from cpt_fx.dynamo.recording import Recording, not_one_graph, record
 from cpt_fx.graph_module import QuantizedGraphModule
@@ -52,14 +52,13 @@ def single_graph_of(
 
 
 def demand_one_graph(model: nn.Module, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a model that has run in several graphs, naming the places where its code breaks.
-
-    It may try once more: some models set themselves up in their first call, and are one graph from then on.
-    """
+    """Refuse a model that has run in several graphs twice, naming the places where its code breaks."""
     if engine.breaks_because:
         model(*args, **kwargs)
     if engine.breaks_because:
         raise not_one_graph(engine, args, kwargs)
+    # What a trial undoes, the first real call does again.
+    engine.attempts = ATTEMPTS
 
 
 def _assembled(engine: Engine, recording: Recording) -> tuple[QuantizedGraphModule, Interface]:

@@ -356,7 +356,7 @@ def test_a_model_with_breaks_is_tried_twice_as_a_whole() -> None:
     engine = result.__dict__["_cpt_fx_engine"]
     for _ in range(6):
         result(X)
-    assert engine._attempts == 0
+    assert engine.attempts == 0
 
 
 def test_nothing_of_a_batch_is_kept() -> None:
