@@ -120,7 +120,9 @@ def nearest() -> Recipe:
     return recipe
 
 
-def both(model: nn.Module, bits: Bits = CODES, **options: Any) -> tuple[nn.Module, nn.Module]:
+def both(
+    model: nn.Module | torch.export.ExportedProgram, bits: Bits = CODES, **options: Any
+) -> tuple[nn.Module, nn.Module]:
     """Return a model in integer and in simulated execution, with one recipe."""
     recipe = options.pop("recipe", recipes.integer())
     return tuple(  # type: ignore[return-value]

@@ -17,6 +17,7 @@ import cpt_fx
 from cpt_fx.functional import fake_quantize
 from cpt_fx.recipes import Recipe, default, paper
 from cpt_fx.schedules import Static
+from tests.programs import PROGRAM, taken
 
 NODES, FEATURES, BITS = 6, 9, 2
 SOURCE = torch.tensor([0, 1, 2, 3, 4, 5, 0, 2, 4, 1])
@@ -28,8 +29,8 @@ DENSE = torch.zeros(NODES, NODES).index_put((TARGET, SOURCE), torch.ones(len(SOU
 FP = paper(family="graph", gradient_rounding="nearest")
 Q = paper(family="graph", gradient_rounding="nearest", aggregation="q")
 
-SYMBOLIC, EXPORT, DYNAMO = "symbolic", "export", "dynamo"
-ALL = (SYMBOLIC, EXPORT, DYNAMO)
+SYMBOLIC, DYNAMO = "symbolic", "dynamo"
+ALL = (SYMBOLIC, PROGRAM, DYNAMO)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta"),
@@ -209,11 +210,11 @@ def _geometric() -> None:
 
     for reduce in ("sum", "mean", "max", "min", "mul"):
         adds = reduce in ("sum", "mean")
-        op, captures = ("scatter_add_", ALL) if adds else ("scatter_reduce_", (EXPORT, DYNAMO))
+        op, captures = ("scatter_add_", ALL) if adds else ("scatter_reduce_", (PROGRAM, DYNAMO))
         FORMS[f"utils.scatter {reduce}"] = Form(scatter(reduce), op, captures)
     for reduce in ("sum", "mean", "max"):
         run = segment(reduce)
-        FORMS[f"utils.segment {reduce}"] = Form(run, "segment_reduce", (EXPORT, DYNAMO), ("sorted_source", "ends"))
+        FORMS[f"utils.segment {reduce}"] = Form(run, "segment_reduce", (PROGRAM, DYNAMO), ("sorted_source", "ends"))
         for layout in ("csr", "coo"):
             FORMS[f"utils.spmm {reduce}, {layout}"] = Form(spmm(reduce), "sparse_mm", (DYNAMO,), (layout,))
 
@@ -234,9 +235,7 @@ class Summing(nn.Module):
 
 def transformed(run: Callable[..., Tensor], inputs: tuple[Tensor, ...], capture: str, recipe: Recipe = Q) -> nn.Module:
     example = (torch.randn(NODES, FEATURES), *inputs)
-    return cpt_fx.transform(
-        Summing(run), Static(BITS, BITS + 1), recipe=recipe, capture=capture, example_inputs=example
-    )
+    return taken(Summing(run), Static(BITS, BITS + 1), capture, example, recipe=recipe)
 
 
 CASES = [
@@ -285,7 +284,7 @@ def test_full_precision_says_why(name: str) -> None:
             return y
 
     h = torch.randn(NODES, FEATURES)
-    model = cpt_fx.transform(Layer(), Static(3), recipe=FP, capture=capture, example_inputs=(h, *inputs))
+    model = taken(Layer(), Static(3), capture, (h, *inputs), recipe=FP)
     model(h, *inputs).sum().backward()
     inspection = cpt_fx.inspect(model)
     assert {item.layer for item in inspection.quantizers} <= {"head", "head.add"}
@@ -318,7 +317,7 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("capture", ALL)
 def test_attention_quantizes_coefficients_and_messages_but_no_softmax(capture: str) -> None:
     inputs = (torch.randn(NODES, FEATURES), SOURCE, TARGET)
-    model = cpt_fx.transform(Attention(), Static(BITS, 8), recipe=Q, capture=capture, example_inputs=inputs)
+    model = taken(Attention(), Static(BITS, 8), capture, inputs, recipe=Q)
     model(*inputs).square().sum().backward()
     inspection = cpt_fx.inspect(model)
     assert inspection.verify().proven
@@ -353,7 +352,7 @@ def test_the_gradient_of_a_score_is_that_of_its_sum(capture: str) -> None:
 
     h, gradient = torch.randn(NODES, FEATURES, requires_grad=True), torch.randn(NODES)
     plain = Score()
-    model = cpt_fx.transform(plain, Static(BITS, BITS), recipe=FP, capture=capture, example_inputs=(h.detach(),))
+    model = taken(plain, Static(BITS, BITS), capture, (h.detach(),), recipe=FP)
     model(h).backward(gradient)
     quantized = fake_quantize(plain.vector.detach(), BITS, keep=(0,))
     torch.testing.assert_close(h.grad, fake_quantize(gradient, BITS).unsqueeze(1) * quantized)
@@ -378,7 +377,7 @@ def test_degrees_and_writes_are_no_aggregation() -> None:
 
     for capture in ALL:
         inputs = (torch.randn(NODES, FEATURES), SOURCE, TARGET)
-        model = cpt_fx.transform(Layer(), Static(3), recipe=Q, capture=capture, example_inputs=inputs)
+        model = taken(Layer(), Static(3), capture, inputs, recipe=Q)
         model(*inputs).sum().backward()
         inspection = cpt_fx.inspect(model)
         assert {item.layer for item in inspection.quantizers} <= {"head", "head.add"}
@@ -400,7 +399,7 @@ def test_weights_of_edges_are_degrees_where_their_shape_is_known() -> None:
         degree = torch.zeros(NODES).index_add(0, target, weight)
         return torch.zeros_like(h).index_add(0, target, h[source] * weight.unsqueeze(1)) / degree.unsqueeze(1)
 
-    for capture in (EXPORT, DYNAMO):
+    for capture in (PROGRAM, DYNAMO):
         model = transformed(weighted, (SOURCE, TARGET), capture)
         model(torch.randn(NODES, FEATURES, requires_grad=True), SOURCE, TARGET).sum().backward()
         roles = [(item.layer, item.role) for item in cpt_fx.inspect(model).quantizers]
@@ -421,7 +420,7 @@ def test_sparse_features_times_a_parameter_are_a_linear_layer(capture: str) -> N
     features = torch.eye(NODES, FEATURES).to_sparse_csr()
     for recipe in (FP, default()):
         plain = Projection()
-        model = cpt_fx.transform(plain, Static(3), recipe=recipe, capture=capture, example_inputs=(features,))
+        model = taken(plain, Static(3), capture, (features,), recipe=recipe)
         model(features).sum().backward()
         inspection = cpt_fx.inspect(model)
         assert inspection.verify().proven
@@ -447,11 +446,6 @@ def test_products_with_a_sparse_result_are_listed() -> None:
     assert (left.op, left.by_choice) == ("hspmm", False)
     with pytest.raises(cpt_fx.TransformError, match=r"hspmm.*call torch\.sparse\.mm"):
         cpt_fx.transform(Both(), Static(3), recipe=FP, capture=SYMBOLIC, strict=True)
-
-
-def test_torch_export_says_that_it_has_no_sparse_inputs() -> None:
-    with pytest.raises(cpt_fx.CaptureError, match=r"torch\.export cannot trace"):
-        transformed(lambda h, a: torch.sparse.mm(a, h), (DENSE.to_sparse_csr(),), EXPORT)
 
 
 def test_leaving_sums_in_full_precision_is_no_omission() -> None:

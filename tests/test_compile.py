@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import cpt_fx
 from cpt_fx.schedules import Bits, Custom, Static, named
+from tests.programs import PROGRAM, taken
 from tests.training import check_same, records, same, train_step
 from tests.zoo import ZOO
 
@@ -111,13 +112,12 @@ class Attending(nn.Module):
         return result
 
 
-@pytest.mark.parametrize("capture", ["symbolic", "export", "dynamo"])
+@pytest.mark.parametrize("capture", ["symbolic", PROGRAM, "dynamo"])
 def test_a_cycle_over_opened_attention(capture: str) -> None:
     """Every width from 3 to 8 for weights, activations and gradients, in training and in evaluation."""
     plan = Custom(lambda step: Bits(3 + step % 6, 3 + step % 6, 3 + step % 6), total_steps=12)
     x = torch.randn(2, 5, 16)
-    given = (x,) if capture == "export" else None
-    model = cpt_fx.transform(Attending(), plan, capture=capture, example_inputs=given)
+    model = taken(Attending(), plan, capture, (x,))
     counter = CompileCounterWithBackend("aot_eager")
     compiled = compile_whole(model, counter)
     torch._dynamo.utils.counters.clear()

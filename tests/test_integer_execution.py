@@ -29,6 +29,7 @@ from cpt_fx.runtime import precision_of
 from cpt_fx.schedules import Bits, Static
 from tests.integer_models import CODES, Convolutions, Encoder, always, both, counts, difference, products, set_widths
 from tests.passes import Apply, numbers, only
+from tests.programs import PROGRAM, program_of
 
 __all__ = ["always"]
 ROUNDING = 5e-6
@@ -89,13 +90,15 @@ def _operands(node: Any) -> tuple[Any, ...]:
     return site.operands if site else ()
 
 
-@pytest.mark.parametrize("capture", ["symbolic", "export", "dynamo"])
+@pytest.mark.parametrize("capture", ["symbolic", PROGRAM, "dynamo"])
 def test_whole_models_of_every_frontend(capture: str) -> None:
     """At 8 bits with few layers no value is so near to the middle of two codes that a rounding error decides."""
     tokens, images = torch.randint(0, 11, (3, 6)), torch.randn(3, 1, 8, 8)
     for model, x in ((Encoder(), tokens), (Convolutions(), images)):
-        options = {"capture": capture, **({"example_inputs": (x,)} if capture == "export" else {})}
-        ours, theirs = both(model, Bits(8, 8, 8), **options)
+        if capture == PROGRAM:
+            ours, theirs = both(program_of(model, x), Bits(8, 8, 8))
+        else:
+            ours, theirs = both(model, Bits(8, 8, 8), capture=capture)
         ours(x), theirs(x)
         # More than rounding may move a few codes: still the same network, and not at all the one in full precision.
         found = difference(numbers(ours, x), numbers(theirs, x))

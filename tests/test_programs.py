@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
-from torch.utils import _pytree as pytree
 
 import cpt_fx
 from cpt_fx import CaptureError
@@ -19,9 +18,10 @@ from cpt_fx.capture.program import program_module
 from cpt_fx.meta import SITE
 from cpt_fx.recipes import paper
 from cpt_fx.schedules import Static
+from tests.programs import program_of
 from tests.test_identity import NOT_BATCHED, evaluate
 from tests.test_symbolic import model_of
-from tests.training import Equal, check_same, check_same_output, fresh, records, same, train_step
+from tests.training import Equal, check_same, check_same_output, records, same, train_step
 from tests.zoo import ZOO
 
 UNREGISTERED = {"dataclass_output"}
@@ -31,16 +31,6 @@ NAMED_OTHERWISE = {"two_names", "weight_normalised"}
 """A program keeps the name by which a module was called, and of its class no more than another name."""
 
 MODELS = [name for name in ZOO if name not in UNREGISTERED]
-
-
-def program_of(model: nn.Module, *args: Any, **kwargs: Any) -> ExportedProgram:
-    """Export with every size left open where the code allows that."""
-    args, kwargs = fresh(args), fresh(kwargs)
-    shapes = torch.export.ShapesCollection()
-    for value in pytree.tree_leaves((args, kwargs)):
-        if isinstance(value, Tensor) and value.ndim:
-            shapes[value] = (torch.export.Dim.AUTO,) * value.ndim
-    return torch.export.export(model, args, kwargs, dynamic_shapes=shapes.dynamic_shapes(model, args, kwargs))
 
 
 def transformed(program: ExportedProgram, bits: int = 32, **options: Any) -> fx.GraphModule:
