@@ -30,7 +30,8 @@ def stages(entry: Entry, frontend: str = "auto") -> Iterator[str]:
     schedule = first_exact_then_four_bits()
     options: dict[str, Any] = {"capture": frontend}
     if frontend == "export":  # the one that cannot do without
-        options |= {"example_inputs": args, "example_kwargs": kwargs}
+        # Copies, since the examples of some models are views of each other.
+        options |= {"example_inputs": fresh(args), "example_kwargs": fresh(kwargs)}
     yield "transform"
     if entry.refused is not None:
         _check_refusal(entry.refused, model, schedule, options)
