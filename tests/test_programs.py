@@ -298,6 +298,26 @@ def test_a_program_learns_to_switch(training: bool) -> None:
     check_same_output(evaluate(again, (x,), {}), evaluate(result, (x,), {}))
 
 
+def test_a_program_is_taken_as_the_module_that_it_becomes() -> None:
+    model, x = network().train(), torch.randn(5, 4)
+    module, _ = program_module(program_of(model, x))
+    result, given = transformed(program_of(model, x), 4), cpt_fx.transform(module, Static(4))
+    assert [cpt_fx.inspect(one).capture.frontend for one in (result, given)] == ["export", "given"]
+    assert result.code == cpt_fx.graphs(given)[0].code
+    check_same_output(evaluate(result, (x,), {}), evaluate(given, (x,), {}))
+
+
+def test_revert_gives_a_module_that_switches() -> None:
+    model, x = network().train(), torch.randn(5, 4)
+    reference = copy.deepcopy(model)
+    result = transformed(program_of(model, x))
+    train_step(result, (x,), {})
+    train_step(reference, (x,), {})
+    plain = cpt_fx.revert(pickle.loads(pickle.dumps(result)))
+    check_parity(plain, reference, (x,), {})
+    assert list(plain.state_dict()) == list(reference.state_dict())
+
+
 def test_a_program_has_its_own_sizes() -> None:
     result = transformed(torch.export.export(network(), (torch.randn(5, 4),)))
     with pytest.raises(ValueError, match="exported for input of size 5 in dim 0, got 3"):
