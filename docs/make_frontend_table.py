@@ -61,9 +61,9 @@ def result_of(entry: Entry, frontend: str) -> str:
 
 
 def shortened(error: Exception) -> str:
-    """Return the first sentence of an error, without what differs from run to run."""
+    """Return the first sentence of an error, or what its list begins with, without what differs from run to run."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[0] if lines else ""
+    text = " ".join(lines[:2]) if lines and lines[0].endswith(":") else lines[0] if lines else ""
     if isinstance(error, AssertionError) and (not text or text.startswith("assert ")):
         text = "the numbers are not those of the plain model"
     text = re.sub(r"0x[0-9a-f]+|/\S*/(?:site-packages|python3\.\d+)/|" + re.escape(f"{ROOT}/"), "", text)
