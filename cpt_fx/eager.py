@@ -17,14 +17,6 @@ from cpt_fx.numerics import Extent, Grid
 from cpt_fx.saving import Source, mark
 
 
-def host_value(tensor: Tensor) -> int | None:
-    """Return the value of a 0-dim tensor where reading it is free; None while tracing or on another device."""
-    plain = tensor.device.type == "cpu" and not isinstance(tensor, torch._subclasses.FakeTensor)
-    if not plain or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return None
-    return int(tensor.item())
-
-
 def straight_through(
     x: Tensor, width: int, grid: Grid, extent: Extent | None, record: Tensor | None, learner: Learner | None = None
 ) -> Tensor | None:

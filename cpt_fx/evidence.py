@@ -19,6 +19,7 @@ from torch import Tensor
 from cpt_fx import native
 from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.numerics import reduced_dims
+from cpt_fx.widths import is_free
 
 RECORD_LENGTH = 1 + 2 * FULL_PRECISION
 ARMED = 2 * FULL_PRECISION
@@ -42,7 +43,7 @@ def sample_group(x: Tensor, keep: tuple[int, ...], over: tuple[int, ...] | None,
 def witness(record: Tensor, x: Tensor, result: Tensor, bits: int, keep: tuple[int, ...], over: tuple[int, ...] | None,
             block: int) -> None:  # fmt: skip
     """Note how many levels `result` shows and how far it is from `x`, unless this width was seen before."""
-    if not 0 < bits < FULL_PRECISION or int(record[bits]):
+    if not 0 < bits < FULL_PRECISION or not (is_free(record) and is_free(x)) or int(record[bits]):
         return
     before, after = sample_group(x, keep, over, block), sample_group(result, keep, over, block)
     seen = _by_kernel(before, after) if native.load(_SOURCE) is not None else None

@@ -25,8 +25,8 @@ def uniform(seed: Tensor, like: Tensor) -> Tensor:
     count = like.numel()
     # Beyond 2**32 elements the numbers repeat; no index of 32 bits can tell such elements apart.
     places = torch.arange(count, dtype=torch.int64 if count >= 1 << 31 else torch.int32, device=like.device)
-    mixed = places.to(torch.int32).view(like.shape) * GOLDEN + seed[0]
-    mixed = (mixed ^ (mixed >> 16)) * FIRST ^ seed[1]
+    mixed = places.to(torch.int32).view(like.shape) * GOLDEN + seed.select(0, 0)
+    mixed = (mixed ^ (mixed >> 16)) * FIRST ^ seed.select(0, 1)
     mixed = (mixed ^ (mixed >> 15)) * SECOND
     # The upper 24 bits, a signed number: every operation more is one for each element.
     return (mixed >> 8).to(like.dtype) * _UNIT + 0.5

@@ -245,7 +245,7 @@ def _in_blocks(x: Tensor, bits: Tensor, grid: Grid) -> Tensor:
     rows = moved.reshape(*moved.shape[: len(kept)], -1)
     length = rows.shape[-1]
     # The last block is filled up with its last element: zeros would widen its range.
-    filler = rows[..., -1:].expand(*rows.shape[:-1], -length % grid.block)
+    filler = rows.narrow(-1, length - 1, 1).expand(*rows.shape[:-1], -length % grid.block)
     padded = torch.cat((rows, filler), -1).unflatten(-1, (-1, grid.block))
     values = padded.to(working_dtype(x))
     extent = extent_of(values, (), (-1,))
@@ -255,6 +255,8 @@ def _in_blocks(x: Tensor, bits: Tensor, grid: Grid) -> Tensor:
         result = _floating(values, bits, grid, _floor_to_power_of_two(amplitude(extent)) / top)
     else:
         result = _UNIFORM[grid.scheme](values, bits, grid.rounding, extent)
-    flat = result.flatten(-2)[..., :length].reshape(moved.shape)
+    flat = result.flatten(-2).narrow(-1, 0, length).reshape(moved.shape)
     inverse = sorted(range(x.ndim), key=order.__getitem__)
-    return flat.permute(inverse).to(x.dtype).contiguous()
+    # The operator and not the method, which looks for a device that fake tensors only name.
+    whole: Tensor = torch.ops.aten.contiguous.default(flat.permute(inverse).to(x.dtype))
+    return whole

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from cpt_fx import compile_cache, eager
-from cpt_fx.eager import host_value
 from cpt_fx.evidence import ARMED, witness
 from cpt_fx.formats import FULL_PRECISION, Rounding, Scheme, Specials
 from cpt_fx.learned import LearnedRange
 from cpt_fx.native.simulate import Learner
 from cpt_fx.numerics import Extent, Grid, extent_of, percentile_extent, quantize, quantize_or_pass
+from cpt_fx.recomputed import is_recomputing
 from cpt_fx.saving import computed_again, keep_sources
+from cpt_fx.widths import host_value, on_device
 
 _GRID = (
     "int[] keep=[], int[]? over=None, str scheme='affine', str rounding='{rounding}', int exponent=0, "
@@ -96,11 +97,17 @@ def _quantize(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None, record
 
 def _note(record: Tensor, x: Tensor, result: Tensor, bits: Tensor, grid: Grid) -> None:
     """Count a run and, where that is free, look at what it produced."""
-    record[0].add_(1)
+    _count(record)
     width = host_value(bits)
     # Under vmap a sample differs from element to element of the batch, and nothing can be counted.
     if width is not None and x.numel() and not torch._C._are_functorch_transforms_active():
         witness(record, x, result, width, grid.keep, grid.over, grid.block)
+
+
+def _count(record: Tensor) -> None:
+    """Count a run."""
+    # What `record[0]` comes to, by a name that fake tensors know as well.
+    record.select(0, 0).add_(1)
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -146,7 +153,7 @@ def _straight_through(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None
     # Under torch.func a record can only be written inside an autograd function.
     if not torch._C._are_functorch_transforms_active() and _passes(bits):
         if record is not None:
-            record[0].add_(1)
+            _count(record)
         return x
     zero_point, range, top = extent or (None, None, None)
     result: Tensor = _StraightThrough.apply(x, bits, grid, zero_point, range, top, record)  # type: ignore[no-untyped-call]
@@ -157,7 +164,7 @@ def _by_kernel(
     x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None, record: Tensor | None, learner: Learner | None = None
 ) -> Tensor | None:
     """Quantize in one call, where this is eager execution on CPU at a width that quantizes; None where it is not."""
-    if torch._C._are_functorch_transforms_active():
+    if torch._C._are_functorch_transforms_active() or (record is not None and not record.is_cpu):
         return None
     width = host_value(bits)
     if width is None or not 0 < width < FULL_PRECISION:
@@ -172,16 +179,32 @@ def _for_any_tensor(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """
 
     @wraps(kernel)
-    def run(x: Tensor, *args: Any, **options: Any) -> Tensor:
+    def run(x: Tensor, bits: Tensor, *args: Any, **options: Any) -> Tensor:
         if x.layout is not torch.strided:
             if options.get("record") is not None:
-                options["record"][0].add_(1)
+                _count(options["record"])
             return x
+        bits = on_device(bits, x.device)
+        if args and args[0].device != x.device:
+            *held, training = args
+            return _with_range_near(run, x, bits, held, training, options)
         if not x.is_complex():
-            return kernel(x, *args, **options)
-        return torch.view_as_complex(kernel(torch.view_as_real(x), *args, **options | _with_parts(options)))
+            return kernel(x, bits, *args, **options)
+        return torch.view_as_complex(kernel(torch.view_as_real(x), bits, *args, **options | _with_parts(options)))
 
     return run
+
+
+def _with_range_near(
+    run: Callable[..., Tensor], x: Tensor, bits: Tensor, held: Sequence[Tensor], training: bool, options: dict[str, Any]
+) -> Tensor:
+    """Quantize with a running range that lies elsewhere: a product without a layer may be on another device."""
+    near = [state.to(x.device) for state in held]
+    result = run(x, bits, *near, training, **options)
+    with torch.no_grad():
+        for state, learned in zip(held, near, strict=True):
+            state.copy_(learned)
+    return result
 
 
 def _with_parts(options: dict[str, Any]) -> dict[str, Any]:
@@ -204,9 +227,10 @@ def _fake_quantize(
 
 def _quantize_gradient(x: Tensor, bits: Tensor, *, record: Tensor | None = None, **options: Any) -> Tensor:
     if record is not None:
-        record[ARMED].clamp_(min=1 + x.requires_grad)
+        record.select(0, ARMED).clamp_(min=1 + x.requires_grad)
     if not x.requires_grad:
         return x
+    bits = on_device(bits, x.device)
     if x.is_leaf:
         # A hook on a leaf would outlive this call and pile up with every step.
         x = x.view_as(x)
@@ -248,7 +272,7 @@ def _fake_quantize_observed(
         used = _by_mode(mode, _learn(x, bits, running, how, mode), recalled)
     elif training:
         if percentile >= 100:
-            learner = Learner(*running, -1.0 if _is_recomputing() else momentum)
+            learner = Learner(*running, -1.0 if is_recomputing() else momentum)
             served = _by_kernel(x, bits, grid, None, record, learner)
             if served is not None:
                 return served
@@ -280,7 +304,7 @@ def _learn(x: Tensor, bits: Tensor, running: Running, how: _Learning, mode: Tens
     if x.numel() == 0:
         return Extent(running.zero_point, running.range)
     batch = _extent(x, how.percentile)
-    if _is_recomputing():
+    if is_recomputing():
         return batch
     on = torch.ones_like(bits, dtype=torch.bool) if how.when_off else bits > 0
     if mode is not None:
@@ -289,23 +313,32 @@ def _learn(x: Tensor, bits: Tensor, running: Running, how: _Learning, mode: Tens
     for state, value in zip(running, values, strict=True):
         # The published expression, in its order: float addition does not commute with rearrangement.
         updated = state * how.momentum + value.to(state.dtype) * (1 - how.momentum)
-        state.copy_(torch.where(on, updated, state))
+        _write(state, torch.where(on, updated, state))
     return batch
+
+
+def _write(state: Tensor, value: Tensor) -> None:
+    """Write to a 0-dim tensor of a layer."""
+    # A copy from tensor to tensor, as `copy_`, in a form that fake tensors know on every device.
+    state.fill_(value)
 
 
 @torch.no_grad()
 def _recall(x: Tensor, running: Running, corrected: bool, percentile: float) -> Extent:
-    """Return the running range as it is now."""
+    """Return the running range as it is now; before any training there is none, and that of the tensor serves."""
     zero_point, range, weight = running
-    if x.numel() == 0 or not corrected:
+    if x.numel() == 0:
         return Extent(zero_point.clone(), range.clone())
-    if host_value(weight > 0):
-        return Extent(zero_point / weight, range / weight)
-    # Before any training there is nothing to average: the range of the tensor at hand serves.
+    share = weight if corrected else torch.ones_like(weight)
+    learned = host_value(weight > 0)
+    if learned:
+        return Extent(zero_point / share, range / share)
     batch = _extent(x, percentile)
+    if learned is not None:
+        return batch
     return Extent(
-        torch.where(weight > 0, zero_point / weight, batch.zero_point.to(zero_point.dtype)),
-        torch.where(weight > 0, range / weight, batch.range.to(range.dtype)),
+        torch.where(weight > 0, zero_point / share, batch.zero_point.to(zero_point.dtype)),
+        torch.where(weight > 0, range / share, batch.range.to(range.dtype)),
     )
 
 
@@ -316,11 +349,6 @@ def _by_mode(mode: Tensor, seen: Extent, recalled: Extent) -> Extent:
         torch.where(mode, seen.range, recalled.range),
         torch.where(mode, seen.maximum(), recalled.maximum()),
     )
-
-
-def _is_recomputing() -> bool:
-    """Whether this forward runs inside a backward pass: checkpointing, which must not teach a range twice."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _extent(x: Tensor, percentile: float) -> Extent:
@@ -336,8 +364,8 @@ def _fake_quantize_learned(
     if x.numel():
         with torch.no_grad():
             batch, started = extent_of(x, (), None), weight > 0
-            zero_point.copy_(torch.where(started, zero_point, batch.zero_point.to(zero_point.dtype)))
-            range.copy_(torch.where(started, range, batch.range.to(range.dtype)))
+            _write(zero_point, torch.where(started, zero_point, batch.zero_point.to(zero_point.dtype)))
+            _write(range, torch.where(started, range, batch.range.to(range.dtype)))
             weight.fill_(1)
     result: Tensor = LearnedRange.apply(x, zero_point, range, bits, grid)  # type: ignore[no-untyped-call]
     if record is not None:

@@ -1,28 +1,35 @@
-"""The state of a transformed model: the widths, the running ranges and the records, in one submodule."""
+"""What a transformed model runs at: its widths as tensors, and the records of its quantizers."""
 
 from __future__ import annotations
 
 import copy
+import hashlib
+import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cpt_fx.errors import TransformError
 from cpt_fx.evidence import RECORD_LENGTH
 from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.integer.counts import COUNTS
+from cpt_fx.layer_state import alike, device_of, has_value, home_of, home_of_layer, moved, zeros
 from cpt_fx.meta import STATE, Dial
+from cpt_fx.recomputed import widths_of_pass
 from cpt_fx.schedules import Bits
 from cpt_fx.schedules.base import Schedule
+from cpt_fx.widths import host_value, width_tensor
 
-ZERO_POINT, RANGE, WEIGHT = "running_zero_point", "running_range", "running_weight"
+AS_SCHEDULED = -1
+"""In the place of a gradient's width: that of the schedule."""
+LOGGER = logging.getLogger("cpt_fx")
 
 
 class _State(nn.Module):
-    """A holder of buffers. Ranges stay in float32 when the model is cast: their average would lose its tail.
+    """A holder of buffers.
 
     Holders inside holders are ordinary attributes too: every quantizer reads its state by a path of several names, and
     what `nn.Module` looks up for itself takes ten times as long.
@@ -38,174 +45,192 @@ class _State(nn.Module):
         if name in self.__dict__.get("_modules", ()):
             self.__dict__[name] = value
 
-    def __delattr__(self, name: str) -> None:
-        super().__delattr__(name)
-        self.__dict__.pop(name, None)
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _State:
-        def keep_dtype(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            return tensor.to(moved.device) if moved.dtype != tensor.dtype else moved
-
-        super()._apply(keep_dtype, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(lambda tensor: moved(tensor, fn(tensor).device), recurse)  # type: ignore[no-untyped-call]
         return self
 
 
+class Widths:
+    """The widths of one mode: a 0-dim tensor for each dial. They are replaced when they change, never written.
+
+    So whatever a forward pass has read holds for its backward pass, whatever the schedule does in between.
+    """
+
+    def __init__(self, values: dict[str, int], device: torch.device) -> None:
+        self.values = values
+        self.__dict__.update({name: width_tensor(width, device, name) for name, width in values.items()})
+
+
 class Precision(_State):
-    """Widths as 0-dim tensors, written by a schedule; `train()` and `eval()` switch between its two settings."""
+    """Widths as a schedule gives them, for training and for evaluation; records. No part of the model's own tree."""
 
     is_precision_controller = True
+    root: nn.Module
+    """The module whose mode decides: the root of the result."""
+    in_training: Widths
+    in_evaluation: Widths
 
-    def __init__(self) -> None:
+    def __init__(self, root: nn.Module | None = None) -> None:
         super().__init__()
-        self.bits = _State()
-        self.ranges = _State()
+        self.__dict__["root"] = root if root is not None else self
         self.records = _State()
         self.products = _State()
-        self.grows = False
-        """Whether graphs may still be found: a checkpoint may then know more ranges than there are by now."""
+        self.constants = _State()
+        self.layers: dict[str, str] = {}
+        """Whose a record is: it lies where that layer lies."""
         self.dials: dict[str, Dial] = {}
         self.schedule: Schedule | None = None
-        self._written: dict[str, int] = {}
-        self._pinned: frozenset[str] = frozenset()
-        self.register_load_state_dict_pre_hook(_accept_other_checkpoints)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_post_hook(_follow_schedule)  # type: ignore[no-untyped-call]
+        self.forced: Bits | int | None = None
+        """What stands in for the schedule: its widths inside `at_bits`, or one width for all dials."""
+        self.pinned: frozenset[str] = frozenset()
+        self.device = torch.device("cpu")
+        self.update()
+
+    @property
+    def bits(self) -> Widths:
+        """The widths in force: decided when they are read, in the forward pass."""
+        if _COPIED in self.__dict__:
+            self.ready()
+        widths = self.in_training if self.root.training else self.in_evaluation
+        return widths if torch.compiler.is_compiling() else widths_of_pass(self, widths)
+
+    def ready(self) -> None:
+        """Look up the widths of a copy, whose model is complete by now."""
+        if self.__dict__.pop(_COPIED, False):
+            self.update()
+
+    def now(self) -> dict[str, int]:
+        """Return the widths in force as numbers."""
+        return dict(self.bits.values)
 
     def add_dial(self, dial: Dial) -> str:
-        """Make sure a width tensor exists for a dial; return its path from the model."""
+        """Make sure a width exists for a dial; return its path from the model."""
         if dial.name not in self.dials:
             self.dials[dial.name] = dial
-            self.bits.register_buffer(dial.name, torch.tensor(FULL_PRECISION, dtype=torch.int64))
+            self.update()
         return f"{STATE}.bits.{dial.name}"
 
-    def add_range(self, layer: str, operand: str, *, learned: bool = False) -> str:
-        """Make sure a running range exists for an operand of a layer; return its path below this module."""
-        path = f"{layer}.{operand}"
-        holder: nn.Module = self.ranges
-        for name in path.split("."):
-            if name not in holder._modules:
-                holder.add_module(name, _State())
-            holder = holder.get_submodule(name)
-        for name in (ZERO_POINT, RANGE, WEIGHT):
-            value = holder._buffers.get(name)
-            if learned and name != WEIGHT and name not in holder._parameters:
-                # A buffer where a checkpoint brought it before the graph said what it is.
-                holder._buffers.pop(name, None)
-                holder.register_parameter(name, nn.Parameter(_zero() if value is None else value))
-            elif not hasattr(holder, name):
-                holder.register_buffer(name, _zero())
-        return f"ranges.{path}"
+    def add_record(self, name: str, layer: str = "") -> str:
+        """Make sure a record exists for a quantize node of a layer; return its path from the model."""
+        return self._add("records", name, layer, (RECORD_LENGTH,))
+
+    def add_counts(self, name: str, layer: str = "") -> str:
+        """Make sure a product that may run on integers has something to count in; return its path from the model."""
+        return self._add("products", name, layer, COUNTS)
+
+    def _add(self, kind: str, name: str, layer: str, shape: tuple[int, ...]) -> str:
+        holder: nn.Module = getattr(self, kind)
+        if name not in holder._buffers:
+            holder.register_buffer(name, zeros(shape, self._home(layer), self.device, torch.int64), persistent=False)
+            self.layers[f"{kind}.{name}"] = layer
+        return f"{STATE}.{kind}.{name}"
+
+    def _home(self, layer: str) -> Tensor | None:
+        return home_of_layer(self.root, layer)
 
     def pin(self) -> None:
-        """Keep all that is here now: a graph that was captured reads it, whatever later captures have no use for."""
-        ranges = {f"ranges.{path}" for path, holder in self.ranges.named_modules() if hasattr(holder, RANGE)}
-        self._pinned = frozenset({*ranges, *self.dials, *(f"records.{name}" for name in self.records._buffers)})
-
-    def drop_dial(self, name: str) -> None:
-        """Forget a width that no quantizer reads."""
-        if name not in self._pinned:
-            del self.dials[name]
-            delattr(self.bits, name)
+        """Keep all records that are here now: a graph that was captured writes them, whatever later ones merge."""
+        self.pinned = frozenset(self.records._buffers)
 
     def drop_record(self, name: str) -> None:
         """Forget the record of a quantizer that is gone."""
-        if f"records.{name}" not in self._pinned:
+        if name not in self.pinned:
             delattr(self.records, name)
-
-    def drop_range(self, path: str) -> None:
-        """Forget a running range that sharing made redundant, and the holders it leaves empty."""
-        if path in self._pinned:
-            return
-        names = path.split(".")
-        for length in range(len(names), 1, -1):
-            parent, name = self.get_submodule(".".join(names[: length - 1])), names[length - 1]
-            holder = parent.get_submodule(name)
-            if length == len(names):
-                for buffer in (ZERO_POINT, RANGE, WEIGHT):
-                    delattr(holder, buffer)
-            if holder._modules or holder._buffers:
-                return
-            delattr(parent, name)
-
-    def add_record(self, name: str) -> str:
-        """Make sure a record exists for a quantize node; return its path from the model."""
-        if name not in self.records._buffers:
-            self.records.register_buffer(name, torch.zeros(RECORD_LENGTH, dtype=torch.int64), persistent=False)
-        return f"{STATE}.records.{name}"
-
-    def add_counts(self, name: str) -> str:
-        """Make sure a product that may run on integers has something to count in; return its path from the model."""
-        if name not in self.products._buffers:
-            self.products.register_buffer(name, torch.zeros(COUNTS, dtype=torch.int64), persistent=False)
-        return f"{STATE}.products.{name}"
+            del self.layers[f"records.{name}"]
 
     def forget(self) -> None:
-        """Forget what was observed and recorded: it came from a run that only looked at the model."""
-        for state in (self.ranges, self.records, self.products):
-            for buffer in (*state.buffers(), *state.parameters()):
-                buffer.detach().zero_()
+        """Forget what was recorded: it came from a run that only looked at the model."""
+        for state in (self.records, self.products):
+            for buffer in state.buffers():
+                buffer.zero_()
 
     def attach(self, schedule: Schedule) -> None:
         """Follow a schedule from now on (called by `schedule.bind`)."""
         self.schedule = schedule
 
-    def update(self) -> None:
-        """Write the widths of the schedule's current step, those for evaluation in `eval()` mode."""
-        if self.schedule is None:
+    def mark(self) -> Tensor | None:
+        """Return what a checkpoint keeps: the position, and by what schedule it was reached."""
+        schedule = self.schedule
+        return None if schedule is None else torch.tensor([schedule.position, _digest(schedule)])
+
+    def resume(self, mark: Tensor, name: str) -> None:
+        """Go on where a checkpoint was made, if the schedule is an equal one that has not begun."""
+        schedule, (position, digest) = self.schedule, mark.tolist()
+        if schedule is None or schedule.position == position:
             return
-        position = self.schedule.position
-        bits = self.schedule.bits(position) if self.training else self.schedule.evaluation_bits(position)
-        for name, dial in self.dials.items():
-            width = dial_width(dial, bits)
-            if dial.schedule is not None:
-                width = width_of(dial, dial.schedule, position, self.training)
-            # Unchanged widths are not written: a backward pass may hold on to them.
-            if self._written.get(name) != width:
-                self.bits.get_buffer(name).fill_(width)
-                self._written[name] = width
-
-    def train(self, mode: bool = True) -> Precision:
-        """Switch between the widths for training and those for evaluation."""
-        was_training = self.training
-        super().train(mode)
-        self.update()
-        if was_training and not mode:
-            self._warn_of_broken_ranges()
-        return self
-
-    def broken_ranges(self) -> list[str]:
-        """Return the layers and operands whose running range holds a NaN or an infinity."""
-        return [
-            path
-            for path, holder in self.ranges.named_modules()
-            if hasattr(holder, RANGE) and not (getattr(holder, RANGE) + getattr(holder, ZERO_POINT)).isfinite().item()
-        ]
-
-    def _warn_of_broken_ranges(self) -> None:
-        """Tell when evaluation is about to use ranges that a NaN in training has spoilt."""
-        broken = self.broken_ranges()
-        if broken:
-            shown = ", ".join(broken[:5]) + (f" and {len(broken) - 5} more" if len(broken) > 5 else "")
+        if schedule.position == 0 and digest and digest == _digest(schedule):
+            schedule.position = position
+            end = "" if schedule.total_steps is None else f" of {schedule.total_steps}"
+            LOGGER.warning("%s continues at step %d%s; `schedule.reset()` starts anew", name, position, end)
+        else:
             warnings.warn(
-                f"the running range of {shown} is not finite: a NaN or infinity went through in training, and "
-                "evaluation will return NaN there",
+                f"the checkpoint of {name} was made at step {position}"
+                f"{'' if digest == _digest(schedule) else ' of another schedule'}; the schedule keeps its own "
+                f"position, {schedule.position}: set `schedule.position = {position}` to go on from there",
                 stacklevel=2,
             )
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Precision:
-        super()._apply(fn, recurse)
-        self._written.clear()
-        return self
+    def stand_on(self, device: torch.device) -> None:
+        """Let widths stand on a device, and records where their layers stand."""
+        for place, holder in self.named_modules():
+            for name, tensor in holder._buffers.items():
+                assert tensor is not None
+                layer = self.layers.get(f"{place}.{name}")
+                home = None if layer is None else self._home(layer)
+                holder._buffers[name] = moved(tensor, device if home is None else home.device)
+        if device != self.device:
+            self.device = device
+            self.update()
+
+    def update(self) -> None:
+        """Look up the widths of the schedule's position, for training and for evaluation."""
+        if _COPIED in self.__dict__:
+            return
+        with alike(home_of(self.root)):
+            self.__dict__["in_training"] = self._widths(training=True)
+            self.__dict__["in_evaluation"] = self._widths(training=False)
+
+    def _widths(self, *, training: bool) -> Widths:
+        return Widths({name: self.width(dial, training=training) for name, dial in self.dials.items()}, self.device)
+
+    def width(self, dial: Dial, *, training: bool) -> int:
+        """Return the width that a dial shows at the schedule's position."""
+        if isinstance(self.forced, int):
+            return self.forced
+        position = 0 if self.schedule is None else self.schedule.position
+        if self.forced is not None and dial.schedule is None:
+            if self.forced.gradient != AS_SCHEDULED:
+                return dial_width(dial, self.forced)
+            scheduled = FULL_PRECISION if self.schedule is None else self.schedule.bits(position).gradient
+            return dial_width(dial, self.forced._replace(gradient=scheduled))
+        if self.schedule is None:
+            return FULL_PRECISION
+        return width_of(dial, self.schedule, position, training)
+
+    @contextmanager
+    def at(self, bits: Bits | int) -> Iterator[None]:
+        """Stand at other widths inside a `with` block."""
+        before, self.forced = self.forced, bits
+        self.update()
+        try:
+            yield
+        finally:
+            self.forced = before
+            self.update()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Precision:
         """Copy the tensors; the copy follows the same schedule, unless that is being copied too."""
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        state = {key: value for key, value in self.__dict__.items() if key != "schedule"}
+        state = {key: value for key, value in self.__dict__.items() if key not in _NOT_COPIED}
         new.__dict__.update(copy.deepcopy(state, memo))
         new.schedule = memo.get(id(self.schedule), self.schedule)
         new._rebind()
         return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out widths: they are looked up anew."""
+        return {key: value for key, value in self.__dict__.items() if key not in ("in_training", "in_evaluation")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore from a pickle, and let the schedule that came along drive this copy."""
@@ -213,9 +238,21 @@ class Precision(_State):
         self._rebind()
 
     def _rebind(self) -> None:
-        self._written.clear()
+        # The rest of the model may not be there yet: widths are looked up when they are read.
+        self.__dict__[_COPIED] = True
         if self.schedule is not None:
             self.schedule.bind(self)
+
+
+def _digest(schedule: Schedule) -> int:
+    """Return a number that equal schedules share; 0 for one that is equal to no other."""
+    if copy.copy(schedule) != schedule:
+        return 0
+    return int.from_bytes(hashlib.sha256(repr(schedule).encode()).digest()[:6], "big")
+
+
+_COPIED = "copied"
+_NOT_COPIED = ("schedule", "in_training", "in_evaluation")
 
 
 def width_of(dial: Dial, schedule: Schedule, position: int, training: bool) -> int:
@@ -236,56 +273,55 @@ def dial_width(dial: Dial, bits: Bits) -> int:
     return width
 
 
-def _zero() -> Tensor:
-    return torch.zeros((), dtype=torch.float32)
+class Held(Precision):
+    """The state of a graph that stands alone: it is part of the graph's module, and its widths are buffers."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._modules["bits"] = _State()
+        self.update()
 
-def _accept_other_checkpoints(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool,
-    missing: list[str], unexpected: list[str], errors: list[str],
-) -> None:  # fmt: skip
-    """Let the original model's checkpoint load: where it holds nothing of ours, keep what is there.
+    @property
+    def bits(self) -> nn.Module:  # type: ignore[override]
+        """The widths in force, written when the schedule moves on or the mode changes."""
+        held: nn.Module = self._modules["bits"]  # type: ignore[assignment]
+        return held
 
-    Where graphs are found as the model runs, a checkpoint may have been made when other ones were known. Ranges it
-    brings are kept for their layers; widths are the schedule's to say.
-    """
-    assert isinstance(module, Precision)
-    ours = module.state_dict(prefix=prefix)
-    theirs = [key for key in state_dict if key.startswith(prefix)]
-    if not theirs:
-        state_dict.update(ours)
-    if not module.grows:
-        return
-    for key in theirs:
-        kind, _, path = key.removeprefix(prefix).partition(".")
-        if kind == "ranges" and key not in ours:
-            layer, _, _ = path.rpartition(".")
-            module.add_range(*layer.rsplit(".", 1))
-        elif kind == "bits" and key not in ours:
-            del state_dict[key]
-    for key, value in module.state_dict(prefix=prefix).items():
-        state_dict.setdefault(key, value)
+    def now(self) -> dict[str, int]:
+        """Return the widths in force as numbers."""
+        return {
+            name: int(width) if has_value(width) else self.width(self.dials[name], training=self.training)
+            for name, width in self.bits.named_buffers()
+        }
 
+    def _home(self, layer: str) -> None:
+        """Return nothing: what the layer is, the graph's module knows."""
 
-def _follow_schedule(module: nn.Module, keys: Any) -> None:
-    """After loading, show the widths of the schedule that drives this model now, not those at the time of saving."""
-    assert isinstance(module, Precision)
-    module._written.clear()
-    module.update()
+    def update(self) -> None:
+        """Write the widths of the schedule's position."""
+        if "bits" not in self._modules:
+            return
+        for name, dial in self.dials.items():
+            width = torch.tensor(self.width(dial, training=self.training), dtype=torch.int64, device=self.device)
+            if name not in self.bits._buffers:
+                self.bits.register_buffer(name, width)
+            elif host_value(self.bits.get_buffer(name)) != self.width(dial, training=self.training):
+                # Unchanged widths are not written: a backward pass may hold on to them. Elsewhere nobody looks.
+                self.bits.get_buffer(name).copy_(width)
 
-
-def precision_of(model: nn.Module) -> Precision:
-    """Return the state module of a transformed model (wrapped or not)."""
-    for module in model.modules():
-        if isinstance(module, Precision):
-            return module
-    raise TransformError(f"{type(model).__name__} is not transformed: call cpt_fx.transform(model, schedule) first")
+    def train(self, mode: bool = True) -> Held:
+        """Switch between the widths for training and those for evaluation."""
+        super().train(mode)
+        self.update()
+        return self
 
 
 def ensure_precision(root: nn.Module) -> Precision:
-    """Return the state module of a graph, adding an empty one where there is none."""
-    if STATE not in root._modules:
-        root.add_module(STATE, Precision())
-    state = root.get_submodule(STATE)
+    """Return the state of a graph, adding an empty one where there is none."""
+    state = root.__dict__.get(STATE) or root._modules.get(STATE)
+    if state is None:
+        state = Held()
+        state.stand_on(device_of(root, state.device))
+        root.add_module(STATE, state)
     assert isinstance(state, Precision)
     return state

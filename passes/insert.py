@@ -9,11 +9,12 @@ from torch import fx
 
 from cpt_fx.bodies import OUTER, given_quantized, nodes_of, outermost, state_of
 from cpt_fx.formats import Format, Range
+from cpt_fx.layer_state import PARTS, add_range
 from cpt_fx.meta import PASS, QUANTIZER, SITE, STATE, Dial, Operand, Quantizer, Site
 from cpt_fx.ops import QUANTIZE_GRADIENT
 from cpt_fx.optable import OP_OF_RANGE, Groups, gradient_groups
 from cpt_fx.pass_base import Pass, Report
-from cpt_fx.runtime import RANGE, WEIGHT, ZERO_POINT, Precision
+from cpt_fx.runtime import Precision
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,9 @@ class _Editor:
             made = self.graph.create_node("call_function", OP_OF_RANGE[operand.format.range], (value,), name=name)
         if operand.format.range is not Range.DYNAMIC:
             learned = operand.format.range is Range.LEARNED
-            ranges = self.state.add_range(site.layer, operand.name, learned=learned)
-            running = [self._read(f"{STATE}.{ranges}.{buffer}", made) for buffer in (ZERO_POINT, RANGE, WEIGHT)]
+            root = outermost(self.module)
+            ranges = add_range(root, site.layer, operand.name, self.state.device, learned=learned)
+            running = [self._read(f"{_outward(self.module)}{ranges}_{part}", made) for part in PARTS]
             training = self._read(_training_flag(self.module, node), made)
             made.args = (value, self._bits(dial.role), *running, training)
             if not learned:
@@ -115,7 +117,7 @@ class _Editor:
         format: Format, ranges: str = "",
     ) -> None:  # fmt: skip
         """Give a new quantizer its record and its provenance."""
-        record = self._record(made.name)
+        record = self._record(made.name, site.layer)
         made.kwargs = {**options, "record": self._read(record, made)}
         what = Quantizer((site.layer,), site.op, operand, role, format, site.dial(role), record, ranges)
         made.meta[QUANTIZER] = what
@@ -128,13 +130,13 @@ class _Editor:
             made.meta["val"] = value.meta["val"]
         self.counts[what.role] = self.counts.get(what.role, 0) + 1
 
-    def _record(self, name: str) -> str:
+    def _record(self, name: str, layer: str) -> str:
         """Return a record that no other quantizer writes: a graph and its bodies may have nodes of one name."""
         free, number = name, 0
         while f"{STATE}.records.{free}" in self.records:
             number += 1
             free = f"{name}_{number}"
-        record = self.state.add_record(free)
+        record = self.state.add_record(free, layer)
         self.records.add(record)
         return record
 
@@ -187,18 +189,22 @@ def _options(format: Format, groups: Groups) -> dict[str, Any]:
     return options
 
 
+def _outward(module: fx.GraphModule) -> str:
+    """Return the beginning of a path that leads from a body to the outermost graph."""
+    return f"{OUTER}.{_outward(module.__dict__[OUTER])}" if OUTER in module.__dict__ else ""
+
+
 def _training_flag(module: fx.GraphModule, node: fx.Node) -> str:
     """Return the path of the mode of the module an operator belongs to: parts of a model can be in eval mode."""
-    if OUTER in module.__dict__:
-        return f"{OUTER}.{_training_flag(module.__dict__[OUTER], node)}"
+    root = outermost(module)
     stack = node.meta.get("nn_module_stack") or {}
     for path, _ in reversed(list(stack.values())):
         try:
-            module.get_submodule(path)
+            root.get_submodule(path)
         except AttributeError:
             continue
-        return f"{path}.training" if path else "training"
-    return "training"
+        return f"{_outward(module)}{path}.training" if path else f"{_outward(module)}training"
+    return f"{_outward(module)}training"
 
 
 def _identifier(text: str) -> str:

@@ -213,7 +213,7 @@ class _Editor:
         options: dict[str, Any] = {}
         if plan.gradient is not None:
             arguments[WIDTH], options = self._absorb(node, plan.gradient)
-        options["counts"] = self._read(self.state.add_counts(self._free(site.layer)), node)
+        options["counts"] = self._read(self.state.add_counts(self._free(site.layer), site.layer), node)
         node.target = plan.target
         node.args = (*arguments, *plan.geometry)
         node.kwargs = options
@@ -235,7 +235,7 @@ class _Editor:
             return value
         with self.graph.inserting_after(value):
             made = self.graph.create_node("call_function", TO_INTEGER, value.args, name=f"{value.name}_codes")
-        record = self.state.add_record(made.name)
+        record = self.state.add_record(made.name, quantizer.layers[0])
         made.kwargs = {**options, "record": self._read(record, made)}
         readers = unique(user.meta[SITE].layer for user in value.users if user in self.products)
         made.meta |= {key: value.meta[key] for key in ("nn_module_stack", "stack_trace") if key in value.meta}

@@ -12,7 +12,7 @@ from torch import fx
 from cpt_fx.aliasing import Versions
 from cpt_fx.bodies import graphs_of, outermost, state_of
 from cpt_fx.formats import Range, Rounding
-from cpt_fx.meta import PASS, QUANTIZER, STATE, Quantizer
+from cpt_fx.meta import PASS, QUANTIZER, Quantizer
 from cpt_fx.names import NAMES, Names
 from cpt_fx.opening.hoist import hoist
 from cpt_fx.pass_base import Pass, Report, unique
@@ -35,18 +35,21 @@ class Share(Pass):
     whole: ClassVar[bool] = True
 
     def run(self, module: fx.GraphModule) -> Report:
-        """Take out of loops what is the same at every step, merge, then remove state and reads that nothing uses."""
+        """Take out of loops what is the same at every step, merge, then remove reads that nothing uses.
+
+        Running ranges that become redundant stay where they are: who holds on to a model's buffers finds them again.
+        """
         graphs = graphs_of(module)
         state = state_of(module)
         before = _ranges(graphs)
         hoisted = sum(hoist(graph) for graph in graphs)
         names: Names = module.meta.get(NAMES, Names())
         found = [_merge(graph, _in_others(graph, graphs), state, names) for graph in graphs]
-        for path in sorted(before - _ranges(graphs)):
-            state.drop_range(path)
         merged, seen = sum(count for count, _ in found), sum(count for _, count in found)
         notes = [f"{merged} of {seen} quantizers merged into others"]
         notes += [f"{hoisted} quantizers of weights moved out of loops"] if hoisted else []
+        unread = sorted(before - _ranges(graphs))
+        notes += [f"ranges that stay, though nothing reads them now: {', '.join(unread)}"] if unread else []
         return Report(self.name, merged + hoisted, tuple(notes))
 
 
@@ -99,7 +102,7 @@ def _follow_merged_range(module: fx.GraphModule, node: fx.Node, names: Names) ->
         del names.merged_ranges[quantizer.ranges]
         return
     for read in node.all_input_nodes:
-        if read.op == "get_attr" and str(read.target).startswith(f"{STATE}.{quantizer.ranges}."):
+        if read.op == "get_attr" and quantizer.ranges in str(read.target):
             with module.graph.inserting_before(node):
                 other = module.graph.create_node("get_attr", str(read.target).replace(quantizer.ranges, kept, 1))
             other.meta[PASS] = Share.name

@@ -23,7 +23,8 @@ REASONS = {
     Outcome.WIDTH: "an operand is not at 1 to 8 bits",
     Outcome.SIZE: "too small to be faster on integers here",
     Outcome.GROUPS: "a scale differs along what this product sums over",
-    Outcome.NO_CODES: "an operand has no codes: empty, float64, complex, sparse, or in a torch.func transform",
+    Outcome.NO_CODES: "an operand has no codes: empty, float64, complex, sparse, not on a CPU, or in a torch.func "
+    "transform",
     Outcome.DIFFERENTIATED: "a gradient was itself to be differentiated (create_graph=True)",
 }
 RATIO = len(Outcome)

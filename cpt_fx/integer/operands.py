@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cpt_fx.eager import host_value
 from cpt_fx.evidence import witness
 from cpt_fx.integer.codes import WIDEST, Codes, quantize_codes
 from cpt_fx.integer.products import bias_grad
@@ -22,6 +21,7 @@ from cpt_fx.noise import new_seed
 from cpt_fx.numerics import reduced_dims
 from cpt_fx.ops import FAKE_QUANTIZE
 from cpt_fx.saving import check_unchanged
+from cpt_fx.widths import host_value, is_free
 
 _SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
 _RAW = torch.uint32
@@ -72,8 +72,8 @@ class Operand(NamedTuple):
 
 
 def is_supported(x: Tensor) -> bool:
-    """Whether a tensor can have codes: others are quantized as in simulated execution."""
-    ordinary = x.layout is torch.strided and x.dtype in _SUPPORTED
+    """Whether a tensor can have codes: others, on other devices too, are quantized as in simulated execution."""
+    ordinary = x.layout is torch.strided and x.dtype in _SUPPORTED and x.device.type == "cpu"
     return ordinary and not torch._C._are_functorch_transforms_active()
 
 
@@ -142,7 +142,7 @@ def _codes(x: Tensor, width: int, grid: Grid, seed: Tensor | None, record: Tenso
     codes = quantize_codes(x, width, rounding=grid.rounding, seed=seed, keep=grid.keep, over=grid.over)
     if record is not None:
         record[0].add_(1)
-        if x.device.type == "cpu" and not int(record[width]):
+        if is_free(record) and not int(record[width]):
             witness(record, x, codes.dequantized(), width, grid.keep, grid.over, 0)
     return codes
 

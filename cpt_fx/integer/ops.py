@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpt_fx.eager import host_value
 from cpt_fx.evidence import ARMED
 from cpt_fx.integer.counts import Outcome
 from cpt_fx.integer.kinds import CONV, LINEAR, MATMUL, Geometry, Kind, as_images, geometry_of, without_added
@@ -35,6 +34,7 @@ from cpt_fx.integer.operands import (
     weight_of,
 )  # fmt: skip
 from cpt_fx.ops import FAKE_QUANTIZE, QUANTIZE_GRADIENT
+from cpt_fx.widths import host_value
 
 _GRID = "int[] keep=[], int[]? over=None, str rounding='{rounding}'"
 _PRODUCT = _GRID.format(rounding="stochastic") + ", Tensor(a!)? record=None, Tensor(b!)? counts=None) -> Tensor"
@@ -222,11 +222,12 @@ def _product(
     edges = left[0], right[0]
     simulated = len(left) == len(right) == 1
     supported = all(len(part) > 1 or is_supported(part[0]) for part in (left, right))
-    autocast = torch.is_autocast_enabled(edges[0].device.type)
+    device = edges[0].device.type
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     if simulated or not supported or (edges[0].dtype != edges[1].dtype and not autocast):
         values = [part[0] if len(part) == 1 else _Dequantize.apply(part[0], _operand(part)) for part in (left, right)]  # type: ignore[no-untyped-call]
         return _simulated(kind, values, bits, bias, geometry, grid, record, counts)
-    dtype = torch.get_autocast_dtype(edges[0].device.type) if autocast else edges[0].dtype
+    dtype = torch.get_autocast_dtype(device) if autocast else edges[0].dtype
     job = _Job(kind, geometry, bits, grid, record, counts, dtype)
     result: Tensor = _Multiply.apply(*edges, bias, _operand(left), _operand(right), job)  # type: ignore[no-untyped-call]
     if record is not None:

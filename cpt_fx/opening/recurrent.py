@@ -28,7 +28,8 @@ def scan(
     those that are still running. Under autocast the state has the dtype in which the fused kernel would return it.
     """
     device = inputs.device.type
-    if torch.is_autocast_enabled(device) and (autocasts_on_cpu or device != "cpu"):
+    autocasts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if autocasts and (autocasts_on_cpu or device != "cpu"):
         state = [part.to(inputs.dtype) for part in state]
     pieces = inputs.unbind(0) if batch_sizes is None else inputs.split(batch_sizes.tolist())
     if not pieces:

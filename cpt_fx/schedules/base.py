@@ -288,7 +288,12 @@ def _check_eval_bits(value: object) -> EvalBits:
 def _controllers_of(model: Model) -> list[Controller]:
     if not callable(getattr(model, "modules", None)):
         raise TypeError(f"model must be a module with a modules() method, got {type(model).__name__}")
-    found = [module for module in model.modules() if getattr(module, "is_precision_controller", False) is True]
+    found = []
+    for module in model.modules():
+        part = vars(module).get("_cpt_fx_part")
+        controller = module if part is None else part.session.state
+        if getattr(controller, "is_precision_controller", False) is True and controller not in found:
+            found.append(controller)
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no precision to schedule because it is not transformed: "

@@ -1,0 +1,48 @@
+"""Widths as 0-dim tensors whose value the host knows, so that no device is asked for it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_VALUE = "_cpt_fx_width"
+_KEPT: dict[tuple[int, torch.device, str], Tensor] = {}
+
+
+def width_tensor(width: int, device: torch.device, dial: str = "") -> Tensor:
+    """Return the tensor that stands for a width on a device: one for all who read it, written by none.
+
+    Dials that stand at one width have a tensor each: a compiled graph asks which of its inputs are the same.
+    """
+    if torch._C._len_torch_dispatch_stack():
+        # Under a mode tensors are the mode's own: a fake one must not be kept for others.
+        return torch.tensor(width, dtype=torch.int64, device=device)
+    key = (width, device, dial)
+    if key not in _KEPT:
+        with torch.inference_mode(False):
+            _KEPT[key] = torch.tensor(width, dtype=torch.int64).to(device)
+        setattr(_KEPT[key], _VALUE, width)
+    return _KEPT[key]
+
+
+def host_value(tensor: Tensor) -> int | None:
+    """Return the value of a 0-dim tensor where that is free; None while tracing, or on another device."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return None
+    width: int | None = getattr(tensor, _VALUE, None)
+    if width is not None:
+        return width
+    return int(tensor.item()) if is_free(tensor) else None
+
+
+def is_free(tensor: Tensor) -> bool:
+    """Whether looking at a value costs no wait for a device."""
+    return tensor.is_cpu and not isinstance(tensor, torch._subclasses.FakeTensor)
+
+
+def on_device(bits: Tensor, device: torch.device) -> Tensor:
+    """Return a width on the device of the tensor that is quantized."""
+    if bits.device == device:
+        return bits
+    width = host_value(bits)
+    return bits.to(device) if width is None else width_tensor(width, device)
