@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx, nn
@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 
 from cpt_fx.errors import check_choice, nearest
 from cpt_fx.overrides import Pattern, as_patterns
-from cpt_fx.pass_base import Pass, Report, recompile
+from cpt_fx.pass_base import STAGES, Pass, Report, recompile
 from cpt_fx.passes.annotate import Annotate
 from cpt_fx.passes.bind import Bind
 from cpt_fx.passes.insert import Insert
@@ -24,6 +24,7 @@ from cpt_fx.passes.share import Share
 from cpt_fx.passes.verify import Verify
 from cpt_fx.recipes import Recipe, integer, resolve
 from cpt_fx.schedules.base import Schedule
+from cpt_fx.settings import Settings, handed
 
 EXECUTIONS = ("simulated", "integer")
 """How quantized products may run."""
@@ -41,17 +42,20 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Pipeline:
     """A list of passes. It does not change: `after`, `before`, `replace` and `drop` return another one."""
 
     passes: tuple[Pass, ...]
+    settings: Settings = field(default_factory=Settings)
+    """What passes are handed that do not say themselves."""
 
     def __post_init__(self) -> None:
-        """Refuse what is not a pass."""
+        """Refuse what is not a pass, and passes that disagree."""
         for step in self.passes:
             if not isinstance(step, Pass):
                 raise TypeError(f"a pipeline is made of passes, got {step!r}")
+        handed(self.settings, self.passes)
 
     @classmethod
     def standard(
@@ -66,31 +70,39 @@ class Pipeline:
         """Return what `transform` runs."""
         if recipe is None and execution == "integer":
             recipe = integer()
-        choice = (resolve(recipe), as_patterns(exclude), dict(overrides or {}))
-        standard = cls(
-            (
-                Normalize(),
-                Open(*choice),
-                Annotate(*choice),
-                Insert(),
-                Share(),
-                Bind(schedule),
-            )
+        settings = Settings(
+            schedule=schedule,
+            recipe=resolve(recipe),
+            exclude=as_patterns(exclude),
+            overrides=dict(overrides or {}),
         )
-        return standard.executing(execution)
+        return cls((Normalize(), Open(), Annotate(), Insert(), Share(), Bind()), settings).executing(execution)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
+        """Stay what it is: a copied model follows the schedule that the model follows."""
+        return self
 
     def executing(self, execution: str) -> Pipeline:
-        """Return a pipeline for an execution: `"integer"` needs `Lower`, which comes last where it is not there."""
+        """Return a pipeline for an execution: `"integer"` needs a pass that lowers, last where there is none."""
         check_choice("execution", execution, EXECUTIONS)
-        if execution == "simulated" or any(isinstance(step, Lower) for step in self.passes):
-            return self
-        return Pipeline((*self.passes, Lower()))
+        settings = replace(self.settings, execution=execution)
+        lowers = execution == "simulated" or any(step.reaches == STAGES[-1] for step in self.passes)
+        return Pipeline(self.passes if lowers else (*self.passes, Lower()), settings)
+
+    def following(self, schedule: Schedule) -> Pipeline:
+        """Return a pipeline for a schedule."""
+        return Pipeline(self.passes, replace(self.settings, schedule=schedule))
+
+    @property
+    def binds(self) -> bool:
+        """Whether a schedule drives what comes out."""
+        return any(step.reaches == "bound" for step in self.passes)
 
     def run(self, module: fx.GraphModule) -> tuple[Report, ...]:
         """Run every pass on a graph, in place, and check the graph after each of them."""
         reports = []
         with _no_collection():
-            for step in self.passes:
+            for step in self:
                 reports.append(step.apply(module))
                 Verify(after=step.name).apply(module)
             recompile(module)
@@ -119,26 +131,33 @@ class Pipeline:
     def after(self, name: str, step: Pass) -> Pipeline:
         """Insert a pass after the one of that name."""
         place = self._index(name) + 1
-        return Pipeline((*self.passes[:place], step, *self.passes[place:]))
+        return self._with((*self.passes[:place], step, *self.passes[place:]))
 
     def before(self, name: str, step: Pass) -> Pipeline:
         """Insert a pass before the one of that name."""
         place = self._index(name)
-        return Pipeline((*self.passes[:place], step, *self.passes[place:]))
+        return self._with((*self.passes[:place], step, *self.passes[place:]))
 
     def replace(self, name: str, step: Pass) -> Pipeline:
         """Replace the pass of that name."""
         place = self._index(name)
-        return Pipeline((*self.passes[:place], step, *self.passes[place + 1 :]))
+        return self._with((*self.passes[:place], step, *self.passes[place + 1 :]))
 
     def drop(self, name: str) -> Pipeline:
         """Leave out the pass of that name."""
         place = self._index(name)
-        return Pipeline((*self.passes[:place], *self.passes[place + 1 :]))
+        return self._with((*self.passes[:place], *self.passes[place + 1 :]))
 
     def __iter__(self) -> Iterator[Pass]:
-        """Iterate over the passes."""
-        return iter(self.passes)
+        """Iterate over the passes as they run, settings included."""
+        return iter(handed(self.settings, self.passes))
+
+    def __repr__(self) -> str:
+        """Return the full record of what runs."""
+        return f"Pipeline(passes={tuple(self)!r})"
+
+    def _with(self, passes: tuple[Pass, ...]) -> Pipeline:
+        return Pipeline(passes, self.settings)
 
     def _index(self, name: str) -> int:
         names = [step.name for step in self.passes]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -13,9 +13,9 @@ from cpt_fx.aliases import Aliases
 from cpt_fx.aten import hides_product
 from cpt_fx.bodies import AUTHORS_OWN, Call, calls_of, given_quantized, multiplies, outermost
 from cpt_fx.formats import Format, Group
-from cpt_fx.graph_module import Shell
 from cpt_fx.graph_sites import bag_spec, carries_no_message, elementwise_spec, normalizes_softmax, result_of
 from cpt_fx.meta import (
+    CALLED,
     FAMILY,
     LEFT,
     QUANTIZER,
@@ -47,6 +47,7 @@ from cpt_fx.overrides import SELECTED, Override, Pattern, Patterns, Selected
 from cpt_fx.pass_base import Pass, Report
 from cpt_fx.recipes import Recipe, Rule, default
 from cpt_fx.regions import TRANSFORMED, Regions
+from cpt_fx.result import plain_class
 from cpt_fx.runtime import Precision
 from cpt_fx.schedules import Bits
 
@@ -60,9 +61,9 @@ class Annotate(Pass):
     Decisions are `Site`s in `node.meta`; what stays in full precision is in the report, with the reason.
     """
 
-    recipe: Recipe = field(default_factory=default)
-    exclude: tuple[Pattern, ...] = ()
-    overrides: Mapping[Pattern, Any] = field(default_factory=dict)
+    recipe: Recipe | None = None
+    exclude: tuple[Pattern, ...] | None = None
+    overrides: Mapping[Pattern, Any] | None = None
 
     name: ClassVar[str] = "annotate"
     requires: ClassVar[str] = "normalized"
@@ -72,8 +73,9 @@ class Annotate(Pass):
     def run(self, module: fx.GraphModule) -> Report:
         """Walk the graph once, in order, into every body where it is run."""
         aliases = Aliases(outermost(module))
-        walk = _Walk(module, self.recipe, Patterns(self.exclude, "exclude", aliases),
-                     Patterns(self.overrides, "overrides", aliases), self.overrides)  # fmt: skip
+        overrides = self.overrides or {}
+        walk = _Walk(module, self.recipe or default(), Patterns(self.exclude or (), "exclude", aliases),
+                     Patterns(overrides, "overrides", aliases), overrides)  # fmt: skip
         walk.graph(module)
         notes = tuple(note for patterns in (walk.exclude, walk.changes) for note in _judged(module, walk, patterns))
         return Report(self.name, walk.decided, notes, tuple(walk.uncovered))
@@ -377,7 +379,7 @@ class _Walk:
     def _report_hidden(self, node: fx.Node) -> None:
         """Report calls that multiply, or may multiply, where no quantizer can reach."""
         path, _ = module_path(node)
-        if node.op == "call_module":
+        if node.op == "call_module" and CALLED not in node.meta:
             layer = self.module.get_submodule(str(node.target))
             inside = sorted({type(child).__name__ for child in layer.modules() if isinstance(child, HIDING)})
             if inside:
@@ -404,8 +406,9 @@ class _Walk:
 
 
 def _kind_of(module: nn.Module) -> type[nn.Module] | None:
-    """Return a module's class, if it has one to show: what a shell stands for comes from the nodes."""
-    return None if isinstance(module, (Shell, Precision, fx.GraphModule)) else type(module)
+    """Return a module's class, the user's own, if it has one to show."""
+    bare = type(module) is nn.Module or isinstance(module, (Precision, fx.GraphModule))
+    return None if bare else plain_class(type(module))
 
 
 def _name(target: Any) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import fx
 
-from cpt_fx.bodies import graphs_of, nodes_of, state_of
-from cpt_fx.meta import PASS, QUANTIZER, Dial, Quantizer
+from cpt_fx.bodies import graphs_of, state_of
+from cpt_fx.meta import PASS, QUANTIZER, VIEW, Dial, Quantizer
 from cpt_fx.pass_base import Pass, Report
 from cpt_fx.runtime import Precision
 from cpt_fx.schedules.base import Schedule
@@ -28,15 +28,21 @@ class Bind(Pass):
     reaches: ClassVar[str | None] = "bound"
     whole: ClassVar[bool] = True
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Bind:
+        """Keep the schedule: the copy of a model follows the same one, unless that is being copied too."""
+        return Bind(memo.get(id(self.schedule), self.schedule))
+
     def run(self, module: fx.GraphModule) -> Report:
         """Point quantizers at their dials and attach the schedule."""
         state = state_of(module)
         moved = sum(_point(graph.graph, state) for graph in graphs_of(module))
-        _drop_idle_dials(module, state)
+        for role in ("weight", "activation", "gradient"):
+            state.add_dial(Dial(role))
         # A model that is in evaluation mode now starts with the widths for evaluation.
         state.train(module.training)
-        if self.schedule is not None:
-            self.schedule.bind(module)
+        # A later graph of a model is no reason to leave a schedule that took over in the meantime.
+        if self.schedule is not None and (state.schedule is None or VIEW not in module.meta):
+            self.schedule.bind(state)
         widths = ", ".join(sorted(state.dials)) or "none"
         return Report(self.name, moved, (f"widths: {widths}",))
 
@@ -63,12 +69,3 @@ def _point(graph: fx.Graph, state: Precision) -> int:
         if not current.users:
             graph.erase_node(current)
     return moved
-
-
-def _drop_idle_dials(module: fx.GraphModule, state: Precision) -> None:
-    """Forget widths that no quantizer reads any more, except the three roles, which a user expects to find."""
-    used = {node.meta[QUANTIZER].dial.name for node in nodes_of(module) if QUANTIZER in node.meta}
-    for name in [name for name in state.dials if name not in used]:
-        state.drop_dial(name)
-    for role in ("weight", "activation", "gradient"):
-        state.add_dial(Dial(role))

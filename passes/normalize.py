@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import fx, nn
 
-from cpt_fx.graph_module import shell_of
-from cpt_fx.meta import VIEW, get_attribute
+from cpt_fx.meta import CALLED, get_attribute
 from cpt_fx.optable import ALIASES, METHODS, OPENED, spec_of
 from cpt_fx.pass_base import Pass, Report
+from cpt_fx.result import plain_layer
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,6 @@ class Normalize(Pass):
     def run(self, module: fx.GraphModule) -> Report:
         """Open layers, unify calls, unify parameters."""
         opened = sum(_open(module, node) for node in list(module.graph.nodes))
-        if VIEW not in module.meta:
-            _leave_shells(module)
         renamed = sum(_unify_call(node) for node in module.graph.nodes)
         merged = _unify_parameters(module)
         notes = (f"{opened} layers opened, {renamed} calls renamed, {merged} parameter values merged",)
@@ -61,8 +59,9 @@ def _open(module: fx.GraphModule, node: fx.Node) -> bool:
         return False
     path = str(node.target)
     layer = module.get_submodule(path)
-    if not isinstance(layer, OPENED):
+    if not isinstance(layer, OPENED) or CALLED in node.meta:
         return False
+    layer = plain_layer(layer)
     inner = _OneCall(node).trace(layer)
     stack = node.meta.get("nn_module_stack") or {path: (path, type(layer))}
     values: dict[fx.Node, Any] = {}
@@ -82,14 +81,6 @@ def _open(module: fx.GraphModule, node: fx.Node) -> bool:
     node.replace_all_uses_with(values[result])
     module.graph.erase_node(node)
     return True
-
-
-def _leave_shells(module: fx.GraphModule) -> None:
-    """Put shells where opened layers were: run alone, such a layer would bypass its quantizers."""
-    called = {str(node.target) for node in module.graph.nodes if node.op == "call_module"}
-    for path, layer in list(module.named_modules(remove_duplicate=False)):
-        if isinstance(layer, OPENED) and not any(f"{path}.".startswith(f"{name}.") for name in called):
-            module.set_submodule(path, shell_of(layer))
 
 
 def _unify_call(node: fx.Node) -> bool:

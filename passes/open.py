@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import fx
@@ -30,9 +30,9 @@ class Open(Pass):
     stays fused carries the reason, which annotate reports.
     """
 
-    recipe: Recipe = field(default_factory=default)
-    exclude: tuple[Pattern, ...] = ()
-    overrides: Mapping[Pattern, Any] = field(default_factory=dict)
+    recipe: Recipe | None = None
+    exclude: tuple[Pattern, ...] | None = None
+    overrides: Mapping[Pattern, Any] | None = None
 
     name: ClassVar[str] = "open"
     requires: ClassVar[str] = "normalized"
@@ -49,11 +49,11 @@ class Open(Pass):
                 continue
             path, name = module_path(node)[0], str(getattr(node.target, "__name__", node.target))
             node.meta.pop(LEFT, None)
-            if regions.transformed or Patterns(self.exclude, "exclude", aliases).matches(path, around(node)):
+            if regions.transformed or Patterns(self.exclude or (), "exclude", aliases).matches(path, around(node)):
                 continue
             if not any(self._has_rule(node, path, aliases, *product) for product in opener.products):
                 families = " and ".join(dict.fromkeys(family for _, family in opener.products))
-                node.meta[LEFT] = f"recipe {self.recipe.name!r} leaves {families} in full precision"
+                node.meta[LEFT] = f"recipe {(self.recipe or default()).name!r} leaves {families} in full precision"
                 continue
             builder = Builder(module, node)
             try:
@@ -67,8 +67,9 @@ class Open(Pass):
 
     def _has_rule(self, node: fx.Node, path: str, aliases: Aliases, product: str, family: str) -> bool:
         """Whether a product inside an operator would be quantized."""
-        rule = self.recipe.rule(family)
+        rule = (self.recipe or default()).rule(family)
+        overrides = self.overrides or {}
         layer = f"{path}.{product}" if path else product
-        for pattern in Patterns(self.overrides, "overrides", aliases).matches(layer, around(node)):
-            rule = Override.of(self.overrides[pattern]).rule(rule, family)
+        for pattern in Patterns(overrides, "overrides", aliases).matches(layer, around(node)):
+            rule = Override.of(overrides[pattern]).rule(rule, family)
         return rule is not None
