@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from cpt_fx.bodies import graphs_of
-from cpt_fx.capture import Captured, Deferred
-from cpt_fx.capture import capture as capture_model
+from cpt_fx.capture import Examples, prepared
+from cpt_fx.capture.tree import own_tree, plain_tree
 from cpt_fx.errors import TransformError, check_choice
-from cpt_fx.graph_module import ENGINE, QuantizedGraphModule
-from cpt_fx.history import HISTORY, History, check_coverage
-from cpt_fx.meta import STATE
+from cpt_fx.history import History, joined
+from cpt_fx.layer_state import PREFIX
+from cpt_fx.meta import STATE, Uncovered
 from cpt_fx.overrides import Pattern
-from cpt_fx.passes.bind import Bind
 from cpt_fx.pipeline import EXECUTIONS, Pipeline
 from cpt_fx.recipes import Recipe
-from cpt_fx.runtime import Precision
+from cpt_fx.result import PART, adopt, plain_rest
 from cpt_fx.schedules.base import Schedule
-from cpt_fx.trial import trial, unchanged_attributes
+from cpt_fx.session import WHOLE, Session
+from cpt_fx.standalone import Standalone, standalone, the_one_in, transformed_in
+from cpt_fx.trial import eager_model, trial, unchanged_attributes
 
 WRAPPERS = ("OptimizedModule", "DataParallel")
 """Modules that go around a transformed model, not into it: by name, since torch's compiler is slow to import."""
@@ -59,8 +59,9 @@ def transform(
             the example inputs do not run in one graph), or `"auto"`: torch.fx where its graph provably does what the
             model does and hides nothing, else Dynamo.
         exclude: module names, globs or types left in full precision.
-        overrides: name, glob or type -> fixed bits (`8`, `(8, 8, 8)`), an offset (`"+2"`), a `Rule`, a `Recipe`, or a
-            mapping of `bits`, `offset`, `input`, `weight`, `bias`, `gradient`.
+        overrides: name, glob or type -> fixed bits (`8`, `(8, 8, 8)`), an offset (`"+2"`), a schedule of its own, a
+            `Rule`, a `Recipe`, or a mapping of `bits`, `offset`, `schedule`, `input` (or `activation`), `weight`,
+            `bias`, `gradient`.
         execution: `"simulated"` in floating point, or `"integer"`: what the formats allow is multiplied on integers at
             widths up to 8, and `recipe=None` stands for `recipes.integer()`.
         strict: raise where an operator that multiplies stays in full precision without having been excluded; with
@@ -98,12 +99,31 @@ def transform_with(
             frontend=frontend, execution=execution, strict=strict,
         )  # fmt: skip
         return _rewrapped(model, inner)
-    pipeline = pipeline.executing(execution)
-    captured = capture_model(model, frontend, example_inputs, example_kwargs)
-    if isinstance(captured, Captured):
-        return _whole(pipeline, captured, captured.source or cast(nn.Module, model), schedule, strict)
-    assert isinstance(model, nn.Module)
-    return _as_it_runs(pipeline, captured, model, schedule, strict, example_inputs, example_kwargs)
+    examples = None
+    if example_inputs is not None or example_kwargs is not None:
+        examples = Examples(example_inputs or (), example_kwargs or {})
+    frontend, model, notes = prepared(frontend, model, examples)
+    root = own_tree(model)
+    session = Session(root, pipeline.executing(execution).following(schedule), frontend, notes, strict=strict)
+    adopt(root, session)
+    with unchanged_attributes(root):
+        session.begin(examples)
+    if PART not in root.__dict__:
+        # Torch's own, with nothing in it that multiplies: no call of it would ever be looked at.
+        raise TransformError(f"there is nothing to quantize in {session.kind}")
+    if pipeline.binds:
+        schedule.bind(root)
+        assert session.state.schedule is schedule
+    session.reminder.watch(session, model, root)
+    if session.frontend == "dynamo" and examples is not None:
+        session.examples = True
+        with trial(root), unchanged_attributes(root):
+            root(*examples.args, **examples.kwargs)
+            if frontend == "export":
+                session.engine.demand_one_graph(*examples)
+        session.examples = False
+        session.forget()
+    return root
 
 
 def check_examples(args: object, kwargs: object) -> None:
@@ -121,62 +141,20 @@ def _rewrapped(wrapper: nn.parallel.DistributedDataParallel, inner: nn.Module) -
     return new
 
 
-def _whole(pipeline: Pipeline, captured: Captured, model: nn.Module, schedule: Schedule, strict: bool) -> nn.Module:
-    """Rewrite the one graph that holds the model."""
-    module = captured.module
-    bound = Pipeline(tuple(Bind(schedule) if isinstance(step, Bind) else step for step in pipeline))
-    reports = bound.run(module)
-    history = History(captured.frontend, captured.notes, reports, repr(bound), model)
-    module.__dict__[HISTORY] = history
-    check_coverage(history, graphs(module), strict=strict)
-    return module
-
-
-def _as_it_runs(
-    pipeline: Pipeline, found: Deferred, model: nn.Module, schedule: Schedule, strict: bool,
-    example_inputs: tuple[Any, ...] | None, example_kwargs: dict[str, Any] | None,
-) -> nn.Module:  # fmt: skip
-    """Rewrite graphs as Dynamo finds them: at the first call, which is now where there are example inputs."""
-    from cpt_fx.dynamo.engine import Engine  # torch's compiler is slow to import
-    from cpt_fx.dynamo.module import DynamoModule
-    from cpt_fx.dynamo.single import demand_one_graph
-
-    engine = Engine(model, pipeline, found.notes, strict=strict)
-    module = DynamoModule(engine)
-    if any(isinstance(step, Bind) for step in pipeline):
-        schedule.bind(module)
-    if example_inputs is not None or example_kwargs is not None:
-        engine.examples = True
-        with trial(module), unchanged_attributes(engine.root):
-            module(*(example_inputs or ()), **(example_kwargs or {}))
-            if found.whole:
-                demand_one_graph(module, engine, example_inputs or (), example_kwargs or {})
-        engine.examples = False
-        engine.state.forget()
-    return module
-
-
 def revert(model: nn.Module) -> nn.Module:
-    """Return the plain model of a transformed one, with the parameters and buffers it has now.
+    """Return the plain model of a transformed one: a tree of the user's classes, with what the result holds now.
 
-    It is the module that was given to `transform` (or its copy, where the result was copied or loaded).
+    The modules are new, parameters and buffers are shared. The result, and the model that was given to `transform`,
+    stay as they are. Of a model that contains transformed parts, these are taken back.
     """
-    history = history_of(model)
-    plain = history.source
-    source = _transformed(model)
-    for path, ours in plain.named_modules():
-        try:
-            theirs = source.get_submodule(path)
-        except AttributeError:
-            continue
-        for name in ours._parameters:
-            if name in theirs._parameters:
-                ours._parameters[name] = theirs._parameters[name]
-        for name in ours._buffers:
-            if name in theirs._buffers:
-                ours._buffers[name] = theirs._buffers[name]
-        ours.training = theirs.training
-    return plain
+    for _, found in transformed_in(model):
+        if isinstance(found, Standalone):
+            raise TransformError(
+                f"this graph of {found.kind} stands alone, without the model's own modules: take cpt_fx.revert(result) "
+                "of what it was made of, which shares its tensors"
+            )
+        found.reminder.rest()
+    return plain_tree(eager_model(model))
 
 
 def graphs(model: nn.Module) -> list[fx.GraphModule]:
@@ -184,11 +162,7 @@ def graphs(model: nn.Module) -> list[fx.GraphModule]:
 
     A model that was captured by Dynamo has those found so far: none before its first call.
     """
-    module = _transformed(model)
-    if isinstance(module, QuantizedGraphModule):
-        return graphs_of(module)
-    found: list[fx.GraphModule] = module.__dict__[ENGINE].graphs()
-    return found
+    return [graph for _, found in transformed_in(model) for graph in found.graphs()]
 
 
 def single_graph(
@@ -200,8 +174,8 @@ def single_graph(
 ) -> fx.GraphModule:
     """Return a transformed model as one `torch.fx.GraphModule`, as export needs it.
 
-    A model that was captured by torch.fx, or given as a graph, is one already, and is returned. One that was captured
-    by Dynamo is captured again from a run on examples, in one graph that has its signature and returns what it returns.
+    A model that was captured by torch.fx or torch.export is one already, and is returned. One that was captured by
+    Dynamo is captured again from a run on examples, in one graph that has its signature and returns what it returns.
     Parameters, buffers and running ranges are shared with the result; the widths follow the same schedule. The run
     leaves no trace.
 
@@ -218,10 +192,13 @@ def single_graph(
     Raises:
         CaptureError: where the model is not one graph, with file, line and reason of every break.
     """
-    module = _transformed(result)
-    if isinstance(module, QuantizedGraphModule):
-        return module
+    found = the_one_in(result, "single_graph")
+    if isinstance(found, Standalone):
+        return found.module
+    found.reminder.call(found)  # by whoever trains the graph
     check_examples(example_inputs, example_kwargs)
+    if WHOLE in found.traced:
+        return standalone(found)
     if example_inputs is None and example_kwargs is None:
         raise TypeError(
             "Dynamo captures a model from a run: pass single_graph(result, example_inputs) a tuple of the model's "
@@ -229,22 +206,19 @@ def single_graph(
         )
     from cpt_fx.dynamo.single import single_graph_of  # torch's compiler is slow to import
 
-    return single_graph_of(module, module.__dict__[ENGINE], example_inputs or (), example_kwargs or {}, dynamic=dynamic)
+    return single_graph_of(found, example_inputs or (), example_kwargs or {}, dynamic=dynamic)
 
 
 def history_of(model: nn.Module) -> History:
-    """Return how a model was transformed."""
-    module = _transformed(model)
-    history = module.__dict__[HISTORY] if HISTORY in module.__dict__ else module.__dict__[ENGINE].history()
-    assert isinstance(history, History)
-    return history
-
-
-def _transformed(model: nn.Module) -> nn.Module:
-    for module in model.modules():
-        if HISTORY in module.__dict__ or ENGINE in module.__dict__:
-            return module
-    raise TransformError(f"{type(model).__name__} is not transformed: call cpt_fx.transform(model, schedule) first")
+    """Return how a model was transformed; of one that contains transformed parts, what there is to say of all."""
+    found = transformed_in(model)
+    rest = tuple(
+        Uncovered(name, type(module).__name__, "outside of what was transformed") for name, module in plain_rest(model)
+    )
+    if len(found) == 1 and not found[0][0] and not rest:
+        return found[0][1].history()
+    kind = type(eager_model(model)).__name__
+    return joined([(path, result.history()) for path, result in found], rest, kind)
 
 
 def _check(model: object, schedule: object, execution: str) -> None:
@@ -268,18 +242,15 @@ def _check(model: object, schedule: object, execution: str) -> None:
 
 def _check_untouched(model: nn.Module) -> None:
     """Refuse a model that has our state already."""
-    if any(isinstance(module, Precision) for module in model.modules()):
+    part = next((module.__dict__[PART] for module in model.modules() if PART in module.__dict__), None)
+    if part is not None:
         raise TransformError(
-            f"this {_kind(model)} is transformed already. Take cpt_fx.revert(model) to transform it anew, or "
+            f"this {part.session.kind} is transformed already. Take cpt_fx.revert(model) to transform it anew, or "
             "schedule.bind(model) to drive it by another schedule"
         )
-    if hasattr(model, STATE):
+    taken = next((name for name in model.state_dict() if PREFIX in name or f"{STATE}." in name), None)
+    if taken is not None or hasattr(model, STATE):
         raise TransformError(
-            f"{type(model).__name__} has a part called {STATE!r}, which is where cpt_fx keeps its state: rename it"
+            f"{type(model).__name__} has a part called {taken or STATE!r}, a name under which cpt_fx keeps its state: "
+            "rename it"
         )
-
-
-def _kind(model: nn.Module) -> str:
-    """Return the class of a model, of the plain one where it is transformed."""
-    transformed = HISTORY in model.__dict__ or ENGINE in model.__dict__
-    return type(history_of(model).source if transformed else model).__name__

@@ -158,7 +158,8 @@ def outermost(module: fx.GraphModule) -> fx.GraphModule:
 def state_of(module: fx.GraphModule) -> Precision:
     """Return the state module that a graph uses, bodies that of the outermost; add an empty one where there is none."""
     state = ensure_precision(outermost(module))
-    module._modules[STATE] = state
+    if OUTER in module.__dict__:
+        module.__dict__[STATE] = state
     return state
 
 

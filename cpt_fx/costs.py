@@ -25,12 +25,12 @@ from rich.table import Table
 from rich.text import Text
 from torch import nn
 
-from cpt_fx.api import history_of
 from cpt_fx.errors import check_choice, check_int
 from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.inspection.flops import Product, graph_products, module_products
 from cpt_fx.meta import Dial
-from cpt_fx.runtime import Precision, dial_width
+from cpt_fx.result import sessions_in
+from cpt_fx.runtime import dial_width
 from cpt_fx.schedules import Bits, Static, mean_costs
 from cpt_fx.schedules.base import Schedule
 
@@ -142,16 +142,16 @@ def cost(
         steps = schedule.total_steps or 1
     run = _run(model, schedule, example_inputs, steps)
     static = run.static(schedule)
-    transformed = any(isinstance(module, Precision) for module in model.modules())
+    parts = sessions_in(model)
+    transformed = bool(parts)
     if count == "covered" and not transformed:
         raise ValueError(f"count='covered' asks what is quantized, and {type(model).__name__} is not transformed")
     kwargs = dict(example_kwargs or {})
     products = (graph_products if transformed else module_products)(model, example_inputs, kwargs)
     if not any(product.flops for product in products):
-        source = history_of(model).source if transformed else model
+        kind = parts[0][1].kind if parts else type(model).__name__
         raise ValueError(
-            f"{type(source).__name__} does no matrix product, convolution or attention on these inputs: "
-            "there are no FLOPs to count"
+            f"{kind} does no matrix product, convolution or attention on these inputs: there are no FLOPs to count"
         )
     paper = count == "paper"
     widths = cache(run.widths)

@@ -14,40 +14,9 @@ _GRAPH_ATTRIBUTES = ("_graph", "_code", "_lineno_map", "_prologue_start", "_code
 STATE_DICT_HOOKS = (
     "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
-CALL_HOOKS = (
-    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks",
-)  # fmt: skip
-ENGINE = "_cpt_fx_engine"
-"""Attribute of a transformed module that has no graph of its own: what finds and runs its graphs."""
+ROOT = "_cpt_fx_root"
+"""Attribute of a graph that is part of a result: the root of the model's tree, whose tensors it reads."""
 _KEPT_META = (SITE, LEFT, QUANTIZER, SIMULATED, PASS, FAMILY, NAME, WEIGHT)
-
-
-class Shell(nn.Module):
-    """Stands where a layer was whose operator now lives in the graph; it keeps the layer's parameters and mode."""
-
-    def __init__(self, kind: type[nn.Module]) -> None:
-        super().__init__()
-        self.kind = f"{kind.__module__}.{kind.__qualname__}"
-
-    def extra_repr(self) -> str:
-        """Show what stood here."""
-        return f"{self.kind}, in the graph"
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: running a layer alone would bypass its quantizers."""
-        raise RuntimeError(
-            f"this {self.kind.rpartition('.')[2]} runs inside the rewritten graph; call the transformed model, "
-            "or take the plain layer from cpt_fx.revert(model)"
-        )
-
-
-def shell_of(module: nn.Module) -> Shell:
-    """Return a shell with the parameters, buffers, mode and children of a module."""
-    shell = Shell(type(module))
-    take_tensors(shell, module)
-    shell._modules.update(module._modules)
-    return shell
 
 
 def take_tensors(target: nn.Module, source: nn.Module) -> None:
@@ -67,22 +36,52 @@ class QuantizedGraphModule(fx.GraphModule):
     unused parameters, module classes and node metadata; here both carry the whole module and the graph as it is.
     """
 
+    @property
+    def training(self) -> bool:
+        """The mode: that of the model, where this is one of its graphs."""
+        root: nn.Module | None = self.__dict__.get(ROOT)
+        mode: bool = self.__dict__.get("_training", True) if root is None else root.training
+        return mode
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self.__dict__["_training"] = mode
+
+    def note_edits(self) -> None:
+        """From now on, a change of the graph is an edit of the user's."""
+        self.__dict__[_AS_MADE] = _outline(self._graph)
+
+    def is_edited(self) -> bool:
+        """Whether the user changed the graph."""
+        return self.__dict__.get(_AS_MADE) != _outline(self._graph)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedGraphModule:
         """Copy modules, tensors and graph."""
         new = blank()
         memo[id(self)] = new
         new.__dict__.update(copy.deepcopy(_without_graph(self), memo))
-        new.graph = copy.deepcopy(self.graph)
+        new.graph = copy.deepcopy(self._graph)
         return new
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the state, and the graph as a flat list of nodes."""
-        return _restore, (), {"state": _without_graph(self), "nodes": _flatten(self.graph)}
+        return _restore, (), {"state": _without_graph(self), "nodes": _flatten(self._graph)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore what `__reduce__` stored."""
         self.__dict__.update(state["state"])
         self.graph = _unflatten(state["nodes"])
+
+
+_AS_MADE = "_cpt_fx_as_made"
+
+
+def _outline(graph: fx.Graph) -> list[tuple[Any, ...]]:
+    """Return what a graph says, in words that hold in any process."""
+    return [
+        (node.op, getattr(node.target, "__qualname__", str(node.target)), [used.name for used in node.all_input_nodes])
+        for node in graph.nodes
+    ]
 
 
 def blank() -> QuantizedGraphModule:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from torch import fx, nn
+from torch import fx
 
 from cpt_fx.errors import TransformError
 from cpt_fx.meta import QUANTIZER, SIMULATED, SITE, Uncovered
@@ -15,19 +15,16 @@ from cpt_fx.pass_base import Report, unique
 
 LOGGER = logging.getLogger("cpt_fx")
 
-HISTORY = "_cpt_fx_history"
-"""Attribute of a transformed module that says how it came about."""
-
 
 @dataclass(frozen=True)
 class History:
-    """How a model was transformed. `source` is the plain model: not a submodule, its tensors are shared."""
+    """How a model was transformed. `kind` is the name of its class."""
 
     frontend: str
     notes: tuple[str, ...]
     reports: tuple[Report, ...]
     pipeline: str
-    source: nn.Module
+    kind: str
     breaks: tuple[str, ...] = ()
     """Where the code could not be kept in one graph, each with file, line and reason."""
 
@@ -35,6 +32,24 @@ class History:
     def uncovered(self) -> tuple[Uncovered, ...]:
         """Everything that multiplies and stays in full precision, each once however often it was captured."""
         return tuple(dict.fromkeys(item for report in self.reports for item in report.uncovered))
+
+
+def joined(parts: Sequence[tuple[str, History]], rest: tuple[Uncovered, ...], kind: str) -> History:
+    """Return what there is to say of a model that contains transformed ones, and of its plain rest."""
+    outside = (Report("outside", 0, uncovered=rest),) if rest else ()
+    return History(
+        frontend=", ".join(unique(history.frontend for _, history in parts)),
+        notes=tuple(f"{path}: {note}" for path, history in parts for note in history.notes),
+        reports=(*(_below(path, report) for path, history in parts for report in history.reports), *outside),
+        pipeline="\n".join(f"{path}: {history.pipeline}" for path, history in parts),
+        kind=kind,
+        breaks=tuple(place for _, history in parts for place in history.breaks),
+    )
+
+
+def _below(path: str, report: Report) -> Report:
+    uncovered = tuple(replace(item, layer=f"{path}.{item.layer}".strip(".")) for item in report.uncovered)
+    return replace(report, uncovered=uncovered)
 
 
 def check_coverage(history: History, graphs: Sequence[fx.GraphModule], *, strict: bool, complete: bool = True) -> None:
@@ -46,7 +61,7 @@ def check_coverage(history: History, graphs: Sequence[fx.GraphModule], *, strict
     quantizers = {
         node.meta[QUANTIZER].record for module in graphs for node in module.graph.nodes if QUANTIZER in node.meta
     }
-    name = type(history.source).__name__
+    name = history.kind
     left = [item for item in history.uncovered if not item.by_choice]
     if not quantizers:
         shown = "".join(f"\n  {item}" for item in history.uncovered[:10])
@@ -74,13 +89,10 @@ def check_coverage(history: History, graphs: Sequence[fx.GraphModule], *, strict
         len(graphs), "graph" if len(graphs) == 1 else "graphs",
         len(history.breaks), "break" if len(history.breaks) == 1 else "breaks", history.frontend,
     )  # fmt: skip
-    ineffective = unique(note for report in history.reports if report.name == "annotate" for note in report.notes)
     # What Dynamo's notes say costs time, not precision.
     level = logging.INFO if history.frontend == "dynamo" else logging.WARNING
     for note in (*history.notes, *(f"the graph breaks at {place}" for place in history.breaks)):
         LOGGER.log(level, "%s", note)
-    for note in ineffective:
-        LOGGER.warning("%s", note)
     for text in simulated:
         LOGGER.warning("not on integers: %s", text)
     for item in left:

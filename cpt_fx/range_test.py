@@ -28,6 +28,7 @@ from cpt_fx.api import transform
 from cpt_fx.errors import check_int
 from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.recipes import Recipe
+from cpt_fx.result import part_of
 from cpt_fx.schedules import Bits, Static
 
 if TYPE_CHECKING:
@@ -189,6 +190,7 @@ def range_test(
     make = optimizer if optimizer is not None else _adam
     # Rewritten once; every width trains a copy of the result. That one shares the model's weights and is not run.
     rewritten = transform(model, Static(FULL_PRECISION), recipe=recipe, **options)
+    part_of(rewritten).session.reminder.rest()
     devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)), _bar(progress, (len(tried) + 1) * steps) as advance:
         torch.manual_seed(seed)

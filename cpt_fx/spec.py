@@ -15,7 +15,7 @@ from torch import fx, nn
 from cpt_fx.bodies import given_quantized, graphs_of
 from cpt_fx.errors import TransformError
 from cpt_fx.integer.ops import INTEGER_PRODUCTS, TO_INTEGER
-from cpt_fx.meta import LEFT, QUANTIZER, SIMULATED, SITE, STATE, Operand, Quantizer, Site, get_attribute
+from cpt_fx.meta import CALLED, LEFT, QUANTIZER, SIMULATED, SITE, STATE, Operand, Quantizer, Site, get_attribute
 from cpt_fx.ops import QUANTIZE_GRADIENT, QUANTIZERS
 from cpt_fx.optable import ALIASES, METHODS, OP_OF_RANGE, OPENED, spec_of
 from cpt_fx.pass_base import STAGES
@@ -78,7 +78,7 @@ def _normalized(module: fx.GraphModule) -> Violations:
     for node in module.graph.nodes:
         if node.op == "call_module":
             layer = module.get_submodule(str(node.target))
-            if isinstance(layer, OPENED):
+            if isinstance(layer, OPENED) and CALLED not in node.meta:
                 yield f"{node.name} still calls the layer {node.target} ({type(layer).__name__})"
         elif node.op == "call_method" and node.target in METHODS:
             yield f"{node.name} still calls the method {node.target}"
@@ -149,7 +149,7 @@ def _site(node: fx.Node, site: Site, nodes: dict[str, fx.Node], given: dict[fx.N
 
 def _bound(module: fx.GraphModule) -> Violations:
     """Every quantizer reads the width tensor of its dial."""
-    state = module._modules.get(STATE)
+    state = module.__dict__.get(STATE) or module._modules.get(STATE)
     quantizers = [node for node in module.graph.nodes if QUANTIZER in node.meta]
     if not isinstance(state, Precision):
         if quantizers:

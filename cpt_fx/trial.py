@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from cpt_fx.result import sessions_in
+
 
 def eager_model(model: nn.Module) -> nn.Module:
     """Return the module to call: without the wrappers of torch.compile and of data parallelism."""
@@ -30,7 +32,9 @@ def trial(model: nn.Module) -> Iterator[None]:
     The originals of the buffers are not written at all, so that a backward pass that is still to come finds them as
     its forward pass left them. Parameters stay; one that the model's own code overwrites gets its values back.
     """
-    modules = [(module, module._buffers.copy(), module.training) for module in model.modules()]
+    hidden = (module for _, session in sessions_in(model) for module in session.state.modules())
+    everything = {id(module): module for module in (*model.modules(), *hidden)}.values()
+    modules = [(module, module._buffers.copy(), module.training) for module in everything]
     copies: dict[int, Tensor] = {}
     values = [(parameter, parameter._version, parameter.detach().clone()) for parameter in model.parameters()]
     devices = sorted({value.device.index for _, _, value in values if value.device.type == "cuda"})

@@ -1,80 +1,109 @@
-"""From any model to a graph: the frontends, and the choice between them."""
+"""From a model's code to graphs: what torch.fx can trace, and the choice between it and Dynamo."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch.nn.functional as F
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from cpt_fx.capture.base import Captured, CaptureError
-from cpt_fx.capture.given import capture_given
+from cpt_fx.capture.base import CaptureError, copy_graph
 from cpt_fx.capture.program import program_module
-from cpt_fx.capture.symbolic import capture_symbolic
+from cpt_fx.capture.symbolic import Examples, Source, Traced, trace_symbolic
+from cpt_fx.capture.views import called_by, over
+from cpt_fx.capture.watch import Watch, is_hooked
 from cpt_fx.errors import check_choice
+from cpt_fx.graph_module import ROOT, QuantizedGraphModule
+from cpt_fx.meta import CALLED, STATE, get_attribute
 from cpt_fx.optable import HIDING, is_opaque
 
-__all__ = ["FRONTENDS", "CaptureError", "Captured", "Deferred", "capture"]
+if TYPE_CHECKING:
+    from cpt_fx.session import Session
+
+__all__ = ["FRONTENDS", "CaptureError", "Examples", "Found", "prepared", "trace_module"]
 
 FRONTENDS = ("symbolic", "export", "dynamo")
-"""Every frontend by name."""
+"""Every way of capture by name."""
 
 
-@dataclass(frozen=True)
-class Deferred:
-    """A model whose graphs are found while it runs, and why no other frontend took it."""
+class Found(NamedTuple):
+    """A traced graph over the model's own tree, and what a user should know about it."""
 
-    notes: tuple[str, ...] = ()
-    whole: bool = False
-    """Whether the example inputs must run in one graph."""
+    view: QuantizedGraphModule
+    watch: Watch
+    notes: tuple[str, ...]
+    loses: str
 
 
-def capture(
-    model: nn.Module | ExportedProgram,
-    how: str,
-    example_inputs: tuple[Any, ...] | None,
-    example_kwargs: dict[str, Any] | None,
-) -> Captured | Deferred:
-    """Capture a model with the frontend asked for; `"auto"` takes the first that is faithful and hides nothing."""
+def prepared(
+    how: str, model: nn.Module | ExportedProgram, examples: Examples | None
+) -> tuple[str, nn.Module, tuple[str, ...]]:
+    """Return how a model is captured, the module to capture, and what to know about it."""
     check_choice("capture", how, ("auto", *FRONTENDS))
     if isinstance(model, ExportedProgram):
         if how not in ("auto", "export"):
             raise CaptureError(f'an ExportedProgram is a graph already: leave capture at "auto", got {how!r}')
-        module, notes = program_module(model)
-        return replace(capture_given(module), frontend="export", notes=notes, source=module)
+        return "program", *program_module(model)
     if how == "export":
-        if example_inputs is None and example_kwargs is None:
+        if examples is None:
             raise CaptureError(
                 f'capture="export" makes one graph of a run of {type(model).__name__}: pass example_inputs, a tuple of '
                 "the arguments the model is called with, or example_kwargs"
             )
-        return Deferred(('one graph for the example inputs, as capture="export" asks',), whole=True)
-    if how == "dynamo":
-        return Deferred()
-    if how == "symbolic":
-        return _symbolic(model, example_inputs, example_kwargs)
-    try:
-        captured = _symbolic(model, example_inputs, example_kwargs)
-    except CaptureError as error:
-        return Deferred((f"not captured by torch.fx: {error}",))
-    hidden = captured.loses or _hidden(captured.module)
-    return Deferred((f"not captured by torch.fx: {hidden}",)) if hidden else captured
+        return how, model, ('one graph for the example inputs, as capture="export" asks',)
+    return how, model, ()
 
 
-def _symbolic(
-    model: nn.Module, example_inputs: tuple[Any, ...] | None, example_kwargs: dict[str, Any] | None
-) -> Captured:
-    if isinstance(model, fx.GraphModule):
-        return capture_given(model)
-    return capture_symbolic(model, example_inputs, example_kwargs)
+def trace_module(session: Session, path: str, examples: Examples | None = None, *, every_module: bool = False) -> Found:
+    """Trace the code of one module of a result, or raise `CaptureError` where a graph would not do what it does."""
+    root = session.root
+    entry = root.get_submodule(path)
+    if isinstance(entry, fx.GraphModule):
+        traced = Traced(entry, copy_graph(entry._graph), False)
+        for node in traced.graph.find_nodes(op="call_module"):
+            if is_hooked(entry.get_submodule(str(node.target))):
+                node.meta[CALLED] = True
+            node.target = f"{path}.{node.target}" if path else node.target
+        for node in traced.graph.find_nodes(op="get_attr"):
+            node.target = f"{path}.{node.target}" if path else node.target
+    else:
+        traced = trace_symbolic(Source(root, path, session, every_module), examples)
+    view = over(root, session.state, session.names)
+    _place_constants(view, traced)
+    if path:
+        _tell_where(traced.graph, session.places.ancestors(path))
+    # Not by its setter, which compiles: the passes change the graph first.
+    view._graph = traced.graph
+    traced.graph.owning_module = view
+    loses = traced.loses or _hidden(view)
+    return Found(view, Watch(entry, called_by(view)), traced.notes, loses)
+
+
+def _place_constants(view: QuantizedGraphModule, traced: Traced) -> None:
+    """Keep tensors that only the trace made with our state, which moves with the model."""
+    constants = view.__dict__[STATE].constants
+    for node in traced.graph.find_nodes(op="get_attr"):
+        if "_tensor_constant" in str(node.target):
+            name = f"constant_{len(constants._buffers)}"
+            constants.register_buffer(name, get_attribute(traced.root, str(node.target)), persistent=False)
+            node.target = f"{STATE}.constants.{name}"
+        elif "." not in str(node.target) and not hasattr(view, str(node.target)):
+            # A plain attribute of the root, which the view does not have.
+            node.target = f"{ROOT}.{node.target}"
+
+
+def _tell_where(graph: fx.Graph, above: list[tuple[str, type[nn.Module]]]) -> None:
+    """Note on every node the modules that the traced one is inside of."""
+    for node in graph.nodes:
+        stack = node.meta.get("nn_module_stack") or {}
+        node.meta["nn_module_stack"] = {name: (name, kind) for name, kind in above} | stack
 
 
 def _hidden(module: fx.GraphModule) -> str:
     """Return what a graph calls as a whole, though it multiplies inside: Dynamo looks into it."""
     for node in module.graph.nodes:
-        if node.op == "call_module":
+        if node.op == "call_module" and CALLED not in node.meta:
             layer = module.get_submodule(str(node.target))
             inside = next((child for child in layer.modules() if isinstance(child, HIDING)), None)
             if inside is not None:

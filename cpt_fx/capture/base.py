@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import fx, nn
 
 from cpt_fx.errors import TransformError
-from cpt_fx.graph_module import CALL_HOOKS, QuantizedGraphModule, Shell, blank, take_tensors
-from cpt_fx.meta import get_attribute
+from cpt_fx.graph_module import QuantizedGraphModule, blank, take_tensors
+from cpt_fx.layer_state import own
+from cpt_fx.meta import STATE, get_attribute
+from cpt_fx.result import CALL_HOOKS, PART, plain_class
 
 
 class CaptureError(TransformError):
@@ -21,27 +22,21 @@ MODULE_OWN = frozenset(key for key, value in vars(nn.Module()).items() if isinst
 """Attributes in which nn.Module itself keeps parameters, buffers, children and hooks."""
 
 
-@dataclass(frozen=True)
-class Captured:
-    """One graph that does what the model does, how it was made, and what a user should know about it."""
-
-    module: QuantizedGraphModule
-    frontend: str
-    notes: tuple[str, ...] = ()
-    loses: str = ""
-    """What the graph does without, or refuses when it is called: another frontend may keep it."""
-    source: nn.Module | None = None
-    """The plain model, where what was given is no module."""
+EVERY = object()
+"""In the place of a transform: all of them."""
 
 
-def clone_tree(module: nn.Module, clones: dict[int, nn.Module] | None = None) -> nn.Module:
+def clone_tree(module: nn.Module, clones: dict[int, nn.Module], session: object = None) -> nn.Module:
     """Copy a tree of modules so that flags and containers are its own, and every tensor is shared.
 
-    Tracing runs the model's Python, which may set attributes; on a copy it cannot leave traces in the original.
+    Parts of a result, of `session`, are copied as the plain modules they were; those of another one stay what they are.
     """
-    clones = {} if clones is None else clones
     if id(module) in clones:
         return clones[id(module)]
+    part = module.__dict__.get(PART)
+    if part is not None and session is not EVERY and part.session is not session:
+        clones[id(module)] = module
+        return module
     if isinstance(module, torch.jit.ScriptModule):
         raise CaptureError(
             f"{type(module).__name__} is TorchScript: its code is compiled and cannot be rewritten. "
@@ -53,23 +48,32 @@ def clone_tree(module: nn.Module, clones: dict[int, nn.Module] | None = None) ->
             "transform it"
         )
     # Not the class's own __new__: that of a GraphModule makes another class.
-    new = object.__new__(type(module))
+    new = object.__new__(plain_class(type(module)))
     clones[id(module)] = new
     new.__dict__ = {key: value.copy() if key in MODULE_OWN else value for key, value in module.__dict__.items()}
+    new.__dict__.pop(PART, None)
+    if session is EVERY:
+        for name in own(module):
+            new._parameters.pop(name, None)
+            new._buffers.pop(name, None)
+    if part is not None and part.forward is not None:
+        new.__dict__["forward"] = part.forward
     for name, child in module._modules.items():
-        new._modules[name] = None if child is None else clone_tree(child, clones)
+        new._modules[name] = None if child is None else clone_tree(child, clones, session)
     return new
 
 
 def assemble(root: nn.Module, graph: fx.Graph) -> QuantizedGraphModule:
-    """Make a module of a graph and the tree it refers to: called modules stay, the others become shells.
+    """Make a module of its own of a graph and the tree it refers to: called modules stay, others only hold tensors.
 
     Parameters and buffers stand where they stood, in the order they had, so that checkpoints and optimizer states
     fit; what only the graph needs is kept out of the state_dict.
     """
     called = {str(node.target) for node in graph.nodes if node.op == "call_module"}
     constants = {
-        str(node.target): get_attribute(root, str(node.target)) for node in graph.nodes if node.op == "get_attr"
+        str(node.target): get_attribute(root, str(node.target))
+        for node in graph.nodes
+        if node.op == "get_attr" and not str(node.target).startswith(f"{STATE}.")
     }
     refuse_taken_names(root, constants)
     result = blank()
@@ -106,11 +110,11 @@ def _graft(target: nn.Module, source: nn.Module, prefix: str, called: set[str], 
         elif id(child) in made:
             target.add_module(name, made[id(child)])
         else:
-            shell = Shell(type(child))
-            made[id(child)] = shell
-            take_tensors(shell, child)
-            target.add_module(name, shell)
-            _graft(shell, child, path, called, made)
+            holder = nn.Module()
+            made[id(child)] = holder
+            take_tensors(holder, child)
+            target.add_module(name, holder)
+            _graft(holder, child, path, called, made)
 
 
 def _is_part_of(path: str, called: set[str]) -> bool:
@@ -125,7 +129,7 @@ def _ensure(root: nn.Module, path: str, value: object) -> None:
     holder: nn.Module = root
     for part in holders:
         if part not in holder._modules:
-            holder.add_module(part, Shell(nn.Module))
+            holder.add_module(part, nn.Module())
         holder = holder.get_submodule(part)
     if hasattr(holder, name):
         return

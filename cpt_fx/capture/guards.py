@@ -187,14 +187,6 @@ class RefusingWrites(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def refuse_modes_of_their_own(model: nn.Module) -> None:
-    """Refuse modules that override `train`: a graph follows the flags, not the code that sets them."""
-    for name, module in model.named_modules():
-        if type(module).train is not nn.Module.train and not type(module).__module__.startswith("torch."):
-            place = f"module {name!r} ({type(module).__name__})" if name else type(module).__name__
-            raise CaptureError(f"{place} has a train() of its own, which a graph would not call")
-
-
 def context() -> dict[str, object]:
     """Return what `with` statements change about the operators inside them."""
     return {

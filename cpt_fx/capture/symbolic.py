@@ -17,70 +17,94 @@ import torch
 from torch import fx, nn
 
 from cpt_fx.aliasing import writes_in_place
-from cpt_fx.capture.base import Captured, CaptureError, assemble, clone_tree
+from cpt_fx.capture.base import CaptureError
 from cpt_fx.capture.containers import unchanged_containers
 from cpt_fx.capture.guards import (
     PLAIN,
     RefusingWrites,
-    refuse_modes_of_their_own,
     refusing_what_is_lost,
     watching_attributes,
 )
 from cpt_fx.capture.in_place import recording_updates
 from cpt_fx.capture.modes import merge_modes
 from cpt_fx.capture.tracer import Tracer, expect
+from cpt_fx.capture.tree import own_tree
 from cpt_fx.meta import get_attribute
+from cpt_fx.result import PART
 
 _TRACING = threading.RLock()
 """One trace at a time: tracing replaces functions of torch for its thread."""
 
 
-def capture_symbolic(
-    model: nn.Module, example_inputs: tuple[Any, ...] | None = None, example_kwargs: dict[str, Any] | None = None
-) -> Captured:
-    """Capture with torch.fx, or raise `CaptureError` where the graph would not do what the model does."""
-    refuse_modes_of_their_own(model)
-    optional = _optional_arguments(model)
-    if example_inputs is not None or example_kwargs is not None:
-        fixed = _constants_of(model, example_inputs or (), example_kwargs or {})
-        traced = _both_modes(model, fixed)
+class Examples(NamedTuple):
+    """What a model is called with: plain values among it are part of the graph."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Traced(NamedTuple):
+    """A trace: the copy of the model it was made on, the graph, and what a user should know about it."""
+
+    root: nn.Module
+    graph: fx.Graph
+    dropped_checkpoints: bool
+    notes: tuple[str, ...] = ()
+    loses: str = ""
+    """What the graph does without, or refuses when it is called: another frontend may keep it."""
+
+
+def trace_symbolic(source: Source, examples: Examples | None = None) -> Traced:
+    """Trace with torch.fx, or raise `CaptureError` where the graph would not do what the code does."""
+    entry = source.entry
+    optional = _optional_arguments(entry)
+    if examples is not None:
+        fixed = _constants_of(entry, examples.args, examples.kwargs)
+        traced = _both_modes(source, fixed)
     else:
         # Code may test an optional argument. Where leaving it open and leaving it out give the same graph, it is
         # open; otherwise the graph is the one for its default, and says so when it is given.
         fixed = dict(optional)
-        traced = _both_modes(model, fixed)
+        traced = _both_modes(source, fixed)
         for name in optional:
             without = {key: value for key, value in fixed.items() if key != name}
             try:
-                opened = _both_modes(model, without)
+                opened = _both_modes(source, without)
             except CaptureError:
                 continue
             if _same_but_for(opened.graph, traced.graph, name, optional[name]):
                 fixed, traced = without, opened
     _drop_dead_constants(traced.graph)
-    _restore_modes(traced.root, model)
     notes = [f"captured for {name}={value!r}: the code branches on it" for name, value in fixed.items()]
     loses = f"the code branches on {', '.join(fixed)}" if fixed else ""
     if traced.dropped_checkpoints:
         loses = "forward uses torch.utils.checkpoint"
         notes.append("torch.utils.checkpoint inside forward is not kept: activations stay in memory for backward")
-    return Captured(assemble(traced.root, traced.graph), "symbolic", tuple(notes), loses)
+    return traced._replace(notes=tuple(notes), loses=loses)
 
 
-class Traced(NamedTuple):
-    """A trace: the copy of the model it was made on, the graph, and whether checkpoints inside it were lost."""
+class Source(NamedTuple):
+    """The code to trace: a tree, and the path of the module in it whose forward is the graph."""
 
-    root: nn.Module
-    graph: fx.Graph
-    dropped_checkpoints: bool
+    tree: nn.Module
+    path: str
+    session: object
+    """Whose result the tree is; traced is a copy of the plain modules."""
+    every_module: bool = False
+    """Whether the graph is to call every module, because hooks are set that run for all."""
+
+    @property
+    def entry(self) -> nn.Module:
+        """The module whose forward is traced."""
+        return self.tree.get_submodule(self.path)
 
 
-def _both_modes(model: nn.Module, fixed: Mapping[str, object]) -> Traced:
+def _both_modes(source: Source, fixed: Mapping[str, object]) -> Traced:
     """Trace in training and in evaluation mode and merge: flags that code passes on become run-time values."""
     state, others = torch.random.get_rng_state(), (random.getstate(), numpy.random.get_state())
     try:
-        training = _trace(model, fixed, mode=True)
-        evaluation = _trace(model, fixed, mode=False)
+        training = _trace(source, fixed, mode=True)
+        evaluation = _trace(source, fixed, mode=False)
         drawn = random.getstate() != others[0] or _differ(numpy.random.get_state(), others[1])
     finally:
         torch.random.set_rng_state(state)
@@ -102,27 +126,24 @@ def _differ(state: Any, other: Any) -> bool:
     return any(not numpy.array_equal(one, two) for one, two in zip(state, other, strict=True))
 
 
-def _trace(model: nn.Module, fixed: Mapping[str, object], *, mode: bool) -> Traced:
-    clones: dict[int, nn.Module] = {}
-    root = clone_tree(model, clones)
-    root.train(mode)
-    names = {id(module): name for name, module in model.named_modules()}
-    tracer = Tracer(fixed, names)
-    for name, module in root.named_modules():
-        hooked = module._backward_hooks or module._backward_pre_hooks
-        if name and hooked and not tracer.is_leaf_module(module, name):
-            raise CaptureError(
-                f"module {name!r} ({type(module).__name__}) has a backward hook: its operators become part of the "
-                "graph, where the hook would never be called"
-            )
+def _trace(source: Source, fixed: Mapping[str, object], *, mode: bool) -> Traced:
+    model = source.tree
+    root = own_tree(model, source.session)
+    _set_mode(root, mode)
+    names: dict[int, str] = {}
+    for tree in (root, model):
+        for name, module in tree.named_modules():
+            names.setdefault(id(module), name)
+    tracer = Tracer(fixed, names, every_module=source.every_module)
+    entry = root.get_submodule(source.path)
     try:
-        with _TRACING, unchanged_containers(model), RefusingWrites(model), ExitStack() as stack:
+        with _TRACING, unchanged_containers(root), RefusingWrites(model), ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             for context in (tracer.recording_factories, tracer.recording_output_sizes, recording_updates,
                             refusing_what_is_lost, watching_attributes):  # fmt: skip
                 stack.enter_context(context())
             warnings.simplefilter("ignore")
-            graph = _trace_with_guards(tracer, root)
+            graph = _trace_with_guards(tracer, root, entry)
     except CaptureError:
         raise
     except Exception as error:
@@ -132,17 +153,27 @@ def _trace(model: nn.Module, fixed: Mapping[str, object], *, mode: bool) -> Trac
             "torch.where, or keep the function as one call with torch.fx.wrap"
         )
         raise CaptureError(
-            f"torch.fx cannot trace {type(model).__name__}{_line_of(error)}: {type(error).__name__}: "
+            f"torch.fx cannot trace {type(entry).__name__}{_line_of(error)}: {type(error).__name__}: "
             f"{str(error).rstrip('.')}{advice if control_flow else ''}"
         ) from error
-    _check_constants(graph, root)
-    return Traced(root, graph, tracer.dropped_checkpoints)
+    _check_constants(graph, entry)
+    return Traced(entry, graph, tracer.dropped_checkpoints)
 
 
-def _trace_with_guards(tracer: Tracer, root: nn.Module) -> fx.Graph:
+def _set_mode(module: nn.Module, mode: bool) -> None:
+    """Set flags only: a model may have its own idea of a mode. Another result is no copy, and is left alone."""
+    if PART in module.__dict__:
+        return
+    module.training = mode
+    for child in module._modules.values():
+        if child is not None:
+            _set_mode(child, mode)
+
+
+def _trace_with_guards(tracer: Tracer, root: nn.Module, entry: nn.Module) -> fx.Graph:
     # By name the end of the stack that guards look at (guards.TRACE).
     tracer.remember(root)
-    return tracer.trace(root)
+    return tracer.trace(entry)
 
 
 def _line_of(error: Exception) -> str:
@@ -172,12 +203,6 @@ def _check_constants(graph: fx.Graph, root: nn.Module) -> None:
                     f"{node.format_node()} updates a tensor that the code makes on every call, but that the trace "
                     "holds as a constant. Make it with torch.zeros / x.new_zeros inside forward"
                 )
-
-
-def _restore_modes(root: nn.Module, model: nn.Module) -> None:
-    """Give every module of the copy the mode its original is in."""
-    for copied, original in zip(root.modules(), model.modules(), strict=True):
-        copied.training = original.training
 
 
 def _optional_arguments(model: nn.Module) -> dict[str, object]:

@@ -14,8 +14,10 @@ from torch.nn.utils import parametrize
 
 from cpt_fx.capture.base import CaptureError
 from cpt_fx.capture.guards import context, refuse_handlers, replaced
-from cpt_fx.meta import module_path
+from cpt_fx.capture.watch import is_hooked
+from cpt_fx.meta import CALLED, module_path
 from cpt_fx.optable import OPENED
+from cpt_fx.result import PART
 
 FACTORIES = ("zeros", "ones", "full", "empty", "rand", "randn", "randint", "randperm", "arange", "linspace", "eye")
 """Functions of torch that make a tensor from nothing: they run in the graph, not once while tracing."""
@@ -24,11 +26,15 @@ FACTORIES = ("zeros", "ones", "full", "empty", "rand", "randn", "randint", "rand
 class Tracer(fx.Tracer):
     """Traces through the layers that normalize would open, so that their weights are graph values from the start."""
 
-    def __init__(self, fixed: Mapping[str, object], originals: Mapping[int, str]) -> None:
+    def __init__(
+        self, fixed: Mapping[str, object], originals: Mapping[int, str], *, every_module: bool = False
+    ) -> None:
         super().__init__(param_shapes_constant=False)
         self.fixed = dict(fixed)
         self.originals = originals
+        self.every_module = every_module
         self._tensor_paths: dict[int, str] = {}
+        self._wanted: set[int] = set()
         self._context = context()
         self.dropped_checkpoints = False
 
@@ -47,7 +53,9 @@ class Tracer(fx.Tracer):
         return node
 
     def create_arg(self, a: Any) -> Any:
-        """Refuse containers that a graph would rebuild as plain ones."""
+        """Read tensors by their place in the model; refuse containers that a graph would rebuild as plain ones."""
+        if isinstance(a, torch.Tensor) and id(a) in self._tensor_paths:
+            return self.create_node("get_attr", self._tensor_paths[id(a)], (), {})
         if isinstance(a, (dict, list)) and type(a) not in (dict, list) and "immutable_" not in type(a).__name__:
             plain = "dict" if isinstance(a, dict) else "list"
             raise CaptureError(f"forward makes a {type(a).__name__}, which torch.fx would turn into a plain {plain}")
@@ -55,11 +63,27 @@ class Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Keep torch.nn layers as calls, except those with products and those with computed parameters."""
+        if self.is_called(m):
+            return True
         if isinstance(m, OPENED) or parametrize.is_parametrized(m) or isinstance(m, parametrize.ParametrizationList):
             return False
-        if m._forward_hooks or m._forward_pre_hooks:
-            return False
         return super().is_leaf_module(m, module_qualified_name)
+
+    def is_called(self, module: nn.Module) -> bool:
+        """Whether something wants a module as a module: hooks, a forward that it was given, a transform of its own."""
+        if isinstance(module, parametrize.ParametrizationList):
+            return False
+        return self.every_module or id(module) in self._wanted or PART in module.__dict__
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Note on a call that the module is to be called when the graph runs."""
+        called = self.is_called(m)
+        result = super().call_module(m, forward, args, kwargs)
+        if called and isinstance(result, fx.Proxy):
+            result.node.meta[CALLED] = True
+        return result
 
     def path_of_module(self, mod: nn.Module) -> str:
         """Find a module also when the code reaches the original through a bound method or a closure."""
@@ -68,9 +92,17 @@ class Tracer(fx.Tracer):
         return super().path_of_module(mod)
 
     def remember(self, root: nn.Module) -> None:
-        """Note where tensors are before the code runs, which may put others in their places for a while."""
+        """Note where tensors are before the code runs, which may put others in their places for a while.
+
+        Likewise, which modules have hooks or a forward of their own: what the code itself sets is part of the trace.
+        """
+        self._wanted = {id(module) for module in root.modules() if is_hooked(module) or "forward" in module.__dict__}
         named = (*root.named_parameters(), *root.named_buffers())
         self._tensor_paths = {id(value): name for name, value in named}
+        for path, module in root.named_modules():
+            for name, value in vars(module).items():
+                if isinstance(value, torch.Tensor):
+                    self._tensor_paths.setdefault(id(value), f"{path}.{name}" if path else name)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
         """Turn parameters and buffers into graph values, by identity (fx searches the whole model for each one).

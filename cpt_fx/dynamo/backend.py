@@ -12,10 +12,10 @@ from torch._dynamo.source import AttrSource, LocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import Source, TracingContext
 
+from cpt_fx.capture.tree import Places
 from cpt_fx.dynamo.callers import caller_of, lines_to_forward
 from cpt_fx.dynamo.control import controls
 from cpt_fx.dynamo.lift import Compiler, lifted
-from cpt_fx.dynamo.tree import Places
 from cpt_fx.dynamo.views import Frame, view_of
 
 if TYPE_CHECKING:
@@ -44,7 +44,10 @@ class Backend:
         self.owner.rewrite(view, broken_by(graph_module))
         placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
         expected = [(place, name) for place, value in enumerate(inputs) if (name := frame.places.tensor(value))]
-        run: Callable[..., Any] = view.forward
+
+        def run(*args: Any) -> Any:
+            return view.forward(*args)  # as it is by then: graphs may be edited
+
         if self.inner is not None and not controls(view):
             run = lifted(view, placeholders, inputs, self.inner)
         return self._guarded(run, expected, graph_module.forward)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.function import FunctionCtx
 
-from cpt_fx.dynamo.tree import Places
+from cpt_fx.capture.tree import Places
 from cpt_fx.names import RESUMED
 
 _OURS = str(Path(__file__).parents[1])

@@ -13,7 +13,7 @@ from cpt_fx.bodies import OUTER
 from cpt_fx.capture.base import copy_graph
 from cpt_fx.dynamo.checkpoint import checkpointed
 from cpt_fx.graph_module import QuantizedGraphModule
-from cpt_fx.meta import get_attribute
+from cpt_fx.meta import STATE, get_attribute
 
 Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
@@ -41,6 +41,7 @@ def lifted(
     return run
 
 
+_RECORDS = f".{STATE}.records."
 _MODES = (torch.tensor(False), torch.tensor(True))
 
 
@@ -49,7 +50,8 @@ def _read(view: nn.Module, path: str) -> Tensor:
     if isinstance(value, bool):
         return _MODES[value]
     assert isinstance(value, Tensor)
-    return value
+    # A record is written by the backward pass of one call and by the next forward pass: each call has its own handle.
+    return value.data if _RECORDS in f".{path}" else value
 
 
 class _Lift:

@@ -12,9 +12,9 @@ from torch._dynamo.eval_frame import skip_code
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from cpt_fx.capture.tree import Places
+from cpt_fx.capture.views import over
 from cpt_fx.dynamo.callers import Caller, caller_of
-from cpt_fx.dynamo.tree import Places
-from cpt_fx.dynamo.views import over
 from cpt_fx.graph_module import QuantizedGraphModule
 from cpt_fx.meta import WEIGHT
 from cpt_fx.names import NTH

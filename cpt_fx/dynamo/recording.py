@@ -17,12 +17,13 @@ from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import ChainedSource, Source
 
 from cpt_fx.capture.base import CaptureError
+from cpt_fx.capture.tree import Places
 from cpt_fx.dynamo.backend import broken_by, why_broken
 from cpt_fx.dynamo.effects import refuse_effects
 from cpt_fx.dynamo.engine import ONE_GRAPH, PARTS, SEVERAL, Engine, NotCapturedError, default_stance
-from cpt_fx.dynamo.tree import Places
 from cpt_fx.dynamo.views import Frame, view_of
 from cpt_fx.graph_module import QuantizedGraphModule
+from cpt_fx.result import plain_class
 
 EXACT = {"specialize_int": True, "specialize_float": True, "allow_unspec_int_on_nn_module": False}
 """Numbers among the arguments are part of the graph: it checks them."""
@@ -101,7 +102,8 @@ def record(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any], dynami
         return output
 
     root = engine.root
-    around: nn.Module = object.__new__(type(root))
+    # The hooks of the whole model run around it.
+    around: nn.Module = object.__new__(plain_class(type(root)))
     around.__dict__ = {**root.__dict__, "forward": forward}
     with _one_graph(engine):
         around(*args, **kwargs)
@@ -147,7 +149,7 @@ def _any_batch() -> AbstractContextManager[None]:
 
 
 def _compiled(engine: Engine, backend: Callable[..., Any], dynamic: bool, whole: bool = True) -> Callable[..., Any]:
-    forward = engine.forward
+    forward = engine.forward_of(engine.root)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         # Dynamo looks into functions, not into torch's own modules: this one is the way in.
@@ -166,7 +168,7 @@ def _compiled(engine: Engine, backend: Callable[..., Any], dynamic: bool, whole:
 def not_one_graph(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CaptureError:
     """Return what to raise for a model that ran in several graphs."""
     with _one_graph(engine):
-        return _several(engine, _breaks(engine, args, kwargs, engine.breaks_because))
+        return _several(engine, _breaks(engine, args, kwargs, engine.session.breaks_because))
 
 
 def _breaks(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any], first: str) -> list[str]:
@@ -216,7 +218,7 @@ def _by_line(places: list[str]) -> list[str]:
 
 
 def _name(engine: Engine) -> str:
-    return type(engine.source).__name__
+    return engine.session.kind
 
 
 class _Recorder:

@@ -10,63 +10,50 @@ from torch import fx, nn
 from cpt_fx.bodies import OUTER, graphs_of
 from cpt_fx.capture.base import CaptureError, assemble
 from cpt_fx.dynamo.checks import check_modes
-from cpt_fx.dynamo.engine import ATTEMPTS, Engine
 from cpt_fx.dynamo.interface import Interface
-from cpt_fx.dynamo.recording import Recording, not_one_graph, record
+from cpt_fx.dynamo.recording import Recording, record
 from cpt_fx.graph_module import QuantizedGraphModule
-from cpt_fx.history import HISTORY, History, check_coverage
-from cpt_fx.meta import STATE
+from cpt_fx.history import History, check_coverage
+from cpt_fx.layer_state import PARTS, ranges
 from cpt_fx.names import NAMES
 from cpt_fx.overrides import SELECTED
-from cpt_fx.runtime import Precision
+from cpt_fx.result import PART, plain_class
+from cpt_fx.session import Session
+from cpt_fx.standalone import finish, hold_state
 from cpt_fx.trial import trial
 
 
 def single_graph_of(
-    model: nn.Module, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any], *, dynamic: bool
+    session: Session, args: tuple[Any, ...], kwargs: dict[str, Any], *, dynamic: bool
 ) -> QuantizedGraphModule:
     """Capture a model in one graph and rewrite it; what the model has learned is read, and stays as it is."""
-    with trial(model):
-        recording = record(engine, args, kwargs, dynamic)
+    with trial(session.root):
+        recording = record(session.engine, args, kwargs, dynamic)
     # Not before the trial is over: until then, copies stand in the place of the buffers.
-    module, interface = _assembled(engine, recording)
-    _share_state(module, engine.state)
-    module.meta[SELECTED] = engine.selected
-    with engine.net.asleep():
-        reports = engine.pipeline.run(module)
+    module, interface = _assembled(session, recording)
+    module.training = session.root.training
+    hold_state(module, session.state)
+    module.meta[SELECTED] = session.selected
+    with session.engine.net.asleep():
+        reports = session.pipeline.run(module)
+    _share_ranges(module, session.root)
     # The passes saw the outputs as they see those of any graph of Dynamo's.
     interface.restore_outputs(module)
-    module.recompile()
-    engine.state.pin()
     for graph in graphs_of(module):
         _keep_gradient_mode(graph)
     _check_modes(module, recording.modes)
-    state = module.get_submodule(STATE)
-    state.train(engine.state.training)
-    if engine.state.schedule is not None:
-        engine.state.schedule.bind(module)
-    history = History("dynamo", (*engine.notes, *_notes(recording)), reports, repr(engine.pipeline), engine.source)
-    module.__dict__[HISTORY] = history
-    check_coverage(history, graphs_of(module), strict=engine.strict)
-    return module
+    notes = (*session.notes, *_notes(recording))
+    history = History("dynamo", notes, reports, repr(session.pipeline), session.kind)
+    check_coverage(history, graphs_of(module), strict=session.strict)
+    return finish(module, history, session.state)
 
 
-def demand_one_graph(model: nn.Module, engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a model that has run in several graphs twice, naming the places where its code breaks."""
-    if engine.breaks_because:
-        model(*args, **kwargs)
-    if engine.breaks_because:
-        raise not_one_graph(engine, args, kwargs)
-    # What a trial undoes, the first real call does again.
-    engine.attempts = ATTEMPTS
-
-
-def _assembled(engine: Engine, recording: Recording) -> tuple[QuantizedGraphModule, Interface]:
-    """Make a module of its own of a recorded graph: the model's tensors under their names, shells for its layers."""
-    root, view = engine.root, recording.view
+def _assembled(session: Session, recording: Recording) -> tuple[QuantizedGraphModule, Interface]:
+    """Make a module of its own of a recorded graph: the model's tensors under their names."""
+    root, view = session.root, recording.view
     graph = view.graph
-    tree: nn.Module = object.__new__(type(root))
-    tree.__dict__ = dict(root.__dict__)
+    tree: nn.Module = object.__new__(plain_class(type(root)))
+    tree.__dict__ = {key: value for key, value in root.__dict__.items() if key != PART}
     inner: dict[str, fx.GraphModule] = {}
     for node in graph.find_nodes(op="get_attr"):
         name = str(node.target)
@@ -75,26 +62,27 @@ def _assembled(engine: Engine, recording: Recording) -> tuple[QuantizedGraphModu
             if isinstance(view.__dict__[name], fx.GraphModule):
                 inner[name] = view.__dict__[name]
     interface = Interface(graph, tree, recording)
-    interface.restore_inputs(engine.forward)
+    interface.restore_inputs(session.engine.forward_of(root))
     module = assemble(tree, graph)
     for name, body in inner.items():
         # Beside the modules, as `add_body` puts it.
         module._modules.pop(name, None)
         module.__dict__[name] = body
         body.__dict__[OUTER] = module
-    module.meta[NAMES] = engine.names
+    module.meta[NAMES] = session.names
     return module, interface
 
 
-def _share_state(module: nn.Module, state: Precision) -> None:
-    """Give a graph the ranges that the model learns. Widths follow its own mode, records are of its own runs."""
-    own = Precision()
-    own.grows = True
-    own.ranges = state.ranges
-    own.pin()
-    for dial in state.dials.values():
-        own.add_dial(dial)
-    module.add_module(STATE, own)
+def _share_ranges(module: nn.Module, root: nn.Module) -> None:
+    """Let the model have the ranges that this capture was the first to need."""
+    for name, _, _, _ in ranges(module):
+        path, _, key = name.rpartition(".")
+        ours, theirs = module.get_submodule(path), root.get_submodule(path)
+        for part in PARTS:
+            for held in ("_parameters", "_buffers"):
+                tensor = getattr(ours, held).get(f"{key}_{part}")
+                if tensor is not None:
+                    getattr(theirs, held).setdefault(f"{key}_{part}", tensor)
 
 
 def _keep_gradient_mode(module: fx.GraphModule) -> None:

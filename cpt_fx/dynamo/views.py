@@ -10,12 +10,14 @@ from torch import fx, nn
 
 from cpt_fx.bodies import add_body
 from cpt_fx.capture.base import copy_graph
+from cpt_fx.capture.tree import Places
+from cpt_fx.capture.views import over
 from cpt_fx.dynamo.checkpoint import checkpointed
 from cpt_fx.dynamo.control import RUN_AS
-from cpt_fx.dynamo.tree import Places
-from cpt_fx.graph_module import QuantizedGraphModule, blank
-from cpt_fx.meta import STATE, VIEW, WEIGHT
-from cpt_fx.names import NAMES, Names
+from cpt_fx.graph_module import ROOT, QuantizedGraphModule, blank
+from cpt_fx.meta import WEIGHT
+from cpt_fx.names import Names
+from cpt_fx.result import plain_class
 from cpt_fx.runtime import Precision
 
 # Run as it is, the mark of a checkpoint would not restore the random state for the second forward pass.
@@ -57,7 +59,7 @@ class Frame:
             name = f"{path}@{call}" if call else path
             # Innermost last, also where the path stands in the stack already.
             stack.pop(name, None)
-            stack[name] = (path, kind)
+            stack[name] = (path, plain_class(kind) if isinstance(kind, type) else kind)
         return stack
 
 
@@ -79,18 +81,6 @@ def view_of(
     return view
 
 
-def over(root: nn.Module, state: Precision, names: Names) -> QuantizedGraphModule:
-    """Return a module without a graph that has all that a model has, in the same containers."""
-    view = blank()
-    view.meta = {NAMES: names, VIEW: True}
-    view._parameters = root._parameters
-    view._buffers = root._buffers
-    view._non_persistent_buffers_set = root._non_persistent_buffers_set
-    view._modules = {**root._modules, STATE: state}
-    view.training = root.training
-    return view
-
-
 def _adopt(view: QuantizedGraphModule, graph: fx.Graph, source: fx.GraphModule, frame: Frame) -> None:
     """Put a graph into a module: module stacks by path, constants and graphs inside the graph taken along."""
     for node in list(graph.nodes):
@@ -102,7 +92,7 @@ def _adopt(view: QuantizedGraphModule, graph: fx.Graph, source: fx.GraphModule, 
         value = getattr(source, str(node.target), None)
         if isinstance(value, fx.GraphModule):
             body = blank()
-            body.training, body.meta = view.training, dict(view.meta)
+            body.__dict__[ROOT], body.meta = view.__dict__[ROOT], dict(view.meta)
             _adopt(body, copy_graph(value.graph), value, frame)
             node.target = add_body(view, str(node.target), body)
         elif value is not None:

@@ -57,7 +57,6 @@ def in_mode(result: nn.Module, training: bool, call: Call) -> Iterator[fx.GraphM
     finally:
         for module, mode in modes.items():
             module.training = mode
-        _update(result)
 
 
 @contextmanager
@@ -69,9 +68,3 @@ def _graph_in_mode(graph: fx.GraphModule, training: bool) -> Iterator[None]:
         yield
     finally:
         graph.training = before
-
-
-def _update(result: nn.Module) -> None:
-    for module in result.modules():
-        if getattr(module, "is_precision_controller", False):
-            module.update()  # type: ignore[operator]

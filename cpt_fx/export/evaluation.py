@@ -18,7 +18,7 @@ from cpt_fx.api import history_of
 from cpt_fx.errors import ExportError
 from cpt_fx.export.functions import DOMAIN, STOP, WITH_GRADIENT_OF
 from cpt_fx.export.program import BITS, SEEDS, Call, Graph
-from cpt_fx.runtime import precision_of
+from cpt_fx.standalone import precision_of
 from cpt_fx.trial import trial
 
 BATCH = "batch"

@@ -243,16 +243,17 @@ def learn(*, when_off: bool) -> str:
 
 def recall(*, corrected: bool) -> str:
     """Return what reads a running range; before it has learned anything, the tensor's own serves."""
-    if not corrected:
-        return """
-            low = Identity (zero_point)
-            span = Identity (range)
-            high = Add (low, span)
-        """
-    return """
-        seen = Greater (weight, zero)
+    average = """
         average_low = Div (zero_point, weight)
         average_span = Div (range, weight)
+    """
+    as_it_is = """
+        average_low = Identity (zero_point)
+        average_span = Identity (range)
+    """
+    return f"""
+        seen = Greater (weight, zero)
+        {average if corrected else as_it_is}
         average_high = Add (average_low, average_span)
         low = Where (seen, average_low, batch_low)
         span = Where (seen, average_span, batch_span)

@@ -17,9 +17,10 @@ from cpt_fx.export.functions import DOMAIN
 from cpt_fx.export.model_file import new_file
 from cpt_fx.export.program import BITS, Graph, states_of, trace
 from cpt_fx.meta import Dial
-from cpt_fx.runtime import precision_of, width_of
+from cpt_fx.runtime import width_of
 from cpt_fx.schedules import Static
 from cpt_fx.schedules.bits import Bits, as_bits
+from cpt_fx.standalone import precision_of
 
 
 def onnx(

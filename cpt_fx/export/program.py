@@ -24,8 +24,9 @@ from cpt_fx.export.functions import DOMAIN, OPSET
 from cpt_fx.export.lowering import Lowering, Placed
 from cpt_fx.export.normalize import normalize
 from cpt_fx.export.rewrites import Rewriter, count_draws
+from cpt_fx.layer_state import ranges
 from cpt_fx.meta import STATE, Dial
-from cpt_fx.runtime import RANGE, WEIGHT, precision_of
+from cpt_fx.standalone import precision_of
 
 Loss = Callable[..., Tensor]
 _WIDTHS, _RECORDS, _PRODUCTS = f"{STATE}.bits.", f"{STATE}.records.", f"{STATE}.products."
@@ -196,9 +197,9 @@ def _check_execution(model: nn.Module) -> None:
 
 def _check_learned(model: nn.Module) -> None:
     """Refuse ranges that are to be learned and have no value yet: a graph cannot give them one."""
-    for path, holder in precision_of(model).ranges.named_modules():
-        if RANGE in holder._parameters and not float(getattr(holder, WEIGHT)):
-            raise ExportError(f"the range of {path} is learned and has no value yet: run one batch in training first")
+    for name, low, _, weight in ranges(model):
+        if isinstance(low, nn.Parameter) and not float(weight):
+            raise ExportError(f"{name} is learned and has no value yet: run one batch in training first")
 
 
 def _exported(program: nn.Module, arguments: tuple[Any, ...], shapes: Any) -> ExportedProgram:

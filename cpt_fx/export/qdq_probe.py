@@ -13,10 +13,10 @@ from torch.overrides import TorchFunctionMode
 
 from cpt_fx.bodies import graphs_of
 from cpt_fx.formats import Format, Rounding
-from cpt_fx.history import HISTORY
 from cpt_fx.meta import QUANTIZER, STATE, Quantizer
 from cpt_fx.numerics import Extent, extent_of, percentile_extent
 from cpt_fx.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_LEARNED, QUANTIZE_GRADIENT, QUANTIZERS
+from cpt_fx.result import PART
 from cpt_fx.runtime import Precision, width_of
 from cpt_fx.schedules import Static
 from cpt_fx.schedules.bits import Bits
@@ -50,7 +50,7 @@ def tagged_copy(module: fx.GraphModule, bits: Bits) -> tuple[fx.GraphModule, dic
     memo: dict[int, Any] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     # The copy follows no schedule.
     position = 0 if state.schedule is None else state.schedule.position
-    memo |= {id(state.schedule): None, id(module.__dict__.get(HISTORY)): None}
+    memo |= {id(state.schedule): None, id(module.__dict__.get(PART)): None}
     made = copy.deepcopy(module, memo)
     widths = made.get_submodule(f"{STATE}.bits")
     found: dict[str, Tagged] = {}
@@ -145,9 +145,8 @@ def extent_used(func: Any, values: dict[str, Any]) -> tuple[Extent, bool]:
     weight = values["weight"]
     if func is FAKE_QUANTIZE_LEARNED:
         return Extent(low, width), bool(weight > 0)
-    if not values.get("corrected", True):
-        return Extent(low, width), bool(weight > 0)
     if weight > 0:
-        return Extent(low / weight, width / weight), True
+        share = weight if values.get("corrected", True) else torch.ones_like(weight)
+        return Extent(low / share, width / share), True
     percentile = values.get("percentile", 100.0)
     return (extent_of(x, (), None) if percentile >= 100 else percentile_extent(x, percentile)), False

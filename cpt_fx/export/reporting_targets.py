@@ -26,7 +26,7 @@ from cpt_fx.export.program import Graph, states_of, trace
 from cpt_fx.export.rewrites import REWRITES
 from cpt_fx.formats import Rounding
 from cpt_fx.inspection import inspect
-from cpt_fx.meta import STATE
+from cpt_fx.layer_state import PREFIX, is_range
 
 EXACT, APPROXIMATED, REFUSED = "exact", "approximated", "refused"
 _NOISE = "with the noise of PyTorch for equal seeds"
@@ -38,7 +38,6 @@ _STATISTICS = "is the average that PyTorch keeps, and goes on from it"
 
 _BOOKKEEPING = {"clone", "copy_", "sym_size"}
 """Operators of the tracing, where they belong to no layer: running state goes in and out as a value."""
-_RANGES = f"{STATE}.ranges."
 
 
 class Key(NamedTuple):
@@ -250,10 +249,9 @@ def _key(view: Any) -> Key:
 def _state_key(name: str) -> Key:
     """Name a buffer by its layer. The numbers that make up one running range are one."""
     layer, _, buffer = name.rpartition(".")
-    if not layer.startswith(_RANGES):
+    if not is_range(buffer):
         return Key("state", layer, buffer)
-    layer, _, operand = layer.removeprefix(_RANGES).rpartition(".")
-    return Key("state", layer, f"range of {operand}")
+    return Key("state", layer, f"range of {buffer.removeprefix(PREFIX).rpartition('_range_')[0]}")
 
 
 class EveryOutput:

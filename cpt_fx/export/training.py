@@ -30,7 +30,7 @@ from cpt_fx.export.manifest import Manifest, Parameter, State
 from cpt_fx.export.optimizers import Optimizer, optimizer_model, resolve_optimizer
 from cpt_fx.export.program import BITS, SEEDS, Call, Graph, states_of, trace
 from cpt_fx.export.verify import verify
-from cpt_fx.runtime import precision_of
+from cpt_fx.standalone import precision_of
 from cpt_fx.trial import eager_model, trial
 
 _PACKAGES = ("cpt_fx", "torch", "onnx", "onnxscript", "onnxruntime-training-cpu", "onnxruntime-training")

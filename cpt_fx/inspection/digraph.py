@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from cpt_fx.inspection.views import QuantizerView
+from cpt_fx.layer_state import is_range
 from cpt_fx.meta import PASS, SITE, STATE, get_attribute, module_path
 
 Modules = dict[str, nn.Module]
@@ -63,7 +64,7 @@ def kind_of(module: fx.GraphModule, node: fx.Node, view: QuantizerView | None) -
         negated = node.all_input_nodes if node.target is operator.not_ else []
         flag = negated and all(kind_of(module, used, None) == "state" for used in negated)
         return "state" if flag else "operator"
-    if str(node.target).startswith(f"{STATE}."):
+    if _is_ours(node):
         return "state"
     value = get_attribute(module, str(node.target))
     if isinstance(value, nn.Parameter):
@@ -73,6 +74,12 @@ def kind_of(module: fx.GraphModule, node: fx.Node, view: QuantizerView | None) -
     return "state" if isinstance(value, bool) else "constant"
 
 
+def _is_ours(node: fx.Node) -> bool:
+    """Whether a node reads a width, a record or a running range."""
+    path = str(node.target)
+    return path.startswith(f"{STATE}.") or is_range(path.rpartition(".")[2])
+
+
 def module_of(node: fx.Node, known: Modules) -> str:
     """Return the path of the module a node came from; where the trace is lost (a pickle), the best guess."""
     path, _ = module_path(node)
@@ -80,7 +87,7 @@ def module_of(node: fx.Node, known: Modules) -> str:
         return path
     if node.op == "call_module":
         return str(node.target)
-    if node.op == "get_attr" and not str(node.target).startswith(f"{STATE}."):
+    if node.op == "get_attr" and not _is_ours(node):
         return str(node.target).rpartition(".")[0]
     site, quantizer = node.meta.get(SITE), node.meta.get("cpt_fx_quantizer")
     layer = site.layer if site else quantizer.layers[0] if quantizer else ""

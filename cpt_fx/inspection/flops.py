@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +13,11 @@ from torch import fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from cpt_fx.api import graphs
 from cpt_fx.inspection.digraph import module_of
+from cpt_fx.inspection.views import named_below
 from cpt_fx.meta import SITE, Site
+from cpt_fx.result import plain_rest
+from cpt_fx.standalone import transformed_in
 from cpt_fx.trial import eager_model, trial
 
 
@@ -43,10 +46,19 @@ def _counting(model: nn.Module) -> Iterator[FlopCounterMode]:
         stack.callback(torch.backends.mha.set_fastpath_enabled, fast_path)
         torch.backends.mha.set_fastpath_enabled(False)
         for module in model.modules():
-            # Flags only: train() on a state module would write widths.
+            # Flags only: a model may have its own idea of a mode.
             module.training = False
         ours = {torch.ops.cpt_fx._multiply: _integer_flops}
-        yield stack.enter_context(FlopCounterMode(display=False, custom_mapping=ours))
+        counter = FlopCounterMode(display=False, custom_mapping=ours)
+        # It would set hooks for all modules, which want to be called as modules then.
+        counter.mod_tracker = _NoModules()  # type: ignore[assignment]
+        yield stack.enter_context(counter)
+
+
+class _NoModules(nullcontext[None]):
+    """Tells the counter of no modules."""
+
+    parents = frozenset({"Global"})
 
 
 def module_products(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Product]:
@@ -88,8 +100,9 @@ def _integer_flops(name: str, a: Sequence[Any], b: Sequence[Any], *rest: Any, ou
 class _Counter(fx.Interpreter):
     """Runs a graph node by node and notes what each costs."""
 
-    def __init__(self, module: fx.GraphModule, counter: FlopCounterMode, products: list[Product]) -> None:
+    def __init__(self, path: str, module: fx.GraphModule, counter: FlopCounterMode, products: list[Product]) -> None:
         super().__init__(module)
+        self.path = path
         self.counter = counter
         self.products = products
         self.known = dict(module.named_modules(remove_duplicate=False))
@@ -101,22 +114,56 @@ class _Counter(fx.Interpreter):
         spent = self.counter.get_total_flops() - before
         if spent:
             site: Site | None = n.meta.get(SITE)
-            self.products.append(Product(site.layer if site else module_of(n, self.known), spent, site))
+            layer = site.layer if site else module_of(n, self.known)
+            self.products.append(Product(named_below(self.path, layer), spent, site))
         return result
 
 
 def graph_products(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Product]:
-    """Count a transformed model, operator by operator."""
+    """Count a transformed model operator by operator, and layer by layer what stands outside of what is transformed."""
     products: list[Product] = []
-    modules = graphs(model)
+    _check_inputs(eager_model(model), args, kwargs)
     with _counting(model) as counter, ExitStack() as restored:
-        for module in modules:
-            interpreter = _Counter(module, counter, products)
-            restored.callback(module.__dict__.pop, "forward")
-            module.__dict__["forward"] = _entrance(interpreter)
+        # Once before: Dynamo may need other graphs for evaluation.
         eager_model(model)(*args, **kwargs)
-        rest = counter.get_total_flops() - sum(product.flops for product in products)
+        before = counter.get_total_flops()
+        for path, result in transformed_in(model):
+            for module in result.graphs():
+                interpreter = _Counter(path, module, counter, products)
+                restored.callback(module.__dict__.pop, "forward")
+                module.__dict__["forward"] = _entrance(interpreter)
+        for name, layer in plain_rest(model):
+            _count_layer(name, layer, counter, products, restored)
+        eager_model(model)(*args, **kwargs)
+        rest = counter.get_total_flops() - before - sum(product.flops for product in products)
     return [*products, Product("", rest)]
+
+
+def _check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Say which argument is missing, if one is."""
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        what, _, name = str(error).partition(": ")
+        if name and what.startswith("missing"):
+            raise TypeError(f"the model needs the argument {name}, which the example inputs leave out") from None
+        raise
+
+
+def _count_layer(
+    name: str, layer: nn.Module, counter: FlopCounterMode, products: list[Product], restored: ExitStack
+) -> None:
+    """Note what a plain layer spends in each of its calls."""
+    started: list[int] = []
+
+    def enter(module: nn.Module, given: Any) -> None:
+        started.append(counter.get_total_flops())
+
+    def leave(module: nn.Module, given: Any, result: Any) -> None:
+        products.append(Product(name, counter.get_total_flops() - started.pop()))
+
+    restored.callback(layer.register_forward_pre_hook(enter).remove)
+    restored.callback(layer.register_forward_hook(leave).remove)
 
 
 def _entrance(interpreter: _Counter) -> Callable[..., Any]:

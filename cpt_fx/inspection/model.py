@@ -14,12 +14,13 @@ from torch import fx, nn
 
 from cpt_fx.api import graphs, history_of
 from cpt_fx.inspection import table
+from cpt_fx.inspection.data import as_data
 from cpt_fx.inspection.digraph import digraph
 from cpt_fx.inspection.html import page
-from cpt_fx.inspection.products import ProductView, products_of
+from cpt_fx.inspection.products import ProductView, products_in
 from cpt_fx.inspection.svg import drawing
 from cpt_fx.inspection.verification import Verification, verify
-from cpt_fx.inspection.views import QuantizerView, views_of
+from cpt_fx.inspection.views import QuantizerView, views_in
 from cpt_fx.meta import Uncovered
 from cpt_fx.pass_base import Report
 
@@ -55,17 +56,17 @@ class Inspection:
     @property
     def name(self) -> str:
         """The class of the model that was transformed."""
-        return type(history_of(self.model).source).__name__
+        return history_of(self.model).kind
 
     @property
     def quantizers(self) -> tuple[QuantizerView, ...]:
         """Every quantize node as it stands now, or with `shown` as the trial run saw it."""
-        return views_of(self.graphs) if self.shown is None else self.shown.views
+        return views_in(self.model) if self.shown is None else self.shown.views
 
     @property
     def products(self) -> tuple[ProductView, ...]:
         """Every quantized product: how often it ran on integers, forward and backward, and why where it did not."""
-        return products_of(self.graphs)
+        return products_in(self.model)
 
     @property
     def uncovered(self) -> tuple[Uncovered, ...]:
@@ -101,6 +102,10 @@ class Inspection:
                 at its scheduled width, or has a running range that is not finite.
         """
         return verify(self, inputs, kwargs, gradients)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as plain data, which JSON can hold."""
+        return as_data(self)
 
     def table(self) -> Table:
         """Return the quantizers as a rich table, grouped by layer."""

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from rich import box
 from rich.table import Table
-from torch import fx
+from torch import fx, nn
 
-from cpt_fx.integer.counts import DIRECTIONS, RATIO, REASONS, Outcome
+from cpt_fx.inspection.views import named_below
+from cpt_fx.integer.counts import COUNTS, DIRECTIONS, RATIO, REASONS, Outcome
 from cpt_fx.integer.ops import INTEGER_PRODUCTS
+from cpt_fx.layer_state import has_value
 from cpt_fx.meta import SIMULATED, SITE, Site, get_attribute
 from cpt_fx.optable import MULTIPLY
+from cpt_fx.standalone import transformed_in
 
 
 @dataclass(frozen=True)
@@ -72,13 +76,26 @@ def products_of(modules: list[fx.GraphModule]) -> tuple[ProductView, ...]:
     return tuple(found.values())
 
 
+def products_in(model: nn.Module) -> tuple[ProductView, ...]:
+    """Read every quantized product of a model, with its place in the whole."""
+    found: list[ProductView] = []
+    first = 0
+    for path, result in transformed_in(model):
+        graphs = result.graphs()
+        views = products_of(graphs)
+        found += (replace(view, layer=named_below(path, view.layer), graph=view.graph + first) for view in views)
+        first += len(graphs)
+    return tuple(found)
+
+
 def _view(module: fx.GraphModule, node: fx.Node, counts: fx.Node | None, index: int) -> ProductView:
     site: Site = node.meta[SITE]
     static = [node.meta[SIMULATED]] if SIMULATED in node.meta else []
     if counts is None:
         reasons = static or ["the model was transformed with execution='simulated'"]
         return ProductView(site.layer, site.op, node.name, reasons=tuple(reasons), graph=index)
-    table = [[int(number) for number in row] for row in get_attribute(module, str(counts.target)).tolist()]
+    counted = get_attribute(module, str(counts.target))
+    table = (counted if has_value(counted) else torch.zeros(COUNTS, dtype=torch.int64)).tolist()
     first, second, third = (row[Outcome.INTEGER] for row in table)
     ran = [sum(row[:RATIO]) for row in table]
     others = [total - row[Outcome.INTEGER] for total, row in zip(ran, table, strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +13,9 @@ from torch import fx, nn
 from cpt_fx.errors import TransformError
 from cpt_fx.evidence import SAMPLE
 from cpt_fx.formats import FULL_PRECISION
-from cpt_fx.inspection.views import QuantizerView, quantizer_nodes, state_of, views_of
+from cpt_fx.inspection.views import QuantizerView, quantizer_nodes, state_of, views_in
 from cpt_fx.meta import get_attribute
 from cpt_fx.passes.verify import Verify
-from cpt_fx.runtime import width_of
 from cpt_fx.spec import SpecError
 from cpt_fx.trial import eager_model, forward_and_backward, trial
 
@@ -87,9 +87,9 @@ def verify(inspection: Inspection, args: tuple[Any, ...], kwargs: dict[str, Any]
         *_broken_promises(inspection),
         *_wrong_widths(inspection),
         *_bad_ranges(inspection),
-        *_too_many_levels(views_of(inspection.graphs)),
+        *_too_many_levels(views_in(inspection.model)),
     ]
-    views = views_of(inspection.graphs)
+    views = views_in(inspection.model)
     if args or kwargs:
         views, more = _try(inspection, args, kwargs, gradients)
         problems += [problem for problem in more if problem not in problems]
@@ -106,7 +106,7 @@ def _try(
 ) -> tuple[tuple[QuantizerView, ...], list[str]]:
     """Run at the current widths, then at `PROBE` bits; return what was recorded and what is wrong with it."""
     model = eager_model(inspection.model)
-    widths = [view.bits for view in views_of(inspection.graphs)]
+    widths = [view.bits for view in views_in(inspection.model)]
     with trial(inspection.model):
         modules = inspection.graphs
         for module in modules:
@@ -114,11 +114,11 @@ def _try(
                 get_attribute(module, quantizer.record).zero_()
         forward_and_backward(model, args, kwargs, gradients=gradients)
         problems = _bad_ranges(inspection)
-        for module in modules:
-            for width in state_of(module).bits.buffers():
-                width.fill_(PROBE)
-        forward_and_backward(model, args, kwargs, gradients=gradients)
-        views = views_of(inspection.graphs)
+        with ExitStack() as stack:
+            for state in {id(found): found for found in map(state_of, modules)}.values():
+                stack.enter_context(state.at(PROBE))
+            forward_and_backward(model, args, kwargs, gradients=gradients)
+        views = views_in(inspection.model)
     views = tuple(replace(view, bits=width) for view, width in zip(views, widths, strict=True))
     return views, [*problems, *_too_many_levels(views)]
 
@@ -137,14 +137,14 @@ def _broken_promises(inspection: Inspection) -> list[str]:
 def _wrong_widths(inspection: Inspection) -> list[str]:
     """Compare the width each quantizer reads with what its dial says for the schedule's position."""
     problems = []
-    for view in views_of(inspection.graphs):
+    for view in views_in(inspection.model):
         state = state_of(inspection.graphs[view.graph])
-        if state.schedule is None:
+        if state.schedule is None or state.forced is not None:
             continue
         position = state.schedule.position
-        expected = width_of(view.dial, state.schedule, position, state.training)
+        expected = state.width(view.dial, training=state.root.training)
         if expected != view.bits:
-            mode = "training" if state.training else "evaluation"
+            mode = "training" if state.root.training else "evaluation"
             problems.append(f"{view} is at {view.bits} bits; for {mode} at step {position} it should be at {expected}")
     return problems
 
@@ -152,7 +152,7 @@ def _wrong_widths(inspection: Inspection) -> list[str]:
 def _bad_ranges(inspection: Inspection) -> list[str]:
     return [
         f"{view.layer}: the running range of {view.operand} is {view.range}: a NaN or an infinity went through it"
-        for view in views_of(inspection.graphs)
+        for view in views_in(inspection.model)
         if view.range is not None and not all(map(math.isfinite, view.range))
     ]
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
+from cpt_fx.bodies import outermost
 from cpt_fx.evidence import ARMED
 from cpt_fx.formats import FULL_PRECISION, Format
+from cpt_fx.layer_state import PARTS, has_value
 from cpt_fx.meta import QUANTIZER, STATE, Dial, Quantizer, get_attribute
-from cpt_fx.runtime import RANGE, WEIGHT, ZERO_POINT, Precision
+from cpt_fx.runtime import Precision
+from cpt_fx.standalone import transformed_in
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ def quantizer_nodes(graph: fx.Graph) -> Iterator[tuple[fx.Node, Quantizer]]:
 
 def state_of(module: fx.GraphModule) -> Precision:
     """Return the widths, ranges and records of one graph."""
-    state = module.get_submodule(STATE)
+    state = module.__dict__.get(STATE) or module._modules[STATE]
     assert isinstance(state, Precision)
     return state
 
@@ -92,6 +95,27 @@ def views_of(modules: list[fx.GraphModule]) -> tuple[QuantizerView, ...]:
             if quantizer.record not in found:
                 found[quantizer.record] = _view(module, node, quantizer, index)
     return tuple(found.values())
+
+
+def views_in(model: nn.Module) -> tuple[QuantizerView, ...]:
+    """Read every quantizer of a model, with its place in the whole where that contains several transformed parts."""
+    found: list[QuantizerView] = []
+    first = 0
+    for path, result in transformed_in(model):
+        graphs = result.graphs()
+        found += (_below(path, view, first) for view in views_of(graphs))
+        first += len(graphs)
+    return tuple(found)
+
+
+def _below(path: str, view: QuantizerView, first: int) -> QuantizerView:
+    layers = tuple(named_below(path, layer) for layer in view.layers)
+    return replace(view, layer=layers[0], layers=layers, graph=view.graph + first)
+
+
+def named_below(path: str, layer: str) -> str:
+    """Return the name of a layer of a part in the whole."""
+    return ".".join(filter(None, (path, layer)))
 
 
 def _view(module: fx.GraphModule, node: fx.Node, quantizer: Quantizer, index: int) -> QuantizerView:
@@ -121,13 +145,17 @@ def width_read_by(module: fx.GraphModule, node: fx.Node, quantizer: Quantizer) -
     """Return the width a node gets: what its argument reads, which ought to be its dial."""
     read: Any = node.args[1] if len(node.args) > 1 else None
     if isinstance(read, fx.Node) and read.op == "get_attr":
-        return int(get_attribute(module, str(read.target)))
-    return int(state_of(module).bits.get_buffer(quantizer.dial.name))
+        name = str(read.target).removeprefix(f"{STATE}.bits.")
+        now = state_of(module).now()
+        return now[name] if name in now else int(get_attribute(module, str(read.target)))
+    return state_of(module).now()[quantizer.dial.name]
 
 
 def _record(module: fx.GraphModule, quantizer: Quantizer) -> list[int]:
     record = get_attribute(module, quantizer.record)
     assert isinstance(record, torch.Tensor)
+    if not has_value(record):
+        return [0] * record.numel()
     return [int(value) for value in record.tolist()]
 
 
@@ -135,8 +163,13 @@ def _range(module: fx.GraphModule, quantizer: Quantizer) -> tuple[float, float] 
     """Return the range that evaluation would use, None before anything was observed."""
     if not quantizer.ranges:
         return None
-    holder = get_attribute(state_of(module), quantizer.ranges)
-    low, width, weight = (float(getattr(holder, name).detach()) for name in (ZERO_POINT, RANGE, WEIGHT))
+    try:
+        tensors = [get_attribute(outermost(module), f"{quantizer.ranges}_{part}") for part in PARTS]
+    except AttributeError:  # of a layer that was taken away since
+        return None
+    if not all(map(has_value, tensors)):
+        return None
+    low, width, weight = (float(tensor.detach()) for tensor in tensors)
     if weight == 0.0 and low == 0.0 and width == 0.0:
         return None
     scale = weight if quantizer.format.corrected and weight else 1.0

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from cpt_fx.errors import nearest
 from cpt_fx.export.manifest import Manifest, Parameter
-from cpt_fx.meta import STATE
+from cpt_fx.layer_state import is_range
 
 Array = NDArray[Any]
-_OURS = f"{STATE}."
 
 
 def state_dict(manifest: Manifest, values: Mapping[str, Array]) -> dict[str, Tensor]:
@@ -59,15 +58,19 @@ def _pairs(
             f"the training knows nothing of {missing[0]!r}, a parameter of {kind}: it is another model, or does not "
             "use that parameter (pass strict=False to leave it as it is)"
         )
-    transformed = any(name.startswith(_OURS) for name in buffers)
+    transformed = any(_is_ours(name) for name in buffers)
     for state in manifest.states:
         name = state.tensor.name
-        if name.startswith(_OURS) and not transformed:
+        if _is_ours(name) and not transformed:
             continue  # A plain model has no running ranges.
         if name not in buffers:
             raise ValueError(f"{kind} has no buffer {name!r}.{nearest(name, buffers)}")
         value = torch.from_numpy(values[name])
         yield _fitting(kind, name, buffers[name], value), value
+
+
+def _is_ours(name: str) -> bool:
+    return is_range(name.rpartition(".")[2])
 
 
 def _fitting(kind: str, name: str, target: Tensor, value: Tensor) -> Tensor:

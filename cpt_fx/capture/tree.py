@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cpt_fx.capture.base import MODULE_OWN, clone_tree, refuse_taken_names
+from cpt_fx.capture.base import EVERY, MODULE_OWN, clone_tree, refuse_taken_names
+from cpt_fx.result import plain_class
 
 
 class Inlined(nn.Module):
@@ -24,17 +25,20 @@ class Inlined(nn.Module):
         return self.get_submodule("_orig_mod")(*args, **kwargs)
 
 
-def own_tree(model: nn.Module) -> nn.Module:
+def own_tree(model: nn.Module, session: object = None) -> nn.Module:
     """Copy a model so that running the copy changes nothing in the original; parameters and buffers are shared.
 
-    Python attributes that lead back into the model (lists of modules, bound methods, closures) lead into the copy.
+    Python attributes that lead back into the model (lists of modules, bound methods, closures) lead into the copy. A
+    result of `session` is copied as the plain model it was.
     """
     clones: dict[int, nn.Module] = {}
-    root = clone_tree(model, clones)
+    root = clone_tree(model, clones, session)
     refuse_taken_names(model)
     rebound = _Rebinding(clones)
     for original in list(clones):
         module = clones[original]
+        if id(module) == original:
+            continue
         module.__dict__.pop("_compiled_call_impl", None)
         for key, value in list(module.__dict__.items()):
             if key == "_modules":
@@ -47,6 +51,11 @@ def own_tree(model: nn.Module) -> nn.Module:
                 module.__dict__[key] = rebound(value)
     _inline_compiled(root)
     return root
+
+
+def plain_tree(model: nn.Module) -> nn.Module:
+    """Copy a model with everything in it that is transformed as the plain modules it was, without our state."""
+    return own_tree(model, EVERY)
 
 
 def _inline_compiled(root: nn.Module) -> None:
@@ -197,9 +206,8 @@ class Places:
     def ancestors(self, path: str) -> list[tuple[str, type[nn.Module]]]:
         """Return the modules from below the root down to `path`, as (path, class)."""
         found: list[tuple[str, type[nn.Module]]] = []
-        module = self.root
-        parts = path.split(".") if path else []
+        module, parts = self.root, path.split(".") if path else []
         for place, part in enumerate(parts):
             module = module.get_submodule(part)
-            found.append((".".join(parts[: place + 1]), type(module)))
+            found.append((".".join(parts[: place + 1]), plain_class(type(module))))
         return found

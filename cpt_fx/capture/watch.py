@@ -1,0 +1,157 @@
+"""What the code of a traced module has read besides tensors, so that a change of it is noticed at the next call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_OWN = frozenset({*vars(nn.Module()), "_cpt_fx_part", "_compiled_call_impl", "_is_torch_compile", "_training"})
+_NOTHING = object()
+
+
+class Watch:
+    """The modules whose code became part of a graph, as they were: classes, children, hooks, attributes."""
+
+    def __init__(self, entry: nn.Module, called: set[int]) -> None:
+        """Look at everything below `entry`, but for what is inside modules that the graph calls as they are."""
+        self.seen: list[_Seen] = []
+        self._known: set[int] = set()
+        self._walk(entry, called, is_entry=True)
+        self.hooked = has_global_hooks()
+        self._why = ""
+
+    def _walk(self, module: nn.Module, called: set[int], *, is_entry: bool = False) -> None:
+        if id(module) in self._known:
+            return
+        self._known.add(id(module))
+        outside = id(module) in called and not is_entry
+        self.seen.append(_Seen(module, is_entry=is_entry, outside=outside))
+        for child in () if outside else module._modules.values():
+            if child is not None:
+                self._walk(child, called)
+
+    def changed(self) -> bool:
+        """Whether anything is no longer as it was."""
+        if self.hooked is not has_global_hooks():
+            self._why = "hooks for all modules came or went"
+            return True
+        for seen in self.seen:
+            why = seen.changed()
+            if why:
+                self._why = f"{why} of {type(seen.module).__name__}"
+                return True
+        return False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Stay behind when the model is copied: the copy is looked at anew."""
+        return type(None), ()
+
+    def said(self) -> str:
+        """Say what was found to be different."""
+        return f"there is a change in {self._why}" if self._why else "something changed"
+
+
+def has_global_hooks() -> bool:
+    """Whether hooks are set that run for every module."""
+    return bool(torch_module._has_any_global_hook())
+
+
+class _Seen:
+    """One module as it was."""
+
+    def __init__(self, module: nn.Module, *, is_entry: bool, outside: bool) -> None:
+        self.module = module
+        self.kind = type(module)
+        self.outside = outside
+        self.looks_at_hooks = not is_entry
+        self.hooked = is_hooked(module)
+        self.children = None if outside else tuple(module._modules.items())
+        self.tensors = None if outside else _presence(module)
+        attributes = {} if outside else {key: value for key, value in vars(module).items() if key not in _OWN}
+        self.count = len(vars(module))
+        self.plain = tuple((key, value) for key, value in attributes.items() if not _is_deep(value))
+        self.deep = tuple((key, content_of(value)) for key, value in attributes.items() if _is_deep(value))
+
+    def changed(self) -> str:
+        """Say what is different; nothing where all is as it was."""
+        module = self.module
+        if type(module) is not self.kind:
+            return "the class"
+        if self.looks_at_hooks and is_hooked(module) is not self.hooked:
+            return "the hooks"
+        if self.outside:
+            return ""
+        now = module.__dict__
+        children = now["_modules"]
+        if len(children) != len(self.children or ()):
+            return "the modules"
+        for name, child in self.children or ():
+            if children.get(name, _NOTHING) is not child:
+                return "the modules"
+        if _presence(module) != self.tensors:
+            return "the parameters"
+        for key, value in self.plain:
+            other = now.get(key, _NOTHING)
+            if other is not value and not _is_same(other, value):
+                return f"the attribute {key}"
+        for key, content in self.deep:
+            if not _is_same(content_of(now.get(key, _NOTHING)), content):
+                return f"the attribute {key}"
+        if len(now) != self.count:
+            if sum(key not in _OWN for key in now) != len(self.plain) + len(self.deep):
+                return "the attributes"
+            self.count = len(now)
+        return ""
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether hooks of its own wait for a module to be called."""
+    held = module.__dict__
+    return any(held[hooks] for hooks in _HOOKS)
+
+
+def _presence(module: nn.Module) -> tuple[Any, ...]:
+    """Return which tensors there are: code asks whether it has a bias."""
+    held = module.__dict__
+    return (
+        *[(name, value is None) for name, value in held["_parameters"].items()],
+        *[(name, value is None) for name, value in held["_buffers"].items() if not name.startswith("cpt_fx_")],
+    )
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether a value may change without being replaced."""
+    return not isinstance(value, (*_PLAIN, Tensor, nn.Module, type)) and (
+        isinstance(value, (list, dict, set, tuple)) or (hasattr(value, "__dict__") and not callable(value))
+    )
+
+
+def content_of(value: Any, depth: int = 3) -> Any:
+    """Return what is in a container, or in an object of somebody's class, so that it can be compared later."""
+    if depth == 0 or isinstance(value, (*_PLAIN, Tensor, nn.Module, type)) or callable(value):
+        return value
+    if isinstance(value, dict):
+        return {key: content_of(item, depth - 1) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [content_of(item, depth - 1) for item in value]
+    if isinstance(value, set):
+        return sorted(map(repr, value))
+    held = getattr(value, "__dict__", None)
+    return value if held is None else (type(value), content_of(dict(held), depth - 1))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Compare plain values by value, containers item by item, everything else by identity."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    return isinstance(one, _PLAIN) and bool(one == other)

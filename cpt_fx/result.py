@@ -1,0 +1,368 @@
+"""The result of a transform is the model's own tree: its modules, of classes derived from the user's.
+
+A derived class runs rewritten graphs instead of the plain forward, whoever calls: the model as a whole, a layer, a
+method. All else is the user's class: name, signature, methods, isinstance.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
+
+from cpt_fx.frames import skip_frame
+from cpt_fx.layer_state import PREFIX, forget, is_range, moved, own
+from cpt_fx.optable import HIDING, OPENED
+
+if TYPE_CHECKING:
+    from cpt_fx.session import Session
+
+PART = "_cpt_fx_part"
+"""Attribute of a module that runs rewritten graphs: the `Part` it is."""
+CALL_HOOKS = (
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks",
+)  # fmt: skip
+POSITION = f"{PREFIX}position"
+"""Key in the state_dict under which the root keeps the schedule's position."""
+PRODUCTS: tuple[type[nn.Module], ...] = (*OPENED, *HIDING)
+"""Torch's layers that multiply."""
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_BY_TYPE = ("__dict__", "__weakref__")
+"""What `type` puts into every class by itself."""
+
+
+class Part:
+    """What a module knows of the transform: whose part it is, and a forward of its own that the user gave it."""
+
+    def __init__(self, session: Session, forward: Callable[..., Any] | None = None) -> None:
+        self.session = session
+        self.forward = forward
+
+
+class Transformed(nn.Module):
+    """What every derived class has in front of the user's."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Keep it from the user's class that it has a subclass."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # `type(module)(...)` and `sequence[:2]` make plain modules.
+        object.__setattr__(self, "__class__", plain_class(type(self)))
+        type(self).__init__(self, *args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if isinstance(value, nn.Module) and PART in self.__dict__:
+            take_in(value, part_of(self).session)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Take a module in: from now on it runs rewritten graphs, too."""
+        super().add_module(name, module)
+        if module is not None and PART in self.__dict__:
+            take_in(module, part_of(self).session)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Transformed:
+        """Move our tensors with the module, as they are: an average would lose its tail in half precision."""
+        ours = {id(tensor) for tensor in own(self).values()}
+
+        def applied(tensor: Tensor) -> Tensor:
+            return moved(tensor, fn(tensor).device) if id(tensor) in ours else fn(tensor)
+
+        with part_of(self).session.settled():
+            super()._apply(applied, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        session = part_of(self).session
+        mark = session.state.mark() if session.root is self else None
+        if mark is not None:
+            destination[prefix + POSITION] = mark
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
+        unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        session = part_of(self).session
+        position = state_dict.pop(prefix + POSITION, None) if session.root is self else None
+        given = [key for key in state_dict if key.startswith(prefix + PREFIX) and is_range(key.removeprefix(prefix))]
+        if session.grows:
+            for key in given:
+                name = key.removeprefix(prefix)
+                if name not in own(self):
+                    self.register_buffer(name, torch.zeros_like(state_dict[key]))
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        lost = [name for name in own(self) if prefix + name not in state_dict]
+        if lost:
+            missing_keys[:] = [key for key in missing_keys if key.removeprefix(prefix) not in lost]
+            if not given and any(prefix + name in state_dict for name in (*self._parameters, *self._buffers)):
+                forget(self)
+                session.lose_ranges()
+        if session.root is self and _is_plain(state_dict, prefix, self):
+            session.forget_ranges()
+            session.lose_ranges()
+        if position is not None:
+            session.state.resume(position, session.kind)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle by naming the user's class."""
+        made = super().__reduce_ex__(protocol)
+        assert isinstance(made, tuple)
+        function, args, *rest = made
+        return _rebuilt, (function, tuple(_plain(arg) for arg in args)), *rest
+
+
+def _is_plain(state_dict: Any, prefix: str, root: nn.Module) -> bool:
+    """Whether a checkpoint has all of a model's parameters, and nothing of ours."""
+    if any(key.startswith(prefix) and PREFIX in key for key in state_dict):
+        return False
+    names = [name for name, _ in root.named_parameters() if PREFIX not in name]
+    return bool(names) and all(prefix + name in state_dict for name in names)
+
+
+def _plain(value: Any) -> Any:
+    return plain_class(value) if isinstance(value, type) and issubclass(value, nn.Module) else value
+
+
+def _rebuilt(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Make a module of the user's class, and give it the derived one."""
+    module = function(*args)
+    if isinstance(module, nn.Module) and not isinstance(module, Transformed):
+        object.__setattr__(module, "__class__", derived(type(module)))
+    return module
+
+
+def part_of(module: nn.Module) -> Part:
+    """Return what a module of a result knows of the transform."""
+    part: Part = module.__dict__[PART]
+    return part
+
+
+_DERIVED: weakref.WeakValueDictionary[type[nn.Module], type[nn.Module]] = weakref.WeakValueDictionary()
+
+
+def derived(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the class that runs rewritten graphs in the place of a user's class."""
+    if issubclass(cls, Transformed):
+        return cls
+    if "parametrizations" in cls.__dict__ or cls.__name__.startswith("Parametrized"):
+        # Torch gives each parametrized module a class of its own, and takes it away again by its base.
+        base = derived(cls.__bases__[0])
+        return type(cls.__name__, (base,), {key: value for key, value in cls.__dict__.items() if key not in _BY_TYPE})
+    made = _DERIVED.get(cls)
+    if made is None:
+        made = _DERIVED[cls] = types.new_class(cls.__name__, (Transformed, cls), {}, lambda body: _fill(body, cls))
+    return made
+
+
+def plain_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the user's class that a class was derived from."""
+    if not issubclass(cls, Transformed):
+        return cls
+    if cls.__name__.startswith("Parametrized") and cls.__bases__[0] is not Transformed:
+        body = {key: value for key, value in cls.__dict__.items() if key not in _BY_TYPE}
+        return type(cls.__name__, (plain_class(cls.__bases__[0]),), body)
+    # Not always the class itself: fully_shard derives another one from it.
+    made = next(base for base in cls.__mro__ if base.__bases__[0] is Transformed)
+    plain: type[nn.Module] = made.__bases__[1]
+    return plain
+
+
+def plain_layer(layer: nn.Module) -> nn.Module:
+    """Return a layer of the user's class that shares all with one of a result, for a tracer to look at."""
+    if PART not in layer.__dict__:
+        return layer
+    made: nn.Module = object.__new__(plain_class(type(layer)))
+    # Without hooks: where there are some, the layer itself is called.
+    made.__dict__ = {
+        key: type(value)() if key in CALL_HOOKS else value for key, value in layer.__dict__.items() if key != PART
+    }
+    return made
+
+
+def _fill(body: dict[str, Any], cls: type[nn.Module]) -> None:
+    body.update({"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__})
+    body["forward"] = _forward_of(cls)
+    if issubclass(cls, fx.GraphModule):
+        body.update(_of_graph_modules(cls))
+    elif not hasattr(cls, "graph"):
+        body["graph"] = _Graph()
+    for name, function in _methods(cls):
+        body[name] = _watched(function)
+    if "__deepcopy__" in dir(cls):
+        body["__deepcopy__"] = _deepcopy_of(cls)
+
+
+def _forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        part: Part = self.__dict__[PART]
+        session = part.session
+        # A compiler that comes by cannot ask for threads; it runs in the one that holds the engine, if any does.
+        if session.running if torch.compiler.is_dynamo_compiling() else session.runs_here():
+            return cls.forward(self, *args, **kwargs) if part.forward is None else part.forward(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling() and (view := session.views.get((id(self), False))) is not None:
+            return view.forward(*args, **kwargs)
+        return session.enter(self, args, kwargs)
+
+    # The same code for all classes: compiled, it would be captured for each of them, up to a limit.
+    skip_frame(forward.__code__)
+    functools.update_wrapper(forward, cls.forward)
+    forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
+    # torch.jit would follow it to the plain code.
+    del forward.__wrapped__  # type: ignore[attr-defined]
+    return forward
+
+
+def _methods(cls: type[nn.Module]) -> Iterable[tuple[str, Callable[..., Any]]]:
+    """Return the methods that the user's classes have, forward aside: what they multiply is quantized, too."""
+    found: dict[str, Callable[..., Any]] = {}
+    for base in reversed(cls.__mro__):
+        if base.__module__.partition(".")[0] in ("torch", "builtins", "abc", "cpt_fx"):
+            continue
+        found |= {
+            name: value
+            for name, value in vars(base).items()
+            if isinstance(value, types.FunctionType) and (not name.startswith("__") or name == "__call__")
+        }
+    return [(name, found[name]) for name in found if name != "forward" and getattr(cls, name, None) is found[name]]
+
+
+def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let what a method multiplies by itself, between modules that it calls, go through quantizers."""
+
+    @functools.wraps(function)
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        part: Part | None = self.__dict__.get(PART)
+        if part is None:
+            return function(self, *args, **kwargs)
+        session = part.session
+        if session.running if torch.compiler.is_dynamo_compiling() else session.is_watching():
+            return function(self, *args, **kwargs)
+        return session.watch(function, self, args, kwargs)
+
+    return method
+
+
+def _deepcopy_of(cls: type[nn.Module]) -> Callable[..., Any]:
+    def __deepcopy__(self: nn.Module, memo: dict[int, Any]) -> nn.Module:  # noqa: N807
+        # The user's own way of copying makes a plain module; its parts are copied by theirs.
+        object.__setattr__(self, "__class__", cls)
+        part = self.__dict__.pop(PART)
+        try:
+            new: nn.Module = copy.deepcopy(self, memo)
+        finally:
+            object.__setattr__(self, "__class__", derived(cls))
+            self.__dict__[PART] = part
+        memo[id(self)] = new
+        new.__dict__[PART] = copy.deepcopy(part, memo)
+        object.__setattr__(new, "__class__", derived(type(new)))
+        return new
+
+    return __deepcopy__
+
+
+def _of_graph_modules(cls: type[nn.Module]) -> dict[str, Any]:
+    """Return what a model that came as a graph does otherwise: its graph is the rewritten one, its code its own."""
+    plain: Any = cls
+
+    def recompile(self: nn.Module) -> Any:
+        # It writes to the class of the module.
+        object.__setattr__(self, "__class__", cls)
+        try:
+            return plain.recompile(self)
+        finally:
+            object.__setattr__(self, "__class__", derived(cls))
+
+    def graph(self: nn.Module) -> fx.Graph:
+        session = part_of(self).session
+        found: fx.Graph = session.graph_of(self) if self is session.root else plain.graph.fget(self)
+        return found
+
+    return {"recompile": recompile, "graph": property(graph, plain.graph.fset)}
+
+
+class _Graph:
+    """`result.graph`: the one graph that holds the model. Whatever the model itself calls so comes first."""
+
+    def __get__(self, module: nn.Module | None, owner: type) -> Any:
+        if module is None:
+            return self
+        for held in (module._parameters, module._buffers, module._modules):
+            if "graph" in held:
+                return held["graph"]
+        if PART not in module.__dict__:
+            raise AttributeError("graph")
+        return part_of(module).session.graph_of(module)
+
+
+def adopt(tree: nn.Module, session: Session) -> bool:
+    """Give all modules from one on down that may multiply the classes that run rewritten graphs, in place.
+
+    Return whether there were any that had not.
+    """
+    part: Part | None = tree.__dict__.get(PART)
+    another = part is not None and part.session is not session
+    if isinstance(tree, parametrize.ParametrizationList) or (
+        part is not None and another and part.session.root is tree
+    ):
+        return False
+    found = another or (part is None and may_multiply(tree))
+    for child in tree._modules.values():
+        if child is not None:
+            found |= adopt(child, session)
+    if part is not None:
+        # A layer out of another result, or the copy of one, becomes ours.
+        part.session = session
+    elif may_multiply(tree):
+        tree.__dict__[PART] = Part(session, tree.__dict__.pop("forward", None))
+        object.__setattr__(tree, "__class__", derived(type(tree)))
+    return found
+
+
+def take_in(module: nn.Module, session: Session) -> None:
+    """Adopt a module that is put into the tree, and note that it has learned nothing."""
+    adopt(module, session)
+    session.look_again()
+
+
+def may_multiply(module: nn.Module) -> bool:
+    """Whether a module has products of its own, or is a place for modules that have: layers of torch are known."""
+    if isinstance(module, (*PRODUCTS, *_CONTAINERS)):
+        return True
+    return bool(module._modules) or not type(module).__module__.startswith("torch.nn.modules")
+
+
+def sessions_in(model: nn.Module) -> list[tuple[str, Session]]:
+    """Return every transform that a model has to do with, each with the path at which its result stands in the model.
+
+    Where there are only layers out of a result, their names are those that they have in it.
+    """
+    found: dict[int, tuple[str, Session]] = {}
+    for name, module in model.named_modules():
+        part = module.__dict__.get(PART)
+        if part is not None and (id(part.session) not in found or part.session.root is module):
+            found[id(part.session)] = (name if part.session.root is module else "", part.session)
+    return list(found.values())
+
+
+def plain_rest(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the layers with products that stand outside of everything transformed."""
+    inside: set[int] = set()
+    rest: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_modules():
+        if PART in module.__dict__:
+            inside |= {id(part) for part in module.modules()}
+        if id(module) not in inside and isinstance(module, PRODUCTS):
+            rest.append((name, module))
+    return rest

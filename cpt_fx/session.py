@@ -1,0 +1,506 @@
+"""One transformed model: its tree, its graphs, and how a call of any of its modules finds the graph to run."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import fx, nn
+
+from cpt_fx.bodies import graphs_of
+from cpt_fx.capture import Examples, trace_module
+from cpt_fx.capture.base import CaptureError
+from cpt_fx.capture.expected import expect_ranges
+from cpt_fx.capture.tree import Places
+from cpt_fx.capture.views import called_by
+from cpt_fx.capture.watch import Watch, has_global_hooks
+from cpt_fx.errors import TransformError
+from cpt_fx.formats import FULL_PRECISION
+from cpt_fx.frames import imported_aside, is_compiler_around, skip_frame
+from cpt_fx.graph_module import QuantizedGraphModule
+from cpt_fx.history import LOGGER, History, check_coverage
+from cpt_fx.layer_state import place_for_widths, ranges
+from cpt_fx.meta import CALLED, ENTRY, QUANTIZER, Uncovered
+from cpt_fx.names import Names
+from cpt_fx.overrides import SELECTED, Patterns, Selected, check_before_capture
+from cpt_fx.pass_base import Report, unique
+from cpt_fx.pipeline import Pipeline
+from cpt_fx.reminders import Reminder
+from cpt_fx.result import PART, adopt, part_of, plain_class
+from cpt_fx.runtime import Precision
+from cpt_fx.widths import is_free
+
+if TYPE_CHECKING:
+    from cpt_fx.dynamo.engine import Engine
+
+
+class Entry(NamedTuple):
+    """What a traced graph is of."""
+
+    path: str
+    """That of the module whose forward it is."""
+    every_module: bool
+    """Whether it calls every module inside, since hooks are set that run for all."""
+
+
+WHOLE = Entry("", False)
+"""The model."""
+
+
+ACTIVE: list[Session] = []
+"""The results whose own code runs at this moment: what it multiplies, in whichever thread, they see to."""
+
+
+def nets_asleep() -> ExitStack:
+    """Let calls through that are none of that code: rewritten graphs, traces, another result's code."""
+    stack = ExitStack()
+    for session in ACTIVE:
+        stack.enter_context(session.engine.net.asleep())
+    return stack
+
+
+@dataclass(frozen=True)
+class Capture:
+    """One rewritten graph, and why it ends where it ends."""
+
+    view: QuantizedGraphModule
+    reports: tuple[Report, ...]
+    broken_by: str = ""
+    """Why the code could not go on in this graph, with file and line; empty where it returned."""
+    is_whole: bool = False
+    """Whether Dynamo made it of all of the model's code."""
+    watch: Watch | None = None
+    """What the code of a traced graph has read; None where Dynamo guards it, and in a copy before its first call."""
+
+    def is_outdated(self) -> bool:
+        """Whether the code of a traced graph would make another one by now."""
+        return self.watch is not None and not self.view.is_edited() and self.watch.changed()
+
+
+class Session:
+    """A transform and its result: `root` is the model's own tree, whose modules call `enter`."""
+
+    def __init__(
+        self, root: nn.Module, pipeline: Pipeline, capture: str, notes: tuple[str, ...] = (), *, strict: bool
+    ) -> None:
+        self.root = root
+        self.kind = type(root).__name__
+        self.pipeline = pipeline
+        self.auto = capture == "auto"
+        self.frontend = _frontend(root, capture)
+        """How graphs are found: `dynamo` as the code runs, else the graph is there at once."""
+        self.notes = notes
+        self.strict = strict
+        self.examples = False
+        """Whether this call is that of the examples given to transform."""
+        self.state = Precision(root)
+        self.state.stand_on(place_for_widths(root, self.state.device))
+        if strict and self._without_kernels:
+            raise TransformError(f"strict=True, but {self._without_kernels[0]}")
+        self.names = Names()
+        self.selected = Selected()
+        self.left: list[Uncovered] = []
+        self.breaks_because = ""
+        """Why Dynamo cannot make one graph of the model; empty as long as it can."""
+        self.ineffective: tuple[str, ...] = ()
+        self.found: list[Capture] = []
+        """Graphs that Dynamo found."""
+        self.traced: dict[Entry, Capture] = {}
+        """Graphs that torch.fx traced."""
+        self._start()
+
+    def _start(self) -> None:
+        self.running = False
+        """Whether Dynamo runs the model's own code at this moment, in whichever thread."""
+        self.watching = 0
+        self.moving = 0
+        self.views: dict[tuple[int, bool], QuantizedGraphModule] = {}
+        """Traced graphs by the module they are of, for compilers that come by."""
+        self._engine: Engine | None = None
+        self._evaluates = False
+        self.has_lost_ranges = False
+        """Whether parameters were loaded without the ranges that belong to them."""
+        self.reminder = Reminder()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to this process."""
+        derived = ("running", "watching", "views", "_engine", "_evaluates", "reminder")
+        state = {key: value for key, value in self.__dict__.items() if key not in derived}
+        # What has changed since it was traced is traced again by the copy.
+        state["traced"] = {entry: found for entry, found in self.traced.items() if not found.is_outdated()}
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Start anew: what Dynamo found is found again at the first call."""
+        self.__dict__.update(state)
+        self._start()
+
+    # What there is.
+
+    @property
+    def captures(self) -> list[Capture]:
+        """Every rewritten graph."""
+        return [*self.traced.values(), *self.found]
+
+    @property
+    def grows(self) -> bool:
+        """Whether graphs may still be found: a checkpoint may then know more ranges than there are by now."""
+        return self.frontend == "dynamo"
+
+    def graphs(self) -> list[fx.GraphModule]:
+        """Return every rewritten graph, those inside others too."""
+        return [module for capture in self.captures for module in graphs_of(capture.view)]
+
+    def graph_of(self, module: nn.Module) -> fx.Graph:
+        """Return the graph that holds the whole model; AttributeError where none does."""
+        whole = self.traced.get(WHOLE) or self._whole()
+        if module is not self.root or whole is None:
+            raise AttributeError(
+                f"{self.kind} is not one graph: cpt_fx.graphs(result) lists those that there are, "
+                "cpt_fx.single_graph(result, example_inputs) makes one where that can be"
+            )
+        return whole.view.graph
+
+    def _whole(self) -> Capture | None:
+        """Return the graph that Dynamo made of the whole model, if it did; that of its latest run."""
+        whole = [capture for capture in self.found if capture.is_whole]
+        return None if self.breaks_because or not whole else whole[-1]
+
+    def history(self) -> History:
+        """Return what is known of the graphs found so far."""
+        several = (f"the code cannot be one graph: {self.breaks_because}",) if self.breaks_because else ()
+        reports = tuple(report for capture in self.captures for report in capture.reports)
+        breaks = unique(capture.broken_by for capture in self.found if capture.broken_by)
+        if self.left:
+            reports = (*reports, Report("net", 0, uncovered=tuple(self.left)))
+        notes = (*self.notes, *several, *self.ineffective, *self._without_kernels)
+        return History(self.frontend, notes, reports, repr(self.pipeline), self.kind, breaks)
+
+    @property
+    def places(self) -> Places:
+        """Where the tensors and modules are: read anew for each graph, since tensors may be replaced."""
+        return Places(self.root)
+
+    def module_types(self) -> dict[str, type[nn.Module]]:
+        """Return the class of every module, by all of its paths."""
+        return {path: plain_class(type(module)) for path, module in self.root.named_modules(remove_duplicate=False)}
+
+    def check_patterns(self) -> None:
+        """Refuse names and types that select nothing, as far as that is known before there is a graph."""
+        for step in self.pipeline:
+            for argument in ("exclude", "overrides"):
+                check_before_capture(Patterns(getattr(step, argument, None) or (), argument), self.module_types())
+
+    def judge_patterns(self) -> None:
+        """Raise for patterns that select nothing, note those that have no effect, now that the graphs are known."""
+        self.ineffective = self.selected.check(self.module_types().items())
+        if self.frontend == "dynamo":  # whose other notes are no warnings
+            for note in self.ineffective:
+                LOGGER.warning("%s", note)
+
+    # Calls.
+
+    def runs_here(self) -> bool:
+        """Whether Dynamo runs the model's own code in this very thread: its modules are called as they are."""
+        return self._engine is not None and self._engine.runs_here()
+
+    def is_watching(self) -> bool:
+        """Whether a method of the model runs, or its code: what it multiplies is seen to."""
+        return self.watching > 0 or self.runs_here()
+
+    @property
+    def engine(self) -> Engine:
+        """What runs the model's code through Dynamo."""
+        if self._engine is None:
+            from cpt_fx.dynamo.engine import Engine  # torch's compiler is slow to import
+
+            self._engine = Engine(self)
+        return self._engine
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the rewritten graph of a module, which is found now where there is none."""
+        if _traces((args, kwargs)) or _traces(args) or _traces(kwargs.values()):
+            raise TransformError(
+                "torch.fx cannot trace a transformed model: its graphs are there already, in cpt_fx.graphs(result)"
+            )
+        if torch.compiler.is_dynamo_compiling():
+            from cpt_fx.dynamo import entry
+
+            return entry.enter(self, module, args, kwargs)
+        if is_compiler_around():
+            return imported_aside("cpt_fx.dynamo.entry").enter(self, module, args, kwargs)
+        view = self.view_for(module)
+        return self.engine.run(module, args, kwargs) if view is None else self.run(view, args, kwargs)
+
+    def run(self, view: QuantizedGraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a traced graph. What it multiplies has quantizers: a method of the model that calls it need not look."""
+        if not ACTIVE:
+            return view.forward(*args, **kwargs)
+        with nets_asleep():
+            return view.forward(*args, **kwargs)
+
+    def view_for(self, module: nn.Module) -> QuantizedGraphModule | None:
+        """Get ready for a call: return the traced graph to run, None where Dynamo is to run the code."""
+        if module.__dict__.get("_is_replica"):
+            raise TransformError("torch.nn.DataParallel copies modules: use DistributedDataParallel")
+        if self.frontend == "dynamo":
+            self._refuse_tools()
+        if not self.reminder.awake:
+            self.reminder.call(self)
+        self.state.ready()
+        view = None if self.frontend == "dynamo" else self._traced_view(module)
+        if self.root.training:
+            self._evaluates = False
+        elif not self._evaluates and not self.examples:
+            self._evaluates = True
+            self.look_at_ranges()
+        return view
+
+    def _refuse_tools(self) -> None:
+        """Refuse tools that cannot look into code that Dynamo captures: they would get it without quantizers."""
+        tool = ""
+        if torch._C._is_tracing():
+            tool = "torch.jit.trace"
+        elif torch.compiler.is_exporting():
+            tool = "torch.export"
+        elif torch._C._are_functorch_transforms_active():
+            tool = "torch.func"
+        elif any(
+            value is not None and not isinstance(value, nn.Parameter)
+            for module in self.root.modules()
+            for value in module._parameters.values()
+        ):
+            tool = "torch.func.functional_call"
+        if tool:
+            raise TransformError(
+                f"{tool} cannot follow a transformed model that Dynamo captures. Give it "
+                "cpt_fx.single_graph(result, example_inputs), which is one graph, or transform with capture='symbolic'"
+            )
+
+    def _traced_view(self, module: nn.Module) -> QuantizedGraphModule | None:
+        every_module = has_global_hooks()
+        view = self.views.get((id(module), every_module))
+        if view is not None:
+            entry: Entry = view.meta[ENTRY]
+            watch = self.traced[entry].watch
+            if watch is None or not watch.changed():
+                return view
+        else:
+            path = next((name for name, found in self.root.named_modules() if found is module), None)
+            if path is None:
+                raise TransformError(
+                    f"this {type(module).__name__} is no part of the transformed {self.kind} any more: its graph is "
+                    "not known. Transform it anew, or put it back"
+                )
+            entry = Entry(path, every_module)
+        return self._traced_again(module, entry)
+
+    def _traced_again(self, module: nn.Module, entry: Entry) -> QuantizedGraphModule | None:
+        known = self.traced.get(entry)
+        if known is not None and known.watch is None:
+            # A copy, or out of a pickle: the graph came along.
+            self.traced[entry] = replace(known, watch=Watch(module, called_by(known.view)))
+            self.views[id(module), entry.every_module] = known.view
+            return known.view
+        self.adopt_new()
+        if known is not None and known.watch is not None:
+            self.refuse_to_drop(known.view)
+            name = f"{self.kind}.{entry.path}" if entry.path else self.kind
+            LOGGER.warning("%s is captured again, since %s; ranges are kept", name, known.watch.said())
+        try:
+            self.trace(entry)
+        except CaptureError as error:
+            if not self.auto:
+                # What the changed model would raise itself is for its author to see.
+                own = error.__cause__
+                raise own if isinstance(own, AttributeError) and "Proxy" not in str(own) else error from None
+            if entry.path == "":
+                self.traced.clear()
+                self.views.clear()
+                self.frontend = "dynamo"
+                self.notes = (*self.notes, f"not captured by torch.fx any more: {error}")
+                LOGGER.warning("%s is captured by Dynamo from now on: %s", self.kind, error)
+            return None
+        return self.views[id(module), entry.every_module]
+
+    def refuse_to_drop(self, view: QuantizedGraphModule) -> None:
+        """Raise where a new capture would lose what the user has done to a graph."""
+        if view.is_edited():
+            raise TransformError(
+                f"{self.kind} was changed, which needs a new graph, but its graph was edited, and the edits would be "
+                "lost: undo the change, or transform the changed model anew"
+            )
+
+    def adopt_new(self) -> None:
+        """Let modules that were put into the tree run rewritten graphs, too."""
+        if adopt(self.root, self):
+            self.look_again()
+
+    def begin(self, examples: Examples | None) -> None:
+        """Capture the whole model, as far as that can be done without running it."""
+        if self.frontend != "dynamo":
+            try:
+                self.trace(WHOLE, examples)
+            except CaptureError as error:
+                if not self.auto:
+                    raise
+                self.traced.clear()
+                self.views.clear()
+                self.frontend, self.notes = (
+                    "dynamo",
+                    (
+                        *self.notes,
+                        f"not captured by torch.fx: {error}",
+                    ),
+                )
+        if self.frontend == "dynamo":
+            self.check_patterns()
+            expect_ranges(self)
+            return
+        self.judge_patterns()
+        check_coverage(self.history(), self.graphs(), strict=self.strict)
+
+    def trace(self, entry: Entry, examples: Examples | None = None) -> None:
+        """Trace the code of a module with torch.fx, and rewrite the graph; then those of modules that it calls."""
+        with nets_asleep():
+            found = trace_module(self, entry.path, examples, every_module=entry.every_module)
+        if found.loses and self.auto:
+            raise CaptureError(found.loses)
+        found.view.meta[ENTRY] = entry
+        reports = self.rewrite(found.view)
+        self.traced[entry] = Capture(found.view, reports, watch=found.watch)
+        module = self.root.get_submodule(entry.path)
+        self.views[id(module), entry.every_module] = found.view
+        found.view.note_edits()
+        self.notes = unique((*self.notes, *found.notes))
+        for node in found.view.graph.find_nodes(op="call_module"):
+            called = self.root.get_submodule(str(node.target))
+            inner = Entry(str(node.target), entry.every_module)
+            ours = PART in called.__dict__ and part_of(called).session is self
+            if CALLED in node.meta and ours and inner not in self.traced:
+                self.trace(inner)
+
+    def rewrite(self, view: QuantizedGraphModule) -> tuple[Report, ...]:
+        """Run the passes on a graph."""
+        view.meta[SELECTED] = self.selected
+        with nets_asleep():
+            reports = self.pipeline.run(view)
+        self.state.pin()
+        return reports
+
+    def watch(self, function: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run a method of the model: what it multiplies by itself goes through quantizers."""
+        from cpt_fx.dynamo import entry  # torch's compiler is slow to import
+
+        return entry.watch(self, function, module, args, kwargs)
+
+    # State.
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Let widths and records stand where the model stands, once all that is moved inside has moved."""
+        before = self._without_kernels
+        self.moving += 1
+        try:
+            yield
+        finally:
+            self.moving -= 1
+        if self.moving:
+            return
+        self.state.stand_on(place_for_widths(self.root, self.state.device))
+        if self._without_kernels != before:
+            for note in self._without_kernels:
+                LOGGER.warning("%s: %s", self.kind, note)
+
+    @property
+    def _without_kernels(self) -> tuple[str, ...]:
+        """Say where products of integers are asked for and there are none."""
+        if not any(step.reaches == "lowered" for step in self.pipeline):
+            return ()
+        names = unique(tensor.device.type for tensor in self.root.parameters() if tensor.device.type != "cpu")
+        return tuple(f"execution='integer' has no kernels for {name}: products are simulated there" for name in names)
+
+    def forget(self) -> None:
+        """Forget what was observed and recorded: it came from a run that only looked at the model."""
+        self.state.forget()
+        self.forget_ranges()
+
+    def look_again(self) -> None:
+        """Look at the ranges once more at the next evaluation: there are layers that have learned nothing."""
+        self._evaluates = False
+
+    def lose_ranges(self) -> None:
+        """Note that there are parameters without the ranges that belong to them: the next evaluation warns of it."""
+        self.has_lost_ranges, self._evaluates = True, False
+
+    def forget_ranges(self) -> None:
+        """Let all running ranges start anew."""
+        self._evaluates = False
+        for _, *tensors in ranges(self.root):
+            for tensor in tensors:
+                tensor.detach().zero_()
+
+    def look_at_ranges(self) -> None:
+        """Warn where evaluation is about to use ranges that have learned nothing, or a NaN, where looking is free."""
+        if self.frontend == "dynamo":
+            with nets_asleep():
+                expect_ranges(self)  # those of a layer that is new
+        known = self.graphs()
+        widths = self.state.now()
+        used = {
+            node.meta[QUANTIZER].ranges
+            for graph in known
+            for node in graph.graph.nodes
+            if QUANTIZER in node.meta and 0 < widths.get(node.meta[QUANTIZER].dial.name, 0) < FULL_PRECISION
+        }
+        plain = [
+            found
+            for found in ranges(self.root)
+            if (found[0] in used or not known) and all(is_free(tensor) for tensor in found[1:])
+        ]
+        unlearned = [name for name, _, _, weight in plain if not float(weight.detach())]
+        if unlearned:
+            text = (
+                f"{self.kind} is evaluated before {_some(unlearned)} learned anything: each batch's own range is used "
+                "there. Train a step, or load a checkpoint that has ranges"
+            )
+            # Who has loaded weights expects to evaluate them; before any training there is little to be wrong about.
+            if self.has_lost_ranges:
+                warnings.warn(text, stacklevel=2)
+            else:
+                LOGGER.warning("%s", text)
+        broken = [name for name, low, size, _ in plain if not bool((low + size).isfinite())]
+        if broken:
+            warnings.warn(
+                f"{_some(broken)} is not finite: a NaN or infinity went through in training, and evaluation will "
+                "return NaN there",
+                stacklevel=2,
+            )
+
+
+def _traces(values: Iterable[Any]) -> bool:
+    for value in values:  # noqa: SIM110  (a generator is a frame that a compiler around would look at)
+        if isinstance(value, fx.Proxy):
+            return True
+    return False
+
+
+def _frontend(root: nn.Module, capture: str) -> str:
+    if capture in ("dynamo", "export"):
+        return "dynamo"
+    if capture == "program":
+        return "export"
+    return "given" if isinstance(root, fx.GraphModule) else "symbolic"
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+# A compiler around the model finds nothing to compile in these: it is given the graph that they lead to.
+for _function in (Session.enter, Session.run, Session.runs_here, _traces):
+    skip_frame(_function.__code__)
