@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from cpt_fx.costs import cost as cost
     from cpt_fx.errors import ExportError as ExportError
     from cpt_fx.errors import TransformError as TransformError
+    from cpt_fx.evaluating import at_bits as at_bits
     from cpt_fx.formats import Format as Format
+    from cpt_fx.inspection import VerificationError as VerificationError
     from cpt_fx.inspection import inspect as inspect
     from cpt_fx.overrides import Override as Override
     from cpt_fx.pipeline import Pipeline as Pipeline
@@ -40,12 +42,14 @@ if TYPE_CHECKING:
 _HOMES = {
     "Bits": "cpt_fx.schedules",
     "CaptureError": "cpt_fx.capture",
+    "at_bits": "cpt_fx.evaluating",
     "cost": "cpt_fx.costs",
     "ExportError": "cpt_fx.errors",
     "Format": "cpt_fx.formats",
     "Override": "cpt_fx.overrides",
     "Pipeline": "cpt_fx.pipeline",
     "TransformError": "cpt_fx.errors",
+    "VerificationError": "cpt_fx.inspection",
     "graphs": "cpt_fx.api",
     "inspect": "cpt_fx.inspection",
     "revert": "cpt_fx.api",
