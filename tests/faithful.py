@@ -104,7 +104,7 @@ def _check_refusal(expected: str, model: nn.Module, schedule: Schedule, options:
 
 
 def _check_names(result: nn.Module, names: list[str]) -> None:
-    ours = [name for name in result.state_dict() if "_cpt_fx." not in name]
+    ours = [name for name in result.state_dict() if "cpt_fx" not in name]
     assert ours == names, "the state_dict has other keys"
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from cpt_fx.bodies import OUTER, bodies
+from cpt_fx.layer_state import is_range
 from cpt_fx.meta import QUANTIZER, SITE, STATE, Dial, Operand, Quantizer, Site
 
 
@@ -39,6 +40,8 @@ def _state_name(node: fx.Node) -> str:
         return ""
     if path.startswith(f"{STATE}."):
         return f"${path.removeprefix(f'{STATE}.')}"
+    if is_range(path.rpartition(".")[2]):
+        return f"${path}"
     return f"${path}" if path.rpartition(".")[2] == "training" else ""
 
 
@@ -64,10 +67,10 @@ def _call(module: fx.GraphModule, node: fx.Node, inline: dict[fx.Node, str]) -> 
         return f"{node.name} = {node.target}"
     shown = [show(value) for value in node.args]
     # The three buffers of a running range are one thing.
-    ranges = [text for text in shown if text.startswith("$ranges.")]
+    ranges = [text for text in shown if text.startswith("$") and is_range(text[1:].rpartition(".")[2])]
     if ranges:
         place = shown.index(ranges[0])
-        shown[place : place + len(ranges)] = [f"{ranges[0].rpartition('.')[0]}.*"]
+        shown[place : place + len(ranges)] = [f"{ranges[0].rpartition('_')[0]}_*"]
     shown += [f"{key}={show(value)}" for key, value in node.kwargs.items() if key != "record"]
     if node.op == "call_method":
         return f"{node.name} = {shown[0]}.{node.target}({', '.join(shown[1:])})"

@@ -18,8 +18,8 @@ from cpt_fx.integer import choice
 from cpt_fx.integer.counts import RATIO
 from cpt_fx.optable import MULTIPLY
 from cpt_fx.recipes import Recipe
-from cpt_fx.runtime import precision_of
 from cpt_fx.schedules import Bits, Static
+from cpt_fx.standalone import precision_of
 from tests.passes import Apply
 
 CODES = Bits(4, 4, 8)
@@ -137,10 +137,8 @@ def counts(model: nn.Module) -> Tensor:
 
 
 def set_widths(model: nn.Module, forward: int, gradient: int) -> None:
-    """Write widths as a schedule does."""
-    state = precision_of(model)
-    for name, width in state.bits.named_buffers():
-        width.fill_(gradient if name.startswith("gradient") else forward)
+    """Let a schedule say the widths from now on."""
+    Static(Bits(forward, forward, gradient)).bind(model)
 
 
 def difference(ours: list[Tensor], theirs: list[Tensor]) -> float:

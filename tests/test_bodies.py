@@ -18,9 +18,9 @@ from cpt_fx.pass_base import stage_of
 from cpt_fx.passes import Annotate, Bind, Insert, Normalize, Share, Verify
 from cpt_fx.pipeline import Pipeline
 from cpt_fx.recipes import paper
-from cpt_fx.runtime import precision_of
 from cpt_fx.schedules import Bits, Static
 from cpt_fx.spec import SpecError
+from cpt_fx.standalone import precision_of
 from tests.fused_graphs import GraphMaker, recurrent, results
 from tests.passes import assert_same
 
@@ -95,7 +95,8 @@ def test_the_numbers_are_those_of_the_flat_graph(depth: int) -> None:
     x = torch.randn(4, 3)
     for bits in (32, 4, 2):
         for module in (flat, nested):
-            for width in precision_of(module).bits.buffers():
+            held: Any = precision_of(module).bits
+            for width in held.buffers():
                 width.fill_(bits)
         ours, theirs = results(nested, x), results(flat, x)
         assert_same(ours, theirs)
@@ -121,7 +122,7 @@ def test_every_pass_goes_inside(depth: int) -> None:
     found = {(node.meta[QUANTIZER].operand, node.meta[QUANTIZER].role) for node in inner.graph.nodes
              if QUANTIZER in node.meta}  # fmt: skip
     assert found == {("input", "activation"), ("other", "weight"), ("bias", "bias"), ("gradient", "gradient")}
-    assert all(graph._modules["_cpt_fx"] is module._cpt_fx for graph in graphs)
+    assert all(state_of(graph) is module._cpt_fx for graph in graphs)
 
 
 def test_inputs_that_are_parameters_are_weights() -> None:
@@ -209,7 +210,7 @@ def test_copies_and_pickles_keep_bodies() -> None:
         graphs = graphs_of(again)
         assert len(graphs) == 3
         assert graphs[0] is again
-        assert all(graph._modules["_cpt_fx"] is again._cpt_fx for graph in graphs)
+        assert all(state_of(graph) is again._cpt_fx for graph in graphs)
         assert again._cpt_fx is not module._cpt_fx
         assert [body.__dict__[OUTER] for body in graphs[1:]] == graphs[:-1]
         Verify()(again)
@@ -227,7 +228,7 @@ def test_a_body_follows_the_mode_of_its_layer() -> None:
     module = recurrent(nn.LSTM(3, 4))
     Pipeline.standard(schedule=Static(4)).run(module)
     inputs = torch.randn(5, 2, 3), torch.zeros(1, 2, 4), torch.zeros(1, 2, 4)
-    learned = module.get_buffer("_cpt_fx.ranges.rnn.hh_l0.input.running_weight")
+    learned = module.get_buffer("rnn.cpt_fx_hh_l0_input_range_weight")
     module(*inputs)
     after = float(learned)
     module.eval()
@@ -274,7 +275,7 @@ def test_a_layer_inside_and_outside_keeps_its_own_range() -> None:
     quantized(module)
     ranges = [node.meta[QUANTIZER].ranges for node in nodes_of(module) if QUANTIZER in node.meta]
     assert [path for path in ranges if path] == [
-        "ranges.layer.matmul.input", "ranges.other.matmul.input", "ranges.other.matmul.input",
+        "layer.cpt_fx_matmul_input_range", "other.cpt_fx_matmul_input_range", "other.cpt_fx_matmul_input_range",
     ]  # fmt: skip
 
 

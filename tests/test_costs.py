@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import cpt_fx
 from cpt_fx.costs import Cost, cost
-from cpt_fx.runtime import precision_of
 from cpt_fx.schedules import NAMES, Custom, Piecewise, Schedule, Static, named
+from cpt_fx.standalone import precision_of
 from tests import golden_data
 from tests.inspection.models import Net, images, transformed
 from tests.zoo import ZOO
@@ -199,7 +199,7 @@ def test_widths_of_a_layer_are_those_the_dials_show() -> None:
     dials = {"head": "minus_1", "stem": "fixed_7"}
     flops = {layer.name: layer.flops for layer in covered(model, schedule).layers}
     for _ in range(40):
-        widths = {name: int(tensor) for name, tensor in precision_of(model).bits.named_buffers()}
+        widths = precision_of(model).now()
         for name in expected:
             width = {role: next((bits for dial, bits in widths.items()
                                  if dial.startswith(role) and dial.endswith(dials.get(name, role))), widths[role])

@@ -44,8 +44,8 @@ def check_gradients(model: nn.Module, data: dict[str, Tensor]) -> None:
 
 def check_range(model: nn.Module, layer: str, data: dict[str, Tensor], prefix: str = "") -> None:
     """Compare a layer's running range."""
-    for name in ("running_zero_point", "running_range"):
-        ours = model.state_dict()[f"_cpt_fx.ranges.{layer}.input.{name}"]
+    for part, name in (("min", "running_zero_point"), ("size", "running_range")):
+        ours = model.state_dict()[f"{layer}.cpt_fx_input_range_{part}".removeprefix(".")]
         close(ours.reshape(()), data[prefix + name].reshape(()))
 
 

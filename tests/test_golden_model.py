@@ -32,6 +32,10 @@ def transformed(net: nn.Module, schedule: cpt_fx.schedules.Schedule) -> nn.Modul
     return cpt_fx.transform(net, schedule, recipe=paper(gradient_rounding="nearest"), exclude=("8",))
 
 
+PARTS = {"min": "running_zero_point", "size": "running_range"}
+"""What we keep of a running range, and what the reference calls it."""
+
+
 def schedule() -> cpt_fx.schedules.Schedule:
     about = load("model")
     return named("CR", q_min=about["q_min"], q_max=about["q_max"], total_steps=about["total"],
@@ -65,8 +69,8 @@ def test_twenty_steps_from_the_initial_state() -> None:
         for name in net.state_dict():
             close(state[name], DATA[f"after_step.{name}"][step])
         for layer in ("0", "3"):
-            for name in ("running_zero_point", "running_range"):
-                ours = state[f"_cpt_fx.ranges.{layer}.input.{name}"]
+            for part, name in PARTS.items():
+                ours = state[f"{layer}.cpt_fx_input_range_{part}"]
                 close(ours.reshape(()), DATA[f"after_step_ranges.{layer}.{name}"][step].reshape(()))
 
 
@@ -74,10 +78,12 @@ def test_twenty_steps_from_the_initial_state() -> None:
 def test_evaluation_of_the_trained_net(bits: int) -> None:
     model = transformed(plain_net("final."), Static(Bits(bits, bits, 8)))
     ranges = {
-        f"_cpt_fx.ranges.{layer}.input.{name}": DATA[f"ranges.{layer}.{name}"].reshape(())
+        f"{layer}.cpt_fx_input_range_{part}": DATA[f"ranges.{layer}.{name}"].reshape(())
         for layer in ("0", "3")
-        for name in ("running_zero_point", "running_range")
+        for part, name in PARTS.items()
     }
+    # A range without weight has learned nothing: evaluation would not use it.
+    ranges |= {f"{layer}.cpt_fx_input_range_weight": torch.ones(()) for layer in ("0", "3")}
     model.load_state_dict(model.state_dict() | ranges)
     model.eval()
     close(model(DATA["held_x"]), DATA[f"eval_logits_{bits}"])

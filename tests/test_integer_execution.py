@@ -25,8 +25,8 @@ from cpt_fx.formats import Format, Group, Rounding, Scheme
 from cpt_fx.integer.counts import Outcome
 from cpt_fx.integer.ops import INTEGER_LINEAR, TO_INTEGER
 from cpt_fx.recipes import Recipe, Rule
-from cpt_fx.runtime import precision_of
 from cpt_fx.schedules import Bits, Static
+from cpt_fx.standalone import precision_of
 from tests.integer_models import CODES, Convolutions, Encoder, always, both, counts, difference, products, set_widths
 from tests.passes import Apply, numbers, only
 from tests.programs import PROGRAM, program_of

@@ -62,16 +62,16 @@ def test_a_learned_range_starts_at_the_first_batch_and_is_trained() -> None:
     net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
     model = cpt_fx.transform(net, Static(4), recipe=with_input("learned"))
     x = torch.randn(64, 8)
-    ranges = [name for name, _ in model.named_parameters() if name.startswith("_cpt_fx.ranges.")]
-    assert len(ranges) == 4
-    assert list(dict(model.named_parameters()))[:4] == list(dict(net.named_parameters()))
+    ranges = [name for name, _ in model.named_parameters() if "cpt_fx_" in name]
+    assert ranges == [f"{layer}.cpt_fx_input_range_{part}" for layer in "02" for part in ("min", "size")]
+    assert [name for name, _ in model.named_parameters() if name not in ranges] == list(dict(net.named_parameters()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(x).square().sum().backward()
-    first = model.get_parameter("_cpt_fx.ranges.0.input.running_range").detach().clone()
+    first = model.get_parameter("0.cpt_fx_input_range_size").detach().clone()
     assert first == x.max() - x.min()
     optimizer.step()
     model(x)
-    assert model.get_parameter("_cpt_fx.ranges.0.input.running_range") != first
+    assert model.get_parameter("0.cpt_fx_input_range_size") != first
     model.eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     model(10 * x)
@@ -111,7 +111,7 @@ def test_a_percentile_range_is_used_in_training_and_averaged_for_evaluation() ->
     x[0, 0] = 1000.0
     model(x)
     state = model.state_dict()
-    running = state["_cpt_fx.ranges.0.input.running_range"] / state["_cpt_fx.ranges.0.input.running_weight"]
+    running = state["0.cpt_fx_input_range_size"] / state["0.cpt_fx_input_range_weight"]
     torch.testing.assert_close(running, percentile_extent(x, 90.0).range)
     assert running < 10
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from cpt_fx.bodies import bodies, nodes_of
+from cpt_fx.bodies import bodies, nodes_of, state_of
 from cpt_fx.meta import QUANTIZER, SITE
 from cpt_fx.opening import recurrent as parts
 from cpt_fx.pipeline import Pipeline
@@ -176,7 +176,7 @@ def test_the_state_is_that_of_the_model_and_nothing_else() -> None:
     assert [name for name in module.state_dict() if "step" in name] == []
     assert {name.split(".")[0] for name in module.state_dict()} == {"rnn", "_cpt_fx"}
     ((_, body),) = bodies(module)
-    assert body._modules["_cpt_fx"] is module._cpt_fx
+    assert state_of(body) is module._cpt_fx
 
 
 def test_an_empty_sequence_is_refused() -> None:

@@ -17,7 +17,7 @@ from cpt_fx.meta import Dial
 from cpt_fx.overrides import Override
 from cpt_fx.runtime import width_of
 from cpt_fx.schedules import Bits, Custom, Delayed, Schedule, Static, named
-from tests.training import train_step
+from tests.training import show_widths, train_step
 
 CAPTURES = pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
 
@@ -162,7 +162,7 @@ def test_verify_knows_the_width_of_a_schedule_of_its_own() -> None:
     (name,) = {
         view.dial.name for view in cpt_fx.inspect(model).quantizers if (view.layer, view.role) == ("head", "weight")
     }
-    model.get_submodule("_cpt_fx.bits").get_buffer(name).fill_(5)
+    show_widths(model, **{name: 5})
     with pytest.raises(ValueError, match="is at 5 bits; for training at step 0 it should be at 2"):
         cpt_fx.inspect(model).verify()
 

@@ -87,7 +87,7 @@ def test_the_zoo(name: str) -> None:
     result = exported(model, *args, **kwargs)
     assert cpt_fx.inspect(result).capture.frontend == "export"
     check_parity(result, reference, args, kwargs)
-    assert [key for key in result.state_dict() if not key.startswith("_cpt_fx.")] == list(reference.state_dict())
+    assert [key for key in result.state_dict() if "cpt_fx" not in key] == list(reference.state_dict())
     assert all(value is dict(model.named_parameters())[key] for key, value in result.named_parameters())
     check_same_output(evaluate(copy.deepcopy(result), args, kwargs), evaluate(copy.deepcopy(reference), args, kwargs))
     if name in NOT_BATCHED:
@@ -111,8 +111,8 @@ def test_layers_have_the_names_of_the_symbolic_frontend(name: str) -> None:
     model, args, kwargs = ZOO[name]()
     symbolic = cpt_fx.transform(model, Static(32), capture="symbolic")
     result = exported(ZOO[name]()[0], *args, **kwargs)
-    found = [[node.meta[SITE].layer for node in graph.graph.nodes if SITE in node.meta]
-             for graph in (*cpt_fx.graphs(symbolic), result)]  # fmt: skip
+    found = [[node.meta[SITE].layer for graph in cpt_fx.graphs(one) for node in graph.graph.nodes if SITE in node.meta]
+             for one in (symbolic, result)]  # fmt: skip
     assert found[0] and found[0] == found[1]
 
 
@@ -292,7 +292,7 @@ def test_a_program_learns_to_switch(training: bool) -> None:
     assert set(modes.values()) == {training}
     check_parity(result, reference, (x,), {})
     check_parity(result, reference, (torch.randn(8, 4),), {})
-    assert [key for key in result.state_dict() if not key.startswith("_cpt_fx.")] == list(reference.state_dict())
+    assert [key for key in result.state_dict() if "cpt_fx" not in key] == list(reference.state_dict())
     assert all(value is program.state_dict[key] for key, value in result.named_parameters())
     again = pickle.loads(pickle.dumps(result))
     check_same_output(evaluate(again, (x,), {}), evaluate(result, (x,), {}))
@@ -303,7 +303,7 @@ def test_a_program_is_taken_as_the_module_that_it_becomes() -> None:
     module, _ = program_module(program_of(model, x))
     result, given = transformed(program_of(model, x), 4), cpt_fx.transform(module, Static(4))
     assert [cpt_fx.inspect(one).capture.frontend for one in (result, given)] == ["export", "given"]
-    assert result.code == cpt_fx.graphs(given)[0].code
+    assert cpt_fx.graphs(result)[0].code == cpt_fx.graphs(given)[0].code
     check_same_output(evaluate(result, (x,), {}), evaluate(given, (x,), {}))
 
 

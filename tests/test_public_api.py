@@ -44,6 +44,7 @@ SIGNATURES: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "cost": (cpt_fx.cost, "(model, schedule, example_inputs, *, example_kwargs=None, count='paper', steps=None)"),
     "inspect": (cpt_fx.inspect, "(result)"),
+    "at_bits": (cpt_fx.at_bits, "(model, bits)"),
     "revert": (cpt_fx.revert, "(model)"),
     "graphs": (cpt_fx.graphs, "(model)"),
     "single_graph": (
@@ -63,9 +64,9 @@ def test_signatures(name: str) -> None:
 
 def test_names() -> None:
     assert cpt_fx.__all__ == [
-        "Bits", "CaptureError", "ExportError", "Format", "Override", "Pipeline", "TransformError", "cost", "export",
-        "functional", "graphs", "inspect", "ort", "passes", "recipes", "revert", "schedules", "single_graph", "study",
-        "transform",
+        "Bits", "CaptureError", "ExportError", "Format", "Override", "Pipeline", "TransformError",
+        "VerificationError", "at_bits", "cost", "export", "functional", "graphs", "inspect", "ort", "passes",
+        "recipes", "revert", "schedules", "single_graph", "study", "transform",
     ]  # fmt: skip
     assert schedules.NAMES == ("CR", "LR", "ER", "RR", "CT", "LT", "ETV", "ETH", "RTV", "RTH")
     assert schedules.Bits._fields == ("weight", "activation", "gradient")

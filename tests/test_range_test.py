@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import cpt_fx
 from cpt_fx.api import history_of
 from cpt_fx.range_test import RangeTest, default_loss, range_test
-from cpt_fx.runtime import Precision
+from cpt_fx.standalone import precision_of
 
 Batch = tuple[Tensor, Tensor]
 
@@ -39,9 +39,9 @@ def make_model_of(seed: int) -> nn.Module:
 
 
 def width_of(model: nn.Module) -> int:
-    (state,) = [module for module in model.modules() if isinstance(module, Precision)]
-    assert state.schedule is not None
-    return state.schedule.bits(0).weight
+    schedule = precision_of(model).schedule
+    assert schedule is not None
+    return schedule.bits(0).weight
 
 
 class Scripted:
@@ -146,7 +146,7 @@ def test_widths_gradient_and_recipe_reach_the_model() -> None:
     bits = set()
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
-        (state,) = [module for module in model.modules() if isinstance(module, Precision)]
+        state = precision_of(model)
         bits.add(tuple(int(width) for width in (state.schedule.bits(0) if state.schedule else ())))
         assert not model.training or "paper" in history_of(model).pipeline
         return default_loss(model, batch)

@@ -63,11 +63,18 @@ def test_a_checkpoint_inside_forward_is_dropped_and_told(caplog: pytest.LogCaptu
     assert torch.equal(model(x), plain(x))
 
 
-def test_a_backward_hook_on_a_layer_is_refused() -> None:
-    net = nn.Sequential(nn.Linear(3, 3))
-    net[0].register_full_backward_hook(lambda *_: None)
-    with pytest.raises(cpt_fx.CaptureError, match="module '0' \\(Linear\\) has a backward hook"):
-        cpt_fx.transform(net, Static(8), capture="symbolic")
+def test_a_backward_hook_on_a_layer_runs_where_it_was() -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    seen: list[Tensor] = []
+    net[0].register_full_backward_hook(lambda module, inputs, outputs: seen.append(outputs[0]))  # type: ignore[index]
+    x = torch.randn(2, 3, requires_grad=True)
+    for model in (net, cpt_fx.transform(net, Static(32), capture="symbolic")):
+        model(x).square().sum().backward()
+    assert len(seen) == 2 and torch.equal(*seen)
+    low = cpt_fx.transform(net, Static(4), capture="symbolic")
+    low(x).sum().backward()
+    assert len(seen) == 3
+    assert {quantizer.layer for quantizer in cpt_fx.inspect(low).quantizers if quantizer.times_run} == {"0", "2"}
 
 
 def test_hooks_on_the_whole_model_move_to_the_result() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -15,8 +16,9 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import cpt_fx
-from cpt_fx.runtime import precision_of
+from cpt_fx.layer_state import PARTS
 from cpt_fx.schedules import Bits, Schedule, Static, named
+from cpt_fx.standalone import precision_of
 from tests.training import check_same, check_same_output, records, same, train_step, widths
 from tests.zoo import ZOO, Residual
 
@@ -133,12 +135,13 @@ def test_a_loaded_model_brings_its_schedule() -> None:
 @pytest.mark.parametrize(
     ("how", "name"), [(how, name) for how in ("deepcopy", "pickle") for name in OTHERS if (how, name) not in UNPICKLED]
 )
-def test_copies_of_other_graphs(name: str, how: str) -> None:
+def test_copies_of_other_graphs(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, args, kwargs = ZOO[name]()
+    # As classes of a model that is to be pickled are: where its module says.
+    monkeypatch.setattr(sys.modules[type(model).__module__], type(model).__qualname__, type(model), raising=False)
     result = cpt_fx.transform(model, Static(5), capture="symbolic")
-    if how == "pickle":  # classes made in a function do not pickle, the result needs none of them
-        result.__dict__.pop("_cpt_fx_history")
-    twin, graph = COPIES[how](result), cast(fx.GraphModule, result).graph
+    twin: Any = COPIES[how](result)
+    graph = cast(fx.Graph, result.graph)
     assert str(twin.graph) == str(result.graph)
     assert set(twin.graph.nodes).isdisjoint(graph.nodes)
     for one in (result, twin):
@@ -147,6 +150,7 @@ def test_copies_of_other_graphs(name: str, how: str) -> None:
     tied = [name for name, _ in result.named_parameters(remove_duplicate=False)]
     assert [name for name, _ in twin.named_parameters(remove_duplicate=False)] == tied
     assert len(list(twin.parameters())) == len(list(result.parameters()))
+    assert isinstance(twin, type(model))
 
 
 def test_three_hundred_layers() -> None:
@@ -196,8 +200,8 @@ def test_casts(dtype: torch.dtype) -> None:
     steps(result, plan)
     result = result.half() if dtype is torch.float16 else result.to(dtype)
     for name, tensor in result.state_dict().items():
-        kind = torch.float32 if ".ranges." in name else torch.int64 if ".bits." in name or name.endswith(
-            ("num_batches_tracked", "steps")) else dtype  # fmt: skip
+        kind = torch.float32 if "_range_" in name else torch.int64 if name.endswith(
+            ("num_batches_tracked", "steps", "cpt_fx_position")) else dtype  # fmt: skip
         assert tensor.dtype is kind, name
     assert all(record.dtype is torch.int64 for record in records(result).values())
     plan.step()
@@ -328,15 +332,27 @@ def test_another_schedule_takes_over() -> None:
     assert widths(result)["weight"] == 5
 
 
+def test_another_schedule_is_followed_by_graphs_that_come_later() -> None:
+    plan, other = schedule(), Static(5)
+    result = cpt_fx.transform(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), plan, capture="dynamo")
+    other.bind(result)
+    result(torch.randn(2, 4))
+    assert widths(result)["weight"] == 5
+    result[1] = nn.Linear(4, 4)  # type: ignore[operator]
+    result(torch.randn(2, 4))
+    plan.step()
+    assert widths(result)["weight"] == 5
+
+
 def test_a_part_in_evaluation_mode_keeps_its_ranges() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     result = cpt_fx.transform(model, Static(4))
-    ranges = precision_of(result).ranges
     result(torch.randn(8, 4))
     result.get_submodule("0").eval()
-    before = {name: tensor.clone() for name, tensor in ranges.named_buffers()}
+    before = {name: tensor.clone() for name, tensor in result.named_buffers()}
+    assert set(before) == {f"{layer}.cpt_fx_input_range_{part}" for layer in "02" for part in PARTS}
     result(5 * torch.randn(8, 4))
-    changed = {name.partition(".")[0] for name, tensor in ranges.named_buffers() if not same(tensor, before[name])}
+    changed = {name.partition(".")[0] for name, tensor in result.named_buffers() if not same(tensor, before[name])}
     assert changed == {"2"}
 
 
@@ -346,18 +362,23 @@ def test_revert_gives_the_trained_model() -> None:
     result = cpt_fx.transform(model, plan)
     steps(result, plan)
     plain = cpt_fx.revert(result)
-    assert plain is model and type(plain) is Net
-    assert int(model.steps) == 2 and int(model.block.bn1.num_batches_tracked) == 2  # type: ignore[arg-type]
+    assert type(plain) is Net and plain is not model and type(plain.block) is Residual
+    assert all(plain.get_parameter(name) is parameter for name, parameter in model.named_parameters())
+    assert int(plain.steps) == 2 and int(plain.block.bn1.num_batches_tracked) == 2  # type: ignore[arg-type]
     moved = result.to(torch.float64)
     moved.eval()
-    assert cpt_fx.revert(moved) is model
-    assert not model.training and not model.block.bn1.training
-    assert model.block.bn1.running_mean is moved.get_buffer("block.bn1.running_mean")
-    assert model.head.weight.dtype is torch.float64
-    assert not [name for name, _ in model.named_modules() if "cpt" in name]
-    assert not [key for key in model.state_dict() if "cpt" in key]
+    again = cpt_fx.revert(moved)
+    assert isinstance(again, Net) and not again.training and not again.block.bn1.training
+    assert plain.training and result is moved, "what was taken back before stays in its mode"
+    assert again.block.bn1.running_mean is moved.get_buffer("block.bn1.running_mean")
+    assert again.head.weight.dtype is torch.float64
+    assert [type(module) for module in again.modules()] == [type(module) for module in model.modules()]
+    assert list(again.state_dict()) == list(model.state_dict())
+    assert not [name for name, _ in again.named_modules() if "cpt" in name]
+    assert not [key for key in again.state_dict() if "cpt" in key]
+    assert "cpt_fx_position" in moved.state_dict(), "the result stays what it is"
     Static(32).bind(moved)
-    assert torch.equal(model(batch()[0].double()), moved(batch()[0].double()))
+    assert torch.equal(again(batch()[0].double()), moved(batch()[0].double()))
 
 
 @pytest.mark.parametrize("how", COPIES)
@@ -371,7 +392,8 @@ def test_revert_of_a_copy_is_a_copy(how: str) -> None:
     assert isinstance(plain, Net) and plain is not model
     assert plain.get_parameter("head.weight") is twin.get_parameter("head.weight")
     assert int(plain.steps) == 4 and int(model.steps) == 2
-    assert cpt_fx.revert(result) is model
+    first = cpt_fx.revert(result)
+    assert first.get_parameter("head.weight") is model.head.weight is not plain.get_parameter("head.weight")
     again = cpt_fx.transform(plain, Static(6))
     assert widths(again)["weight"] == 6
 
@@ -380,16 +402,19 @@ def test_graphs_and_fx_tools() -> None:
     model, args, _ = ZOO["in_place_modules"]()
     result = cpt_fx.transform(model, Static(4))
     (graph,) = cpt_fx.graphs(nn.Sequential(result))
-    assert graph is result and isinstance(result, fx.GraphModule)
+    assert isinstance(graph, fx.GraphModule) and graph.graph is cast(Any, result).graph
+    assert type(result).__name__ == type(model).__name__ and isinstance(result, type(model))
     result.eval()
-    result.graph.lint()
-    assert torch.equal(fx.Interpreter(result).run(*args), result(*args))
-    text = result.print_readable(print_output=False)
+    graph.graph.lint()
+    assert torch.equal(fx.Interpreter(graph).run(*args), result(*args))
+    text = graph.print_readable(print_output=False)
     assert "torch.ops.cpt_fx.fake_quantize" in text and "torch.ops.cpt_fx.quantize_gradient" in text
-    result.recompile()
-    assert "fc.weight" in dict(result.named_parameters())
-    with pytest.raises(RuntimeError, match="this Linear runs inside the rewritten graph; call the transformed model"):
-        result.get_submodule("fc")(torch.ones(4))
+    graph.recompile()
+    assert "fc.weight" in dict(graph.named_parameters())
+    layer = result.get_submodule("fc")
+    assert isinstance(layer, nn.Linear)
+    x = torch.randn(2, layer.in_features)
+    assert not torch.equal(layer(x), F.linear(x, layer.weight, layer.bias)), "a layer called by itself is quantized"
 
 
 def test_a_checkpointed_step_teaches_the_ranges_once() -> None:
@@ -402,8 +427,8 @@ def test_a_checkpointed_step_teaches_the_ranges_once() -> None:
             model(inputs).sum().backward()
         else:
             checkpoint(model, inputs, use_reentrant=reentrant).sum().backward()
-        ranges.append(model.state_dict()["_cpt_fx.ranges.0.input.running_range"])
-        assert model.state_dict()["_cpt_fx.ranges.0.input.running_weight"] == pytest.approx(0.1)
+        ranges.append(model.state_dict()["0.cpt_fx_input_range_size"])
+        assert model.state_dict()["0.cpt_fx_input_range_weight"] == pytest.approx(0.1)
     assert torch.equal(ranges[0], ranges[1])
     assert torch.equal(ranges[0], ranges[2])
 
@@ -425,8 +450,9 @@ def test_functions_that_torch_makes_inside_others_pickle() -> None:
 def test_a_nan_in_training_is_told_with_the_layers_name() -> None:
     model = cpt_fx.transform(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)), Static(8))
     model(torch.full((2, 3), torch.nan))
-    with pytest.warns(UserWarning, match=r"running range of 0\.input, 2\.input is not finite"):
-        model.eval()
+    model.eval()
+    with pytest.warns(UserWarning, match=r"^0\.cpt_fx_input_range, 2\.cpt_fx_input_range is not finite: a NaN"):
+        model(torch.ones(2, 3))
 
 
 def test_what_goes_around_a_model_is_put_on_afterwards() -> None:

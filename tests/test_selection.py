@@ -138,8 +138,8 @@ def test_patterns_without_an_effect_are_noted() -> None:
         pass
 
     model = WithNorm(nn.Linear(4, 4), nn.LayerNorm(4))
-    history = history_of(cpt_fx.transform(model, Static(4), exclude=(nn.LayerNorm, "1"), overrides={"1": 8}))
-    notes = [note for report in history.reports for note in report.notes if "no effect" in note]
+    result = cpt_fx.transform(model, Static(4), exclude=(nn.LayerNorm, "1"), overrides={"1": 8})
+    notes = [note for note in cpt_fx.inspect(result).capture.notes if "no effect" in note]
     assert len(notes) == 3
     assert notes[0] == "exclude 'LayerNorm' selects modules in which nothing is quantized: no effect"
 

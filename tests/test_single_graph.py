@@ -18,11 +18,10 @@ import cpt_fx
 from cpt_fx import CaptureError, recipes
 from cpt_fx.bodies import bodies
 from cpt_fx.graph_module import QuantizedGraphModule
-from cpt_fx.runtime import precision_of
 from cpt_fx.schedules import Schedule, Sequence, Static
 from cpt_fx.spec import check
 from tests.faithful import evaluate, step
-from tests.training import check_same, check_same_output, fresh, snapshot
+from tests.training import check_same, check_same_output, fresh, snapshot, widths
 from tests.zoo import ANY_MODEL
 from tests.zoo_any import missing
 
@@ -46,6 +45,10 @@ def by_dynamo(model: nn.Module, schedule: Schedule | None = None) -> nn.Module:
 
 def single(model: nn.Module, *args: Any, **kwargs: Any) -> fx.GraphModule:
     return cpt_fx.single_graph(by_dynamo(model), args, kwargs)
+
+
+def ranges_of(result: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in result.named_buffers() if "_range_" in name}
 
 
 def refusal(model: nn.Module, *args: Any, **kwargs: Any) -> str:
@@ -111,7 +114,7 @@ def test_it_is_the_result(name: str) -> None:
     (_, args, kwargs), (_, more, others) = entry.build(3), entry.build(3)
     check_same(step(graph, args, kwargs, 2), step(reference, more, others, 2))
     cpt_fx.inspect(graph).verify()
-    assert [key for key in graph.state_dict() if "_cpt_fx." not in key] == list(model.state_dict())
+    assert [key for key in graph.state_dict() if "cpt_fx" not in key] == list(model.state_dict())
     result.eval()
     (_, args, kwargs) = entry.build()
     with torch.no_grad():
@@ -120,6 +123,7 @@ def test_it_is_the_result(name: str) -> None:
     check_same_output(evaluate(graph, args, kwargs), evaluate(reference, more, others))
 
 
+@pytest.mark.filterwarnings("ignore:.* learned anything:UserWarning")
 def test_a_language_model_returns_its_own_class() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=20, n_positions=12, use_cache=False)
@@ -134,30 +138,37 @@ def test_a_language_model_returns_its_own_class() -> None:
     check_same_output(ours, theirs)
 
 
-def test_what_is_one_graph_already_is_returned() -> None:
-    result = cpt_fx.transform(nn.Linear(4, 4), Static(4), capture="symbolic")
-    assert cpt_fx.single_graph(result) is result
-    assert cpt_fx.single_graph(nn.Sequential(result)) is result
-    exported = cpt_fx.transform(torch.export.export(nn.Linear(4, 4), (X,)), Static(4))
-    assert cpt_fx.single_graph(exported, (X,)) is exported
+def test_what_is_one_graph_already_needs_no_examples() -> None:
+    result: Any = cpt_fx.transform(nn.Linear(4, 4), Static(4), capture="symbolic")
+    result(X)
+    for graph in (cpt_fx.single_graph(result), cpt_fx.single_graph(nn.Sequential(result))):
+        assert isinstance(graph, fx.GraphModule) and not isinstance(graph, nn.Linear)
+        assert str(graph.graph) == str(result.graph) and graph.graph is not result.graph
+        assert graph.weight is result.weight
+        check_same_output(graph.eval()(X), result.eval()(X))
+        assert cpt_fx.single_graph(graph) is graph
+        assert cpt_fx.single_graph(nn.Sequential(graph)) is graph
+        result.train()
+    exported = cpt_fx.transform(nn.Linear(4, 4), Static(4), capture="export", example_inputs=(X,))
+    graph = cpt_fx.single_graph(exported, (X,))
+    check_same_output(graph.eval()(X), exported.eval()(X))
 
 
 def test_it_shares_what_the_result_learns_and_follows_its_schedule() -> None:
     schedule = Sequence([Static(8, total_steps=1), Static(4, total_steps=3)])
     result = by_dynamo(Small(), schedule)
     result(X)
-    learned = {name: value.clone() for name, value in precision_of(result).ranges.named_buffers()}
+    learned = ranges_of(result)
     graph = cpt_fx.single_graph(result, (X,))
     assert isinstance(graph, QuantizedGraphModule)
-    assert learned and all(torch.equal(value, learned[name]) for name, value in
-                           precision_of(result).ranges.named_buffers())  # fmt: skip
+    assert learned and all(torch.equal(value, learned[name]) for name, value in ranges_of(result).items())
     ours, theirs = dict(graph.named_parameters()), dict(result.named_parameters())
     assert list(ours) == list(theirs) and all(ours[name] is theirs[name] for name in theirs)
-    assert precision_of(graph).ranges is precision_of(result).ranges
+    assert all(graph.get_buffer(name) is result.get_buffer(name) for name in learned)
     schedule.step()
-    assert int(precision_of(graph).bits.get_buffer("weight")) == 4
+    assert widths(graph)["weight"] == widths(result)["weight"] == 4
     graph(3 * X)
-    assert any(not torch.equal(value, learned[name]) for name, value in precision_of(result).ranges.named_buffers())
+    assert any(not torch.equal(value, learned[name]) for name, value in ranges_of(result).items())
 
 
 def test_its_mode_is_its_own() -> None:
@@ -166,8 +177,8 @@ def test_its_mode_is_its_own() -> None:
     result(X)
     graph = cpt_fx.single_graph(result, (X,))
     graph.eval()
-    assert int(precision_of(graph).bits.get_buffer("weight")) == 8
-    assert int(precision_of(result).bits.get_buffer("weight")) == 4
+    assert widths(graph)["weight"] == 8
+    assert widths(result)["weight"] == 4
     graph(X)  # nothing in the code asks for the mode
 
 
@@ -204,9 +215,15 @@ def test_loops_stay_loops() -> None:
     assert len(bodies(graph)) == 1
 
 
-def test_revert_gives_the_model_back() -> None:
-    model = Small()
-    assert cpt_fx.revert(single(model, X)) is model
+def test_revert_is_of_the_result_and_not_of_its_graph() -> None:
+    result = by_dynamo(Small())
+    graph = cpt_fx.single_graph(result, (X,))
+    for module in (graph, nn.Sequential(graph), copy.deepcopy(graph)):
+        with pytest.raises(cpt_fx.TransformError, match=r"this graph of Small stands alone.*revert\(result\)"):
+            cpt_fx.revert(module)
+    plain = cpt_fx.revert(result)
+    assert type(plain) is Small
+    assert all(plain.get_parameter(name) is parameter for name, parameter in graph.named_parameters())
 
 
 def test_gradients_stay_off_where_the_caller_switched_them_off() -> None:
@@ -327,8 +344,9 @@ def test_tensors_that_are_neither_arguments_nor_parameters_come_along() -> None:
     graph = cpt_fx.single_graph(result, (X,))
     check_same_output(graph(torch.ones(3, 4)), result(torch.ones(3, 4)))
     assert graph(X)[1] is model.shift
-    assert list(model.state_dict()) == [key for key in graph.state_dict() if "_cpt_fx." not in key]
-    assert len(dict(graph.named_buffers())) - len(dict(result.named_buffers())) == 2
+    assert list(model.state_dict()) == [key for key in graph.state_dict() if "cpt_fx" not in key]
+    buffers = [name for name, _ in graph.named_buffers() if not name.startswith("_cpt_fx.")]
+    assert len(buffers) - len(dict(result.named_buffers())) == 2
 
 
 def test_one_tensor_passed_twice() -> None:
@@ -361,6 +379,7 @@ def several_outputs(self: Any, x: Tensor) -> Any:
     return {"answer": Answer(x, [Point(x + 1, None)]), "same": x, "weight": self.one.weight, "dtype": torch.float32}
 
 
+@pytest.mark.filterwarnings("ignore:.* learned anything:UserWarning")
 def test_outputs_have_the_models_own_form() -> None:
     result = by_dynamo(Small(several_outputs))
     result.eval()

@@ -286,7 +286,9 @@ def test_a_given_graph_keeps_its_nodes() -> None:
     assert str(graph.graph) == text
     check_same(train_step(result, (x,), {}), train_step(reference, (x,), {}))
     assert result.get_parameter("0.weight") is model[0].weight
-    assert cpt_fx.revert(result) is graph
+    plain = cpt_fx.revert(result)
+    assert type(plain) is type(graph) and plain.state_dict().keys() == graph.state_dict().keys()
+    assert all(tensor is dict(graph.named_parameters())[name] for name, tensor in plain.named_parameters())
 
 
 def test_hooks_on_leaf_layers_run_every_time() -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cpt_fx.runtime import Precision, precision_of
+from cpt_fx.runtime import Widths
+from cpt_fx.standalone import precision_of
 
 Equal = Callable[["Tensor | None", "Tensor | None"], bool]
 
@@ -103,7 +104,7 @@ def train_step(model: nn.Module, args: Any, kwargs: dict[str, Any], *, seed: int
             if parameter.grad is not None:
                 parameter.sub_(lr * parameter.grad)
     given = {str(index): tensor.grad for index, tensor in enumerate(tensors_in((args, kwargs)))}
-    buffers = {name: tensor.clone() for name, tensor in model.named_buffers() if not name.startswith("_cpt_fx.")}
+    buffers = {name: tensor.clone() for name, tensor in model.named_buffers() if "cpt_fx" not in name}
     parameters = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     return Step(output, given, gradients, buffers, parameters)
 
@@ -136,14 +137,19 @@ def check_same_output(ours: Any, theirs: Any, equal: Equal = same) -> None:
 
 def widths(model: nn.Module) -> dict[str, int]:
     """Return the widths a transformed model has now, by the name of their dial."""
-    return {name: int(width) for name, width in precision_of(model).bits.named_buffers()}
+    return precision_of(model).now()
+
+
+def show_widths(model: nn.Module, **widths: int) -> None:
+    """Let a model run at other widths than its schedule says: what `verify` has to notice."""
+    state = precision_of(model)
+    for mode in ("in_training", "in_evaluation"):
+        state.__dict__[mode] = Widths({**state.__dict__[mode].values, **widths}, state.device)
 
 
 def records(model: nn.Module) -> dict[str, Tensor]:
     """Return what every quantizer noted, by its name."""
-    state = model.get_submodule("_cpt_fx")
-    assert isinstance(state, Precision)
-    return dict(state.records.named_buffers())
+    return dict(precision_of(model).records.named_buffers())
 
 
 def snapshot(model: nn.Module) -> Any:

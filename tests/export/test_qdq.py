@@ -14,6 +14,7 @@ import cpt_fx
 from cpt_fx import functional
 from cpt_fx.errors import ExportError
 from cpt_fx.formats import Group, Rounding, Scheme
+from cpt_fx.layer_state import PARTS
 from cpt_fx.recipes import default
 from tests.export.exported_cases import MODELS, evaluated, trained
 
@@ -99,17 +100,15 @@ def test_activations_are_codes_whose_values_are_those_of_pytorch(bits: int, tmp_
     values = everything(proto, {"x": 3 * x.numpy()})
     quantize = makers(proto, "QuantizeLinear")
     assert len(quantize) == 3 and bool(makers(proto, "Clip")) == (bits < 8)
-    state = model.get_submodule("_cpt_fx.ranges")
     for layer in ("stem", "conv", "head"):
-        ranges = state.get_submodule(f"{layer}.input")
+        ranges = [model.get_submodule(layer).get_buffer(f"cpt_fx_input_range_{part}") for part in PARTS]
         node = quantize[f"{layer}.input.QuantizeLinear"]
         last = makers(proto, "DequantizeLinear")[f"{layer}.input.DequantizeLinear"]
         codes = values[last.input[0]]
         assert codes.dtype == np.uint8 and codes.max() == 2**bits - 1 and len(np.unique(codes)) <= 2**bits
         ours = torch.ops.cpt_fx.fake_quantize_observed(
-            torch.from_numpy(values[node.input[0]].copy()), torch.tensor(bits), ranges.running_zero_point,
-            ranges.running_range, ranges.running_weight, False, scheme="affine_integer",
-        )  # fmt: skip
+            torch.from_numpy(values[node.input[0]].copy()), torch.tensor(bits), *ranges, False, scheme="affine_integer"
+        )
         assert np.array_equal(values[last.output[0]], ours.numpy())
 
 
@@ -272,11 +271,8 @@ def test_bad_input(tmp_path: Path) -> None:
 
 def test_a_range_that_is_not_finite(tmp_path: Path) -> None:
     model, x = trained("mlp")
-    model.get_submodule("_cpt_fx.ranges.2.input").get_buffer("running_range").fill_(float("inf"))
-    with (
-        pytest.raises(ExportError, match=r"2\.input cannot be quantized: its running range"),
-        pytest.warns(UserWarning, match="not finite"),
-    ):
+    model.get_submodule("2").get_buffer("cpt_fx_input_range_size").fill_(float("inf"))
+    with pytest.raises(ExportError, match=r"2\.input cannot be quantized: its running range"):
         qdq(model, (x,), tmp_path / "model.onnx")
 
 

@@ -323,6 +323,7 @@ def test_long_names_keep_their_ends() -> None:
     assert len(shortened("x" * 100, 34)) == 34
 
 
+@pytest.mark.filterwarnings("ignore:.* learned anything:UserWarning")
 def test_a_page_of_an_evaluated_model() -> None:
     model = Net()
     result = transformed(model).eval()

@@ -12,17 +12,16 @@ from torch import Tensor, nn
 
 import cpt_fx
 from cpt_fx.inspection import Verification, VerificationError
-from cpt_fx.meta import STATE
 from cpt_fx.native import simulate
-from cpt_fx.runtime import precision_of
 from cpt_fx.schedules import Static
 from cpt_fx.trial import eager_model, tensors_in, trial
 from tests.inspection.models import Net, cyclic, images, train_step, trained, transformed
+from tests.training import records, show_widths, widths
 from tests.zoo import ZOO, Build
 
 
 def record(model: nn.Module, name: str) -> Tensor:
-    return model.get_buffer(f"{STATE}.records.{name}")
+    return records(model)[name]
 
 
 def test_a_trained_model_is_proven() -> None:
@@ -153,7 +152,7 @@ def test_a_nan_that_only_the_trial_brings() -> None:
 def test_a_width_that_is_not_scheduled() -> None:
     model = trained(overrides={"head": 5})
     cpt_fx.inspect(model).verify()
-    precision_of(model).bits.get_buffer("weight").fill_(4)
+    show_widths(model, weight=4)
     with pytest.raises(VerificationError) as caught:
         cpt_fx.inspect(model).verify()
     message = str(caught.value)
@@ -164,6 +163,7 @@ def test_a_width_that_is_not_scheduled() -> None:
 # What it lets pass, and what it says then.
 
 
+@pytest.mark.filterwarnings("ignore:.* learned anything:UserWarning")
 def test_evaluation_only() -> None:
     model = transformed().eval()
     model(images())
@@ -261,7 +261,9 @@ def test_inputs_that_do_not_fit_are_told_in_a_sentence(
 def snapshot(model: nn.Module) -> list[Any]:
     state = [(name, tensor.clone()) for name, tensor in (*model.named_parameters(), *model.named_buffers())]
     gradients = [(name, None if p.grad is None else p.grad.clone()) for name, p in model.named_parameters()]
-    return [state, gradients, [module.training for module in model.modules()], torch.get_rng_state()]
+    ours = [*records(model).items(), *widths(model).items()]
+    ours = [(name, value.clone() if isinstance(value, Tensor) else value) for name, value in ours]
+    return [state, ours, gradients, [module.training for module in model.modules()], torch.get_rng_state()]
 
 
 def same(ours: Any, theirs: Any) -> bool:
@@ -287,7 +289,7 @@ def test_a_trial_leaves_no_trace(training: bool, gradients: bool) -> None:
     assert same(snapshot(model), before)
     assert schedule.position == 12
     schedule.step()
-    assert int(precision_of(model).bits.get_buffer("weight")) == schedule.bits(13).weight if training else 8
+    assert widths(model)["weight"] == (schedule.bits(13).weight if training else 8)
 
 
 def test_no_trace_when_the_model_fails() -> None:

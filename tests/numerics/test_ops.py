@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from cpt_fx.eager import host_value
 from cpt_fx.evidence import new_record
 from cpt_fx.numerics import Grid, quantize_or_pass
 from cpt_fx.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_OBSERVED, QUANTIZE_GRADIENT, QUANTIZERS, _grid_of
+from cpt_fx.widths import host_value
 
 FORMATS: list[dict[str, Any]] = [
     {},

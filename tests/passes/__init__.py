@@ -8,13 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from cpt_fx.capture import Captured, capture
+from cpt_fx.capture import trace_module
+from cpt_fx.capture.base import assemble
+from cpt_fx.capture.tree import own_tree
 from cpt_fx.meta import QUANTIZER, SITE, Quantizer, Site
 from cpt_fx.pass_base import Pass
 from cpt_fx.pipeline import Pipeline
 from cpt_fx.recipes import Recipe, Rule, paper
-from cpt_fx.runtime import precision_of
 from cpt_fx.schedules.base import Schedule
+from cpt_fx.session import Session
+from cpt_fx.standalone import precision_of
 
 NEAREST = paper(gradient_rounding="nearest")
 """A recipe without any random number: two runs agree to the bit."""
@@ -35,9 +38,9 @@ class Apply(nn.Module):
 
 def captured(model: nn.Module) -> fx.GraphModule:
     """Capture as `transform` does."""
-    found = capture(model, "symbolic", None, None)
-    assert isinstance(found, Captured)
-    return found.module
+    session = Session(own_tree(model), Pipeline(()), "symbolic", strict=False)
+    view = trace_module(session, "").view
+    return assemble(session.root, view.graph)
 
 
 def at_stage(model: nn.Module, last: str, schedule: Schedule | None = None, **options: Any) -> fx.GraphModule:
@@ -98,7 +101,8 @@ def targets(module: fx.GraphModule) -> list[Any]:
 
 def set_bits(module: nn.Module, bits: int) -> None:
     """Write one width to every dial."""
-    for width in precision_of(module).bits.buffers():
+    held: Any = precision_of(module).bits
+    for width in held.buffers():
         width.fill_(bits)
 
 

@@ -19,8 +19,8 @@ from cpt_fx.passes.normalize import Normalize
 from cpt_fx.passes.share import Share
 from cpt_fx.passes.verify import Verify
 from cpt_fx.recipes import paper
-from cpt_fx.runtime import precision_of
 from cpt_fx.schedules import Bits, Piecewise, Static
+from cpt_fx.standalone import precision_of
 from tests.graph_text import graph_text
 from tests.passes import NEAREST, assert_same, at_stage, numbers, only
 
@@ -36,7 +36,8 @@ def bound(model: nn.Module, schedule: Any = BITS, **options: Any) -> fx.GraphMod
 
 
 def widths(module: fx.GraphModule) -> dict[str, int]:
-    return {name: int(width) for name, width in sorted(precision_of(module).bits.named_buffers())}
+    held: Any = precision_of(module).bits
+    return {name: int(width) for name, width in sorted(held.named_buffers())}
 
 
 def test_the_three_roles_follow_the_schedule() -> None:
@@ -109,15 +110,19 @@ def test_the_three_roles_are_there_even_where_nothing_follows_them() -> None:
     assert widths(module) == {"weight": 4, "activation": 6, "gradient": 8}
 
 
-def test_a_dial_that_lost_its_readers_goes() -> None:
+def test_a_dial_that_lost_its_readers_stays_for_other_graphs() -> None:
     module = bound(nn.Sequential(nn.Linear(3, 3)), overrides={"0": 8})
     for node in module.graph.nodes:
         if QUANTIZER in node.meta:
             quantizer = node.meta[QUANTIZER]
             node.meta[QUANTIZER] = replace(quantizer, dial=replace(quantizer.dial, fixed=5))
     assert Bind(BITS)(module).changed == 4
-    assert {name for name in widths(module) if "fixed" in name} == {
-        "weight_fixed_5", "activation_fixed_5", "gradient_fixed_5",
+    read = {str(node.target) for node in module.graph.nodes if node.op == "get_attr" and "fixed" in str(node.target)}
+    assert read == {f"_cpt_fx.bits.{role}_fixed_5" for role in ("weight", "activation", "gradient")}
+    # Graphs of a model share its widths: another one may read what this one reads no more.
+    assert {name: width for name, width in widths(module).items() if "fixed" in name} == {
+        "weight_fixed_5": 5, "activation_fixed_5": 5, "gradient_fixed_5": 5,
+        "weight_fixed_8": 8, "activation_fixed_8": 8, "gradient_fixed_8": 8,
     }  # fmt: skip
 
 

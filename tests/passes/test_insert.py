@@ -50,19 +50,19 @@ def test_an_observer_reads_its_own_range_and_the_mode_of_its_layer() -> None:
     reads = [argument.target for argument in made.args[1:] if isinstance(argument, fx.Node)]
     assert reads == [
         "_cpt_fx.bits.activation",
-        "_cpt_fx.ranges.1.0.input.running_zero_point",
-        "_cpt_fx.ranges.1.0.input.running_range",
-        "_cpt_fx.ranges.1.0.input.running_weight",
+        "1.0.cpt_fx_input_range_min",
+        "1.0.cpt_fx_input_range_size",
+        "1.0.cpt_fx_input_range_weight",
         "1.0.training",
     ]
-    assert made.meta[QUANTIZER].ranges == "ranges.1.0.input"
+    assert made.meta[QUANTIZER].ranges == "1.0.cpt_fx_input_range"
     assert made.kwargs["momentum"] == 0.9
     module.get_submodule("1").eval()
     set_bits(module, 4)
     module(torch.randn(2, 3))
     # The part that is in evaluation mode uses its range, the other one learns.
-    assert module.get_buffer("_cpt_fx.ranges.0.input.running_weight") > 0
-    assert module.get_buffer("_cpt_fx.ranges.1.0.input.running_weight") == 0
+    assert module.get_buffer("0.cpt_fx_input_range_weight") > 0
+    assert module.get_buffer("1.0.cpt_fx_input_range_weight") == 0
 
 
 MODELS: dict[str, tuple[nn.Module, tuple[Tensor, ...]]] = {
@@ -240,8 +240,8 @@ def test_a_module_called_twice_keeps_one_range() -> None:
     observed = [found for found in module.graph.nodes if found.target is FAKE_QUANTIZE_OBSERVED]
     assert len(observed) == 2
     assert observed[0].args[2:5] == observed[1].args[2:5]
-    assert [name for name in module.state_dict() if "ranges" in name] == [
-        f"_cpt_fx.ranges.layer.input.running_{name}" for name in ("zero_point", "range", "weight")
+    assert [name for name in module.state_dict() if "_range_" in name] == [
+        f"layer.cpt_fx_input_range_{name}" for name in ("min", "size", "weight")
     ]
 
 

@@ -1,4 +1,4 @@
-"""Normalize: modules, methods, aliases and keywords to one form; one value per parameter; shells where layers were."""
+"""Normalize: modules, methods, aliases and keywords to one form; one value per parameter; layers stay in the tree."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrizations
 
-from cpt_fx.graph_module import Shell
 from cpt_fx.optable import ALIASES, FUSED, METHODS, SPECS
 from cpt_fx.pass_base import stage_of
 from cpt_fx.passes.normalize import Normalize
@@ -219,16 +218,18 @@ def test_a_layer_called_with_keywords_is_opened() -> None:
     assert_same(numbers(module, x), expected)
 
 
-def test_shells_stand_where_layers_were() -> None:
+def test_layers_stay_where_they_were_and_the_graph_reads_what_they_hold() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
     module = normalized(model)
-    shell = module.get_submodule("0")
-    assert isinstance(shell, Shell)
-    assert shell.weight is model[0].weight
-    with pytest.raises(RuntimeError, match="Linear runs inside the rewritten graph"):
-        shell(torch.randn(1, 3))
+    layer, bias = module.get_submodule("0"), module.get_parameter("0.bias")
+    assert type(layer) is nn.Linear
+    assert layer.weight is model[0].weight
+    x = torch.randn(1, 3)
+    assert torch.equal(layer(x), model[0](x))
     assert isinstance(module.get_submodule("1"), nn.Tanh)
     assert list(module.state_dict()) == list(model.state_dict())
+    layer.weight = nn.Parameter(torch.zeros(3, 3))
+    assert torch.equal(module(x), bias.tanh().expand(1, 3))
 
 
 def test_nodes_remember_the_layer_they_came_from() -> None:

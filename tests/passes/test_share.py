@@ -20,7 +20,7 @@ from cpt_fx.passes.share import Share
 from cpt_fx.passes.verify import Verify
 from cpt_fx.pipeline import Pipeline
 from cpt_fx.recipes import Recipe, default, integer, paper
-from cpt_fx.runtime import precision_of
+from cpt_fx.standalone import precision_of
 from tests.fused_graphs import GraphMaker
 from tests.graph_text import graph_text
 from tests.paper_models import LSTM, SelfAttention
@@ -55,10 +55,13 @@ def test_a_tensor_read_by_several_layers_is_quantized_once(recipe: Recipe) -> No
     assert inputs_of(module) == [("q", "k", "v")]
 
 
-def test_redundant_state_goes() -> None:
+def test_redundant_records_go_and_redundant_ranges_stay_unread() -> None:
     module = at_stage(three_layers(), "share", recipe=OBSERVED)
-    assert [name for name in module.state_dict() if "ranges" in name] == [
-        f"_cpt_fx.ranges.q.input.running_{name}" for name in ("zero_point", "range", "weight")
+    read = [str(node.target) for node in module.graph.nodes if node.op == "get_attr" and "_range_" in str(node.target)]
+    assert read == [f"q.cpt_fx_input_range_{name}" for name in ("min", "size", "weight")]
+    # Whoever counts on a model's buffers, an average of models for one, finds them again.
+    assert [name for name in module.state_dict() if "_range_" in name] == [
+        f"{layer}.cpt_fx_input_range_{name}" for layer in "qkv" for name in ("min", "size", "weight")
     ]
     assert list(module.get_submodule("_cpt_fx.records")._buffers) == ["q_input_q"]
     assert [node.name for node in module.graph.nodes if node.op == "get_attr" and not node.users] == []
@@ -118,7 +121,7 @@ def test_a_module_called_twice_on_one_tensor_keeps_both_updates() -> None:
         assert inputs_of(module) == [("layer",), ("layer",)]
         set_bits(module, 4)
         module(torch.randn(4, 3, generator=torch.Generator().manual_seed(1)))
-        found.append(module.get_buffer("_cpt_fx.ranges.layer.input.running_range"))
+        found.append(module.get_buffer("layer.cpt_fx_input_range_size"))
     assert torch.equal(*found)
     assert len(inputs_of(at_stage(model, "share", recipe=DYNAMIC))) == 1
 
@@ -131,7 +134,7 @@ def test_two_modules_that_read_the_same_sequence_merge() -> None:
     model = Apply(function, a=nn.Linear(3, 3), b=nn.Linear(3, 3))
     merged, apart = pair(model, recipe=OBSERVED)
     assert inputs_of(merged) == [("a", "b"), ("a", "b")]
-    assert not any("ranges.b" in name for name in merged.state_dict())
+    assert {str(node.target).partition(".")[0] for node in merged.graph.nodes if "_range_" in str(node.target)} == {"a"}
     for module in (merged, apart):
         set_bits(module, 3)
     x = torch.randn(4, 3)
@@ -306,17 +309,18 @@ def test_evaluation_reads_the_range_that_learned_in_training() -> None:
         return self.q(x) + self.k(x[:1])  # type: ignore[no-any-return]
 
     training = capture_again(same, None, training=True)
-    assert ranges_of(training) == ["ranges.q.input"]
+    assert ranges_of(training) == ["q.cpt_fx_input_range"]
     evaluation = capture_again(apart, training, training=False)
-    assert ranges_of(evaluation) == ["ranges.q.input"] * 2
-    assert not any("ranges.k" in name for name in evaluation.state_dict())
+    assert ranges_of(evaluation) == ["q.cpt_fx_input_range"] * 2
+    read = {str(node.target) for node in evaluation.graph.nodes if "_range_" in str(node.target)}
+    assert {name.partition(".")[0] for name in read} == {"q"}
     training(torch.randn(4, 3))
     set_bits(evaluation, 8)
     assert evaluation(torch.randn(4, 3)).isfinite().all()
-    assert ranges_of(capture_again(same, training, training=True)) == ["ranges.q.input"]
+    assert ranges_of(capture_again(same, training, training=True)) == ["q.cpt_fx_input_range"]
     # In training, what reads another tensor learns another range, and evaluation reads that one from then on.
-    assert ranges_of(capture_again(apart, training, training=True)) == ["ranges.q.input", "ranges.k.input"]
-    assert ranges_of(capture_again(apart, training, training=False)) == ["ranges.q.input", "ranges.k.input"]
+    assert ranges_of(capture_again(apart, training, training=True)) == ["q.cpt_fx_input_range", "k.cpt_fx_input_range"]
+    assert ranges_of(capture_again(apart, training, training=False)) == ["q.cpt_fx_input_range", "k.cpt_fx_input_range"]
 
 
 # Contexts that graphs record as nodes: gradients switched off and on, autocast, inference mode.
