@@ -21,12 +21,14 @@ from typing import Any
 
 import torch
 from common import about, add_output, origin, write
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from cpt_fx.bench.machine import processor as processor  # capture_cost.py finds it here
-from cpt_fx.capture import Captured, capture
+from cpt_fx.capture import trace_module
+from cpt_fx.capture.tree import own_tree
 from cpt_fx.pipeline import Pipeline
 from cpt_fx.schedules import named
+from cpt_fx.session import Session
 
 SIZES = (100, 300, 1_000, 3_000, 10_000, 20_000)
 RATIO_LIMIT = 13.0
@@ -57,11 +59,12 @@ class Block(nn.Module):
 NODES_PER_BLOCK = 17
 
 
-def captured_net(nodes: int) -> tuple[Captured, float]:
-    """Generate and capture a net of about that many nodes; return it with the seconds that capture took."""
+def captured_net(nodes: int) -> tuple[fx.GraphModule, float]:
+    """Generate and capture a net of about that many nodes; return its graph with the seconds that capture took."""
     net = nn.Sequential(*(Block() for _ in range(max(1, round(nodes / NODES_PER_BLOCK)))))
     start = time.process_time()
-    captured = capture(net, "symbolic", None, None)
+    session = Session(own_tree(net), Pipeline(()), "symbolic", strict=False)
+    captured = trace_module(session, "").view
     return captured, time.process_time() - start
 
 
@@ -72,15 +75,15 @@ def passes() -> Pipeline:
 def run(nodes: int) -> dict[str, float]:
     """Time one transformation."""
     captured, capture_seconds = captured_net(nodes)
-    size = len(captured.module.graph.nodes)
+    size = len(captured.graph.nodes)
     gc.collect()
     start = time.process_time()
-    passes().run(captured.module)
+    passes().run(captured)
     return {
         "nodes": size,
         "capture_seconds": capture_seconds,
         "seconds": time.process_time() - start,
-        "nodes_after": len(captured.module.graph.nodes),
+        "nodes_after": len(captured.graph.nodes),
     }
 
 
@@ -89,7 +92,7 @@ def memory(nodes: int) -> float:
     captured, _ = captured_net(nodes)
     gc.collect()
     tracemalloc.start()
-    passes().run(captured.module)
+    passes().run(captured)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     return peak / 2**20
