@@ -112,8 +112,12 @@ class Transformed(nn.Module):
         if session.root is self and _is_plain(state_dict, prefix, self):
             session.forget_ranges()
             session.lose_ranges()
-        if position is not None:
+        if position is None:
+            return
+        if position.numel() == 2 and not position.is_meta:
             session.state.resume(position, session.kind)
+        else:
+            error_msgs.append(f"{prefix}{POSITION} holds no position and schedule, but shape {tuple(position.shape)}")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle by naming the user's class."""

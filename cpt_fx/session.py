@@ -350,13 +350,8 @@ class Session:
                     raise
                 self.traced.clear()
                 self.views.clear()
-                self.frontend, self.notes = (
-                    "dynamo",
-                    (
-                        *self.notes,
-                        f"not captured by torch.fx: {error}",
-                    ),
-                )
+                self.frontend = "dynamo"
+                self.notes = (*self.notes, f"not captured by torch.fx: {error}")
         if self.frontend == "dynamo":
             self.check_patterns()
             expect_ranges(self)

@@ -8,6 +8,7 @@ from torch import fx, nn
 
 from cpt_fx.capture.views import over
 from cpt_fx.errors import TransformError
+from cpt_fx.history import LOGGER
 from cpt_fx.names import Names
 from cpt_fx.optable import OPENED
 from cpt_fx.overrides import SELECTED, Selected
@@ -44,6 +45,6 @@ def expect_ranges(session: Session) -> None:
             break
     try:
         Pipeline(tuple(steps)).run(view)
-    except TransformError:
-        # A pass of the user's own that wants the whole model: the first call makes what there is to make.
-        return
+    except TransformError as error:
+        # Perhaps a pass of the user's own that wants the whole model: the first call makes what there is to make.
+        LOGGER.warning("%s: running ranges are made at the first call, not before: %s", session.kind, error)

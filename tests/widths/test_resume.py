@@ -287,3 +287,13 @@ def test_what_is_saved_later_is_later(capture: str) -> None:
         schedule = plan()
         probe(schedule, capture).load_state_dict(state)
         assert schedule.position == expected
+
+
+@captures
+def test_a_damaged_position_is_named(capture: str) -> None:
+    schedule = plan()
+    result = learned(schedule, capture)
+    damaged = {**result.state_dict(), "cpt_fx_position": torch.tensor(3)}
+    with pytest.raises(RuntimeError, match="cpt_fx_position holds no position and schedule"):
+        result.load_state_dict(damaged)
+    assert schedule.position == 0
