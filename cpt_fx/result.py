@@ -204,6 +204,8 @@ def _fill(body: dict[str, Any], cls: type[nn.Module]) -> None:
         body["graph"] = _Graph()
     for name, function in _methods(cls):
         body[name] = _watched(function)
+    if issubclass(cls, (nn.ModuleList, nn.Sequential)):
+        body["insert"] = _insert_of(cls)
     if "__deepcopy__" in dir(cls):
         body["__deepcopy__"] = _deepcopy_of(cls)
 
@@ -256,6 +258,17 @@ def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
         return session.watch(function, self, args, kwargs)
 
     return method
+
+
+def _insert_of(cls: Any) -> Callable[..., Any]:
+    def insert(self: nn.Module, index: int, module: nn.Module) -> Any:
+        # It writes to the dict of modules, past `add_module`.
+        inserted = cls.insert(self, index, module)
+        if PART in self.__dict__:
+            take_in(self, part_of(self).session)
+        return inserted
+
+    return insert
 
 
 def _deepcopy_of(cls: type[nn.Module]) -> Callable[..., Any]:

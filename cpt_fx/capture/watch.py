@@ -7,6 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from cpt_fx.result import plain_class
+
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _OWN = frozenset({*vars(nn.Module()), "_cpt_fx_part", "_compiled_call_impl", "_is_torch_compile", "_training"})
@@ -66,6 +68,8 @@ class _Seen:
     def __init__(self, module: nn.Module, *, is_entry: bool, outside: bool) -> None:
         self.module = module
         self.kind = type(module)
+        self.plain_kind = plain_class(self.kind)
+        self.forward = self.plain_kind.forward
         self.outside = outside
         self.looks_at_hooks = not is_entry
         self.hooked = is_hooked(module)
@@ -81,6 +85,8 @@ class _Seen:
         module = self.module
         if type(module) is not self.kind:
             return "the class"
+        if self.plain_kind.forward is not self.forward:
+            return "the forward"
         if self.looks_at_hooks and is_hooked(module) is not self.hooked:
             return "the hooks"
         if self.outside:

@@ -117,7 +117,7 @@ class Engine:
         self._renewals = 0
         self.attempts: dict[int, int] = {}
         """How often a module may still fail to be one graph."""
-        self._calls: dict[tuple[int, int, bool], tuple[Any, Callable[..., Any]]] = {}
+        self._calls: dict[tuple[int, int, bool, Any], tuple[Any, Callable[..., Any]]] = {}
         self._entered: nn.Module | None = None
         self._wants_one = False
         self._settled = -1
@@ -275,9 +275,10 @@ class Engine:
         self.attempts.clear()
 
     def _compiled(self, module: nn.Module, compiler: Compiler | None, whole: bool) -> Callable[..., Any]:
-        key = (id(module), id(compiler), whole)
+        forward = self.forward_of(module)
+        # A class may be given another forward.
+        key = (id(module), id(compiler), whole, getattr(forward, "__func__", forward))
         if key not in self._calls:
-            forward = self.forward_of(module)
 
             def run(*args: Any, **kwargs: Any) -> Any:
                 # Dynamo looks into functions, not into torch's own modules: this one is the way in.

@@ -250,3 +250,28 @@ def test_a_model_changed_again_and_again(way: str) -> None:
         result.fc = nn.Linear(8, size)
         output = result(batch())
         assert output.shape == (5, size) and far(output, cpt_fx.revert(result)(batch()))
+
+
+@ways
+def test_a_layer_inserted_is_quantized_before_the_next_call_of_the_whole(way: str) -> None:
+    result = made(nn.Sequential(nn.Linear(6, 6), nn.ReLU()), way)
+    result(batch())
+    result.insert(0, nn.Linear(6, 6))
+    assert far(result[0](batch()), F.linear(batch(), result[0].weight, result[0].bias))
+
+
+@ways
+def test_a_class_that_gets_another_forward(way: str) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.fc(x)
+            return y
+
+    result = made(Scaled(), way, 32)
+    before = result(batch())
+    Scaled.forward = lambda self, x: self.fc(x) * 5  # type: ignore[method-assign]
+    assert equal(result(batch()), before * 5)
