@@ -31,5 +31,14 @@ def imported_aside(name: str) -> Any:
         _frames.set_eval_frame(before)
 
 
+def is_one_graph_demanded() -> bool:
+    """Whether the compiler that looks at this code must make one graph of it: `fullgraph=True`, export."""
+    translator: Any = import_module("torch._dynamo.symbolic_convert").InstructionTranslator.current_tx()
+    return bool(translator.one_graph or translator.error_on_graph_break)
+
+
+# A compiler asks it while it traces, and takes the answer for a constant.
+is_one_graph_demanded._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
 for _function in (is_compiler_around, imported_aside):
     skip_frame(_function.__code__)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
-from cpt_fx.frames import skip_frame
+from cpt_fx.frames import is_one_graph_demanded, skip_frame
 from cpt_fx.layer_state import PREFIX, forget, is_range, moved, own
 from cpt_fx.optable import HIDING, OPENED
 
@@ -217,8 +217,10 @@ def _forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
         # A compiler that comes by cannot ask for threads; it runs in the one that holds the engine, if any does.
         if session.running if torch.compiler.is_dynamo_compiling() else session.runs_here():
             return cls.forward(self, *args, **kwargs) if part.forward is None else part.forward(*args, **kwargs)
-        if torch.compiler.is_dynamo_compiling() and (view := session.views.get((id(self), False))) is not None:
-            return view.forward(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling() and is_one_graph_demanded():
+            view = session.views.get((id(self), False))
+            if view is not None:
+                return view.forward(*args, **kwargs)
         return session.enter(self, args, kwargs)
 
     # The same code for all classes: compiled, it would be captured for each of them, up to a limit.

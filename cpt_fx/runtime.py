@@ -69,6 +69,8 @@ class Precision(_State):
     """The module whose mode decides: the root of the result."""
     in_training: Widths
     in_evaluation: Widths
+    handed: Widths | None = None
+    """The widths that compiled code reads, while it runs."""
 
     def __init__(self, root: nn.Module | None = None) -> None:
         super().__init__()
@@ -92,7 +94,17 @@ class Precision(_State):
         if _COPIED in self.__dict__:
             self.ready()
         widths = self.in_training if self.root.training else self.in_evaluation
-        return widths if torch.compiler.is_compiling() else widths_of_pass(self, widths)
+        if torch.compiler.is_compiling():
+            return widths if self.handed is None else self.handed
+        return widths_of_pass(self, widths)
+
+    def hand(self) -> None:
+        """Hand compiled code the state of one pass: its widths, and records that its backward pass may hold on to."""
+        self.__dict__["handed"] = self.bits
+        for holder in (self.records, self.products):
+            for name, record in holder._buffers.items():
+                assert record is not None
+                holder._buffers[name] = record.data
 
     def ready(self) -> None:
         """Look up the widths of a copy, whose model is complete by now."""
@@ -222,7 +234,7 @@ class Precision(_State):
         """Copy the tensors; the copy follows the same schedule, unless that is being copied too."""
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        state = {key: value for key, value in self.__dict__.items() if key not in _NOT_COPIED}
+        state = {key: value for key, value in self.__dict__.items() if key not in ("schedule", *_DERIVED)}
         new.__dict__.update(copy.deepcopy(state, memo))
         new.schedule = memo.get(id(self.schedule), self.schedule)
         new._rebind()
@@ -230,7 +242,7 @@ class Precision(_State):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out widths: they are looked up anew."""
-        return {key: value for key, value in self.__dict__.items() if key not in ("in_training", "in_evaluation")}
+        return {key: value for key, value in self.__dict__.items() if key not in _DERIVED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore from a pickle, and let the schedule that came along drive this copy."""
@@ -252,7 +264,7 @@ def _digest(schedule: Schedule) -> int:
 
 
 _COPIED = "copied"
-_NOT_COPIED = ("schedule", "in_training", "in_evaluation")
+_DERIVED = ("in_training", "in_evaluation", "handed")
 
 
 def width_of(dial: Dial, schedule: Schedule, position: int, training: bool) -> int:

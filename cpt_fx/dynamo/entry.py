@@ -22,15 +22,22 @@ def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 @_uncompiled
 def enter(session: Session, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the rewritten graph of a module."""
+    before = session.state.handed
     view = _ready(session, module)
     if view is None:
         return _run(session, module, outer_compiler(), args, kwargs)
-    return session.run(view, args, kwargs)
+    try:
+        return session.run(view, args, kwargs)
+    finally:
+        session.state.handed = before
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _ready(session: Session, module: nn.Module) -> QuantizedGraphModule | None:
-    return session.view_for(module)
+    view = session.view_for(module)
+    if view is not None:
+        session.state.hand()
+    return view
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
