@@ -121,7 +121,7 @@ class Engine:
         self._entered: nn.Module | None = None
         self._wants_one = False
         self._settled = -1
-        self._learned = 0
+        self._learned = sum(1 for _ in ranges(self.root))
         self._copied = len(session.found)
         """How many captures are those of the model this one was copied from: shown until there are own ones."""
 

@@ -221,3 +221,29 @@ def test_a_verification_or_an_inspection_learns_nothing(capture: str) -> None:
     cpt_fx.inspect(result).verify(9 * batch())
     str(cpt_fx.inspect(result))
     assert changed(result, before) == set()
+
+
+class Broken(nn.Module):
+    """A graph break between two layers, and, if asked for, a product that belongs to no layer."""
+
+    def __init__(self, *, multiplies: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.multiplies = multiplies
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.first(x)
+        torch._dynamo.graph_break()
+        y: Tensor = self.second(h)
+        return y @ h.t() if self.multiplies else y
+
+
+@pytest.mark.parametrize("multiplies", [True, False])
+def test_ranges_that_come_late_are_counted(multiplies: bool, caplog: pytest.LogCaptureFixture) -> None:
+    result = cpt_fx.transform(Broken(multiplies=multiplies), Static(8), capture="dynamo")
+    before = len(buffers_of_ours(result))
+    result(torch.randn(4, 8))
+    late = (len(buffers_of_ours(result)) - before) // 3
+    assert bool(late) == multiplies
+    said = [record.getMessage() for record in caplog.records if "running ranges came up" in record.getMessage()]
+    assert [text.partition(" ")[0] for text in said] == ([str(late)] if multiplies else [])
