@@ -10,6 +10,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from cpt_fx.capture import Examples, prepared
+from cpt_fx.capture.captured import WHOLE
 from cpt_fx.capture.tree import own_tree, plain_tree
 from cpt_fx.errors import TransformError, check_choice
 from cpt_fx.history import History, joined
@@ -20,7 +21,7 @@ from cpt_fx.pipeline import EXECUTIONS, Pipeline
 from cpt_fx.recipes import Recipe
 from cpt_fx.result import PART, adopt, plain_rest
 from cpt_fx.schedules.base import Schedule
-from cpt_fx.session import WHOLE, Session
+from cpt_fx.session import Session
 from cpt_fx.standalone import Standalone, standalone, the_one_in, transformed_in
 from cpt_fx.trial import eager_model, trial, unchanged_attributes
 

@@ -1,12 +1,16 @@
-"""Functions that no compiler is to capture by themselves; said without importing torch's compiler, which is slow."""
+"""Compilers and tracers around a call, and what they are not to look into; without torch's compiler: it is slow."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib import import_module
 from types import CodeType
 from typing import Any
 
 import torch
+from torch import fx, nn
+
+from cpt_fx.errors import TransformError
 
 _frames: Any = torch._C._dynamo.eval_frame
 
@@ -40,5 +44,36 @@ def is_one_graph_demanded() -> bool:
 # A compiler asks it while it traces, and takes the answer for a constant.
 is_one_graph_demanded._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-for _function in (is_compiler_around, imported_aside):
+
+def has_proxies(values: Iterable[Any]) -> bool:
+    """Whether torch.fx traces a call with these arguments."""
+    for value in values:  # noqa: SIM110  (a generator is a frame that a compiler around would look at)
+        if isinstance(value, fx.Proxy):
+            return True
+    return False
+
+
+def refuse_tools(root: nn.Module) -> None:
+    """Refuse tools that cannot look into code that Dynamo captures: they would get it without quantizers."""
+    tool = ""
+    if torch._C._is_tracing():
+        tool = "torch.jit.trace"
+    elif torch.compiler.is_exporting():
+        tool = "torch.export"
+    elif torch._C._are_functorch_transforms_active():
+        tool = "torch.func"
+    elif any(
+        value is not None and not isinstance(value, nn.Parameter)
+        for module in root.modules()
+        for value in module._parameters.values()
+    ):
+        tool = "torch.func.functional_call"
+    if tool:
+        raise TransformError(
+            f"{tool} cannot follow a transformed model that Dynamo captures. Give it "
+            "cpt_fx.single_graph(result, example_inputs), which is one graph, or transform with capture='symbolic'"
+        )
+
+
+for _function in (is_compiler_around, imported_aside, has_proxies):
     skip_frame(_function.__code__)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
@@ -14,17 +13,17 @@ from torch import fx, nn
 from cpt_fx.bodies import graphs_of
 from cpt_fx.capture import Examples, trace_module
 from cpt_fx.capture.base import CaptureError
-from cpt_fx.capture.expected import expect_ranges
+from cpt_fx.capture.captured import WHOLE, Capture, Entry
+from cpt_fx.capture.expected import expect_ranges, look_at_ranges
 from cpt_fx.capture.tree import Places
 from cpt_fx.capture.views import called_by
 from cpt_fx.capture.watch import Watch, has_global_hooks
 from cpt_fx.errors import TransformError
-from cpt_fx.formats import FULL_PRECISION
-from cpt_fx.frames import imported_aside, is_compiler_around, skip_frame
+from cpt_fx.frames import has_proxies, imported_aside, is_compiler_around, refuse_tools, skip_frame
 from cpt_fx.graph_module import QuantizedGraphModule
 from cpt_fx.history import LOGGER, History, check_coverage
 from cpt_fx.layer_state import place_for_widths, ranges
-from cpt_fx.meta import CALLED, ENTRY, QUANTIZER, Uncovered
+from cpt_fx.meta import CALLED, ENTRY, Uncovered
 from cpt_fx.names import Names
 from cpt_fx.overrides import SELECTED, Patterns, Selected, check_before_capture
 from cpt_fx.pass_base import Report, unique
@@ -32,23 +31,9 @@ from cpt_fx.pipeline import Pipeline
 from cpt_fx.reminders import Reminder
 from cpt_fx.result import PART, adopt, part_of, plain_class
 from cpt_fx.runtime import Precision
-from cpt_fx.widths import is_free
 
 if TYPE_CHECKING:
     from cpt_fx.dynamo.engine import Engine
-
-
-class Entry(NamedTuple):
-    """What a traced graph is of."""
-
-    path: str
-    """That of the module whose forward it is."""
-    every_module: bool
-    """Whether it calls every module inside, since hooks are set that run for all."""
-
-
-WHOLE = Entry("", False)
-"""The model."""
 
 
 ACTIVE: list[Session] = []
@@ -61,24 +46,6 @@ def nets_asleep() -> ExitStack:
     for session in ACTIVE:
         stack.enter_context(session.engine.net.asleep())
     return stack
-
-
-@dataclass(frozen=True)
-class Capture:
-    """One rewritten graph, and why it ends where it ends."""
-
-    view: QuantizedGraphModule
-    reports: tuple[Report, ...]
-    broken_by: str = ""
-    """Why the code could not go on in this graph, with file and line; empty where it returned."""
-    is_whole: bool = False
-    """Whether Dynamo made it of all of the model's code."""
-    watch: Watch | None = None
-    """What the code of a traced graph has read; None where Dynamo guards it, and in a copy before its first call."""
-
-    def is_outdated(self) -> bool:
-        """Whether the code of a traced graph would make another one by now."""
-        return self.watch is not None and not self.view.is_edited() and self.watch.changed()
 
 
 class Session:
@@ -223,7 +190,7 @@ class Session:
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the rewritten graph of a module, which is found now where there is none."""
-        if _traces((args, kwargs)) or _traces(args) or _traces(kwargs.values()):
+        if has_proxies((args, kwargs)) or has_proxies(args) or has_proxies(kwargs.values()):
             raise TransformError(
                 "torch.fx cannot trace a transformed model: its graphs are there already, in cpt_fx.graphs(result)"
             )
@@ -248,7 +215,7 @@ class Session:
         if module.__dict__.get("_is_replica"):
             raise TransformError("torch.nn.DataParallel copies modules: use DistributedDataParallel")
         if self.frontend == "dynamo":
-            self._refuse_tools()
+            refuse_tools(self.root)
         if not self.reminder.awake:
             self.reminder.call(self)
         self.state.ready()
@@ -257,29 +224,9 @@ class Session:
             self._evaluates = False
         elif not self._evaluates and not self.examples:
             self._evaluates = True
-            self.look_at_ranges()
+            with nets_asleep():
+                look_at_ranges(self)
         return view
-
-    def _refuse_tools(self) -> None:
-        """Refuse tools that cannot look into code that Dynamo captures: they would get it without quantizers."""
-        tool = ""
-        if torch._C._is_tracing():
-            tool = "torch.jit.trace"
-        elif torch.compiler.is_exporting():
-            tool = "torch.export"
-        elif torch._C._are_functorch_transforms_active():
-            tool = "torch.func"
-        elif any(
-            value is not None and not isinstance(value, nn.Parameter)
-            for module in self.root.modules()
-            for value in module._parameters.values()
-        ):
-            tool = "torch.func.functional_call"
-        if tool:
-            raise TransformError(
-                f"{tool} cannot follow a transformed model that Dynamo captures. Give it "
-                "cpt_fx.single_graph(result, example_inputs), which is one graph, or transform with capture='symbolic'"
-            )
 
     def _traced_view(self, module: nn.Module) -> QuantizedGraphModule | None:
         every_module = has_global_hooks()
@@ -439,50 +386,6 @@ class Session:
             for tensor in tensors:
                 tensor.detach().zero_()
 
-    def look_at_ranges(self) -> None:
-        """Warn where evaluation is about to use ranges that have learned nothing, or a NaN, where looking is free."""
-        if self.frontend == "dynamo":
-            with nets_asleep():
-                expect_ranges(self)  # those of a layer that is new
-        known = self.graphs()
-        widths = self.state.now()
-        used = {
-            node.meta[QUANTIZER].ranges
-            for graph in known
-            for node in graph.graph.nodes
-            if QUANTIZER in node.meta and 0 < widths.get(node.meta[QUANTIZER].dial.name, 0) < FULL_PRECISION
-        }
-        plain = [
-            found
-            for found in ranges(self.root)
-            if (found[0] in used or not known) and all(is_free(tensor) for tensor in found[1:])
-        ]
-        unlearned = [name for name, _, _, weight in plain if not float(weight.detach())]
-        if unlearned:
-            text = (
-                f"{self.kind} is evaluated before {_some(unlearned)} learned anything: each batch's own range is used "
-                "there. Train a step, or load a checkpoint that has ranges"
-            )
-            # Who has loaded weights expects to evaluate them; before any training there is little to be wrong about.
-            if self.has_lost_ranges:
-                warnings.warn(text, stacklevel=2)
-            else:
-                LOGGER.warning("%s", text)
-        broken = [name for name, low, size, _ in plain if not bool((low + size).isfinite())]
-        if broken:
-            warnings.warn(
-                f"{_some(broken)} is not finite: a NaN or infinity went through in training, and evaluation will "
-                "return NaN there",
-                stacklevel=2,
-            )
-
-
-def _traces(values: Iterable[Any]) -> bool:
-    for value in values:  # noqa: SIM110  (a generator is a frame that a compiler around would look at)
-        if isinstance(value, fx.Proxy):
-            return True
-    return False
-
 
 def _frontend(root: nn.Module, capture: str) -> str:
     if capture in ("dynamo", "export"):
@@ -492,10 +395,6 @@ def _frontend(root: nn.Module, capture: str) -> str:
     return "given" if isinstance(root, fx.GraphModule) else "symbolic"
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
 # A compiler around the model finds nothing to compile in these: it is given the graph that they lead to.
-for _function in (Session.enter, Session.run, Session.runs_here, _traces):
+for _function in (Session.enter, Session.run, Session.runs_here):
     skip_frame(_function.__code__)

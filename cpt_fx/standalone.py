@@ -6,6 +6,7 @@ from torch import fx, nn
 
 from cpt_fx.bodies import OUTER, bodies, graphs_of
 from cpt_fx.capture.base import assemble, copy_graph
+from cpt_fx.capture.captured import WHOLE
 from cpt_fx.errors import TransformError
 from cpt_fx.graph_module import QuantizedGraphModule, blank
 from cpt_fx.history import History
@@ -13,7 +14,7 @@ from cpt_fx.meta import STATE
 from cpt_fx.names import NAMES
 from cpt_fx.result import PART, Part, sessions_in
 from cpt_fx.runtime import Held, Precision
-from cpt_fx.session import WHOLE, Session
+from cpt_fx.session import Session
 
 
 class Standalone:

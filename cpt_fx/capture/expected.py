@@ -1,14 +1,18 @@
-"""Running ranges of layers whose graphs are not known yet: made before the first call, so that who looks finds them."""
+"""Running ranges before they are used: made where no graph is known yet, and told where they have learned nothing."""
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
 from torch import fx, nn
 
 from cpt_fx.capture.views import over
 from cpt_fx.errors import TransformError
+from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.history import LOGGER
+from cpt_fx.layer_state import ranges
+from cpt_fx.meta import QUANTIZER
 from cpt_fx.names import Names
 from cpt_fx.optable import OPENED
 from cpt_fx.overrides import SELECTED, Selected
@@ -16,6 +20,7 @@ from cpt_fx.pass_base import Pass
 from cpt_fx.pipeline import Pipeline
 from cpt_fx.result import PART
 from cpt_fx.runtime import Precision
+from cpt_fx.widths import is_free
 
 if TYPE_CHECKING:
     from cpt_fx.session import Session
@@ -48,3 +53,44 @@ def expect_ranges(session: Session) -> None:
     except TransformError as error:
         # Perhaps a pass of the user's own that wants the whole model: the first call makes what there is to make.
         LOGGER.warning("%s: running ranges are made at the first call, not before: %s", session.kind, error)
+
+
+def look_at_ranges(session: Session) -> None:
+    """Warn where evaluation is about to use ranges that have learned nothing, or a NaN, where looking is free."""
+    if session.frontend == "dynamo":
+        expect_ranges(session)  # those of a layer that is new
+    known = session.graphs()
+    widths = session.state.now()
+    used = {
+        node.meta[QUANTIZER].ranges
+        for graph in known
+        for node in graph.graph.nodes
+        if QUANTIZER in node.meta and 0 < widths.get(node.meta[QUANTIZER].dial.name, 0) < FULL_PRECISION
+    }
+    plain = [
+        found
+        for found in ranges(session.root)
+        if (found[0] in used or not known) and all(is_free(tensor) for tensor in found[1:])
+    ]
+    unlearned = [name for name, _, _, weight in plain if not float(weight.detach())]
+    if unlearned:
+        text = (
+            f"{session.kind} is evaluated before {_some(unlearned)} learned anything: each batch's own range is used "
+            "there. Train a step, or load a checkpoint that has ranges"
+        )
+        # Who has loaded weights expects to evaluate them; before any training there is little to be wrong about.
+        if session.has_lost_ranges:
+            warnings.warn(text, stacklevel=2)
+        else:
+            LOGGER.warning("%s", text)
+    broken = [name for name, low, size, _ in plain if not bool((low + size).isfinite())]
+    if broken:
+        warnings.warn(
+            f"{_some(broken)} is not finite: a NaN or infinity went through in training, and evaluation will "
+            "return NaN there",
+            stacklevel=2,
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

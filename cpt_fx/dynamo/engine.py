@@ -16,6 +16,8 @@ from torch._dynamo import eval_frame
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import skip_code
 
+from cpt_fx.capture.captured import Capture
+from cpt_fx.capture.expected import look_at_ranges
 from cpt_fx.capture.tree import Places
 from cpt_fx.capture.views import resolves
 from cpt_fx.dynamo.backend import Backend, why_broken
@@ -30,7 +32,7 @@ from cpt_fx.history import LOGGER, check_coverage
 from cpt_fx.layer_state import ranges
 from cpt_fx.meta import Uncovered
 from cpt_fx.result import part_of, plain_class
-from cpt_fx.session import ACTIVE, Capture, Session
+from cpt_fx.session import ACTIVE, Session, nets_asleep
 
 WHOLE_GRAPHS = 64
 """Captures of a model as one graph, for modes, shapes and branches. One that needs more is captured in parts."""
@@ -213,7 +215,8 @@ class Engine:
                 session.judge_patterns()
             self._warn_of_late_state()
             if not self.root.training and not session.examples:
-                session.look_at_ranges()
+                with nets_asleep():
+                    look_at_ranges(session)
             # A call may take an early way out; examples are chosen to show what there is.
             complete = session.examples and module is self.root
             check_coverage(session.history(), session.graphs(), strict=session.strict, complete=complete)
