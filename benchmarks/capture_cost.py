@@ -33,10 +33,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo_config
 from transform_scaling import Block as ConvolutionBlock
-from transform_scaling import processor
 
 import cpt_fx
 from cpt_fx.dynamo.engine import ONE_GRAPH, WHOLE_GRAPHS
+from cpt_fx.study.machine import processor
 
 RATIO_LIMIT = 1.3
 """What a capture may cost at most, in captures of Dynamo alone."""

@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from cpt_fx.bench.machine import Machine, here
+from harness.machine import Machine, here
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -22,25 +22,30 @@ CONTENDERS = ("simulated", "simulated-compiled", "integer")
 
 WORKER = """
 import sys
-from cpt_fx.bench.catalog import Settings
-from cpt_fx.bench.measuring import seconds_of
-from cpt_fx.bench.models import preset
-from cpt_fx.bench.preparing import bench, prepare
+from importlib import import_module
+from importlib.util import find_spec
 
+home = "harness" if find_spec("harness") else "cpt_fx.bench"  # where older checkouts have it
+catalog, measuring, models, preparing = (
+    import_module(f"{home}.{name}") for name in ("catalog", "measuring", "models", "preparing")
+)
 name, contender, batch = sys.argv[1:4]
-settings = Settings(contenders=(contender,))
-with bench(settings):
-    trainee, row = prepare(contender, preset(name, int(batch) or None), settings)
+settings = catalog.Settings(contenders=(contender,))
+with preparing.bench(settings):
+    trainee, row = preparing.prepare(contender, models.preset(name, int(batch) or None), settings)
     print("ready" if trainee is not None else row, flush=True)
     for count, _ in enumerate(sys.stdin):
-        print(seconds_of(trainee.step, count % 16), flush=True)
+        print(measuring.seconds_of(trainee.step, count % 16), flush=True)
 """
 
 
 def start(checkout: Path, *arguments: str) -> subprocess.Popen[str]:
     worker = subprocess.Popen(
         [sys.executable, "-c", WORKER, *arguments],
-        env={**os.environ, "PYTHONPATH": str(checkout.resolve())},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(str(checkout.resolve() / part) for part in ("", "benchmarks")),
+        },
         cwd=checkout,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 from common import about, add_output, origin, write
+from harness.nets import CifarResNet, EncoderLayer
 from torch import nn
 from torch.nn import functional as F
 
 import cpt_fx
-from cpt_fx.bench.nets import CifarResNet, EncoderLayer
 
 CLASSES, STEPS_OF_SCHEDULE, WARM = 10, 10_000, 4
 

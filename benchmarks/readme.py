@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common import origin, read
-
-from cpt_fx.bench.catalog import PRESETS
-from cpt_fx.bench.results import Result
-from cpt_fx.bench.table import LEGEND, markdown, scale
-from cpt_fx.bench.targets import TARGETS, Verdict
+from harness.catalog import PRESETS
+from harness.results import Result
+from harness.table import LEGEND, markdown, scale
+from harness.targets import TARGETS, Verdict
 
 INTRODUCTION = """# Benchmarks
 
@@ -22,9 +21,9 @@ pip install -c constraints.txt ".[bench,transformers]"
 python benchmarks/run.py
 ```
 
-`python benchmarks/run.py --only resnet74` measures one part, `cpt-fx bench` compares on a model of yours
-([docs/benchmarks.md](../docs/benchmarks.md)). Step times are ratios to FP32 eager in the same round; machines differ,
-and are noisy: the spread says how much."""
+`python benchmarks/run.py --only resnet74` measures one part, `python benchmarks/compare.py` compares on a model of
+yours ([docs/benchmarks.md](../docs/benchmarks.md)). Step times are ratios to FP32 eager in the same round; machines
+differ, and are noisy: the spread says how much."""
 
 WORDS = {True: "met", False: "**missed**", None: "not measured"}
 SCRIPTS = (

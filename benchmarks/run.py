@@ -1,7 +1,7 @@
 """All figures of this project, and the page about them, by one command.
 
     python benchmarks/run.py                      # everything: hours, most of it compilers
-    python benchmarks/run.py --only resnet74      # one model of `cpt-fx bench`, or one script below
+    python benchmarks/run.py --only resnet74      # one model of `compare.py`, or one script below
     python benchmarks/run.py --page               # the page again, from the results that are there
 
 Each part runs in a process of its own, so that none finds what another one left behind. What a part measured goes
@@ -15,9 +15,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from harness.catalog import PRESETS
 from readme import page
-
-from cpt_fx.bench.catalog import PRESETS
 
 HERE = Path(__file__).parent
 SCRIPTS = ("step_overhead", "transform_scaling", "capture_cost", "recurrent_step", "compiled_zoo")
@@ -30,12 +29,12 @@ def command(part: str, results: Path, bench: list[str]) -> list[str]:
     """Return the command that measures one part."""
     if part in SCRIPTS:
         return [sys.executable, str(HERE / f"{part}.py"), *OPTIONS.get(part, ()), "--output", str(results)]
-    return [sys.executable, "-m", "cpt_fx.cli", "bench", "--model", part, *bench, "--json",
+    return [sys.executable, str(HERE / "compare.py"), "--model", part, *bench, "--json",
             "--html", str(results / f"bench_{part}.html")]  # fmt: skip
 
 
 def measure(part: str, results: Path, bench: list[str]) -> bool:
-    """Run one part; what `cpt-fx bench` prints is its result."""
+    """Run one part; what `compare.py` prints is its result."""
     print(f"{part} ...", flush=True)
     if part in SCRIPTS:
         return subprocess.run(command(part, results, bench)).returncode == 0
@@ -53,7 +52,7 @@ def main() -> None:
     parser.add_argument(
         "--readme", type=Path, default=HERE / "README.md", metavar="FILE", help="(default: %(default)s)"
     )
-    parser.add_argument("bench", nargs="*", help="after --: options for `cpt-fx bench`, such as --steps 30")
+    parser.add_argument("bench", nargs="*", help="after --: options for `compare.py`, such as --steps 30")
     options = parser.parse_args()
     options.results.mkdir(parents=True, exist_ok=True)
     failed = (

@@ -4,7 +4,7 @@
     python benchmarks/step_overhead.py --compiled    # compiled contenders too: minutes for each size
 
 Encoder layers of a transformer; one quantity varies, the others stay at their usual values. Every size is a comparison
-of its own, by what `cpt-fx bench` does: contenders take turns, ratios are to FP32 eager of the same round.
+of its own, by what `compare.py` does: contenders take turns, ratios are to FP32 eager of the same round.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 from common import about, add_output, origin, write
+from harness.catalog import Settings, chosen
+from harness.measuring import run
+from harness.models import Workload, mean_square
+from harness.nets import EncoderLayer
 from torch import nn
-
-from cpt_fx.bench.catalog import Settings, chosen
-from cpt_fx.bench.measuring import run
-from cpt_fx.bench.models import Workload, mean_square
-from cpt_fx.bench.nets import EncoderLayer
 
 USUAL = {"width": 256, "depth": 2, "batch": 8, "sequence": 128}
 SIZES = {

@@ -23,7 +23,6 @@ import torch
 from common import about, add_output, origin, write
 from torch import Tensor, fx, nn
 
-from cpt_fx.bench.machine import processor as processor  # capture_cost.py finds it here
 from cpt_fx.capture import trace_module
 from cpt_fx.capture.tree import own_tree
 from cpt_fx.pipeline import Pipeline

@@ -13,7 +13,7 @@ from cpt_fx.cli import main, parser
 from cpt_fx.schedules import NAMES, named, relative_cost
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = ("demo", "schedules", "plot", "cost", "inspect", "range-test", "bench", "export", "study")
+COMMANDS = ("demo", "schedules", "plot", "cost", "inspect", "range-test", "export", "study")
 
 MODELS = """
 import torch

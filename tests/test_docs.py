@@ -156,6 +156,15 @@ def test_commands_exist(path: Path, capsys: pytest.CaptureFixture[str], monkeypa
 
 
 @pytest.mark.parametrize("path", documents(), ids=name)
+def test_scripts_exist(path: Path) -> None:
+    """Every `python benchmarks/...` in a document, and its options, are known to that script."""
+    for line in re.findall(r"python (benchmarks/[^`|;>\n]*)", path.read_text(encoding="utf-8")):
+        script, *words = shlex.split(line, comments=True)
+        known = (ROOT / script).read_text(encoding="utf-8") + '"--help"'
+        assert [word for word in words if word.startswith("--") and f'"{word}"' not in known] == [], line
+
+
+@pytest.mark.parametrize("path", documents(), ids=name)
 def test_links_lead_somewhere(path: Path) -> None:
     assert broken_links(path, ROOT) == []
 

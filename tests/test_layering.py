@@ -71,7 +71,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cpt_fx.export",
         "cpt_fx.ort",
     ),
-    ("cpt_fx.bench", "cpt_fx.demo", "cpt_fx.report", "cpt_fx.study", "cpt_fx.cli"),
+    ("cpt_fx.demo", "cpt_fx.report", "cpt_fx.study", "cpt_fx.cli"),
     ("cpt_fx", "cpt_fx.__main__"),
 )
 

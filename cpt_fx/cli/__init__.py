@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TextIO
 
-from cpt_fx.cli import bench, demo, export, models, planning, study
+from cpt_fx.cli import demo, export, models, planning, study
 from cpt_fx.cli.common import UsageError
 
 DESCRIPTION = "Low-precision training as a compiler pass: plan a schedule, rewrite a model, look at the result."
@@ -38,7 +38,6 @@ def parser() -> argparse.ArgumentParser:
     demo.add(commands)
     planning.add(commands)
     models.add(commands)
-    bench.add(commands)
     export.add(commands)
     study.add(commands)
     return top

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from cpt_fx.bench.machine import processor, versions
 from cpt_fx.schedules import Schedule
 from cpt_fx.study.function import TrainFunction
+from cpt_fx.study.machine import processor, versions
 
 PACKAGES = ("cpt_fx", "torch", "numpy", "torch_geometric", "transformers")
 

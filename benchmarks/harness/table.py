@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cpt_fx.bench.results import Result, Row, Spread
+from harness.results import Result, Row, Spread
 
 HEADINGS = (
     "contender", "step", "10 to 90 %", "of compiled", "peak memory", "kept", "compile, s", "graphs", "recompiled",

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from cpt_fx.bench import executed, memory
-from cpt_fx.bench.catalog import CONTENDERS, Settings
-from cpt_fx.bench.contenders import Trainee, cycle, make
-from cpt_fx.bench.models import Workload
-from cpt_fx.bench.results import Facts, Row
+from harness import executed, memory
+from harness.catalog import CONTENDERS, Settings
+from harness.contenders import Trainee, cycle, make
+from harness.models import Workload
+from harness.results import Facts, Row
 
 FAILURES = (ArithmeticError, AttributeError, ImportError, LookupError, NotImplementedError, OSError, RuntimeError,
             SyntaxError, TypeError, ValueError, AssertionError)  # fmt: skip

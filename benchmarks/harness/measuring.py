@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from cpt_fx.bench.catalog import Settings
-from cpt_fx.bench.contenders import Trainee
-from cpt_fx.bench.machine import here
-from cpt_fx.bench.models import Workload
-from cpt_fx.bench.preparing import FAILURES, bench, prepare, reason
-from cpt_fx.bench.results import Result, Row
+from harness.catalog import Settings
+from harness.contenders import Trainee
+from harness.machine import here
+from harness.models import Workload
+from harness.preparing import FAILURES, bench, prepare, reason
+from harness.results import Result, Row
 
 Tell = Callable[[str], None]
 

@@ -12,15 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from harness import contenders, measuring, peers, preparing
+from harness.catalog import CONTENDERS, KINDS, OURS, PEERS, PRESETS, Settings, chosen
+from harness.measuring import run
+from harness.models import Workload, given, mean_square, preset
+from harness.page import html
+from harness.results import Result
+from harness.table import HEADINGS, cells, markdown, missing
 from torch import Tensor, nn
-
-from cpt_fx.bench import contenders, measuring, peers, preparing
-from cpt_fx.bench.catalog import CONTENDERS, KINDS, OURS, PEERS, PRESETS, Settings, chosen
-from cpt_fx.bench.measuring import run
-from cpt_fx.bench.models import Workload, given, mean_square, preset
-from cpt_fx.bench.page import html
-from cpt_fx.bench.results import Result
-from cpt_fx.bench.table import HEADINGS, cells, markdown, missing
 
 NAMES = (
     "fp32",
@@ -54,7 +53,7 @@ def settings(*names: str, **more: Any) -> Settings:
 
 @pytest.fixture(scope="module")
 def result() -> Result:
-    return run(tiny(), settings(*NAMES), command="cpt-fx bench")
+    return run(tiny(), settings(*NAMES), command="the command")
 
 
 def test_every_contender_has_a_row(result: Result) -> None:
@@ -122,7 +121,7 @@ def test_data_is_plain_and_complete(result: Result) -> None:
     data = json.loads(json.dumps(result.to_dict(), allow_nan=False))
     assert set(data) == {"model", "about", "settings", "machine", "contenders", "targets"}
     assert set(data["machine"]) == {"processor", "cores", "threads", "versions", "date", "command"}
-    assert data["machine"]["command"] == "cpt-fx bench"
+    assert data["machine"]["command"] == "the command"
     assert data["machine"]["versions"]["torch"] == torch.__version__
     full = next(row for row in data["contenders"] if row["name"] == "simulated-compiled")
     for key in ("step_ratio", "step_ratio_to_compiled"):

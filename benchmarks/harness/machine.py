@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import platform
 import sys
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from cpt_fx.study.machine import processor, versions
 
 PACKAGES = ("cpt_fx", "torch", "transformers", "torchao", "brevitas")
 
@@ -47,28 +47,7 @@ def here(threads: int, command: str | None = None) -> Machine:
         processor=processor(),
         cores=os.cpu_count() or 1,
         threads=threads,
-        versions=versions(),
+        versions=versions(PACKAGES),
         date=datetime.now(timezone.utc).date().isoformat(),
         command=command or " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     )
-
-
-def processor() -> str:
-    """Return the name of the processor, where the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
-    """Return the versions of Python and of those packages that are installed."""
-    found = {"Python": platform.python_version()}
-    for name in packages:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

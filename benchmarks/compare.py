@@ -1,4 +1,11 @@
-"""`cpt-fx bench`: a training step under every way to run it, side by side."""
+"""One model under every way to train it, side by side: step time, memory and compilation.
+
+    python benchmarks/compare.py                                          # a small residual net, all contenders
+    python benchmarks/compare.py --model bert-layer --contenders eager    # no compilers: quick
+    python benchmarks/compare.py --model mypackage.models:make --html bench.html
+
+`docs/benchmarks.md` says what is measured, and how.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +13,18 @@ import argparse
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cpt_fx.bench.catalog import CONTENDERS, GROUPS, PRESETS, Settings, chosen
-from cpt_fx.cli.common import Commands, UsageError, add_json, command, print_json, print_table, schedule_name
+from harness.catalog import CONTENDERS, GROUPS, PRESETS, Settings, chosen
+
+from cpt_fx.cli.common import UsageError, add_json, print_json, print_table, schedule_name
 from cpt_fx.cli.models import load
 
 if TYPE_CHECKING:
-    from cpt_fx.bench.models import Workload
-    from cpt_fx.bench.results import Result
+    from harness.models import Workload
+    from harness.results import Result
 
 TEXT = """Time a training step of a model in FP32, in bf16 autocast, in simulated and integer low precision, and in
 other packages that are installed, eager and compiled. Contenders take turns in one process; step times are ratios,
@@ -30,17 +39,15 @@ contenders:
   {contenders}"""
 
 
-def add(commands: Commands) -> None:
-    """Declare the subcommand."""
+def parser() -> argparse.ArgumentParser:
+    """Return the parser. Nothing here imports torch, so that `--help` is quick."""
     models = "\n".join(f"  {name:<12} {preset.about}, batch {preset.batch}" for name, preset in PRESETS.items())
     eager = [name for name, contender in CONTENDERS.items() if not contender.compiled]
-    made = command(
-        commands,
-        "bench",
-        run,
-        "step time, memory and compilation, next to FP32 and to other packages",
-        TEXT.format(models=models, contenders=f"{', '.join(eager)};\n  each also with -compiled behind its name"),
-        "cpt-fx bench --model resnet20 --contenders eager simulated-compiled fp32-compiled --html bench.html",
+    made = argparse.ArgumentParser(
+        description=TEXT.format(
+            models=models, contenders=f"{', '.join(eager)};\n  each also with -compiled behind its name"
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("--model", default="resnet20", metavar="NAME", help="one from above (default: %(default)s)")
     made.add_argument("--batch", type=int, metavar="N", help="batch of a named model (default: see above)")
@@ -65,9 +72,10 @@ def add(commands: Commands) -> None:
     made.add_argument("--backend", default=Settings.backend, metavar="NAME", help="compiler (default: %(default)s)")
     made.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts")
     add_json(made)
+    return made
 
 
-def run(options: argparse.Namespace) -> None:
+def measure(options: argparse.Namespace) -> None:
     """Compare, then print what was measured."""
     # Read when torch is loaded: its allocator would remark on every block that is older than the profiler.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -94,12 +102,12 @@ def run(options: argparse.Namespace) -> None:
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from error
     if workload is None:
-        from cpt_fx.bench.models import given
+        from harness.models import given
 
         workload = given(options.model, load(options.model))
     result = _compared(workload, settings, _command(options, settings))
     if options.html is not None:
-        from cpt_fx.bench.page import html
+        from harness.page import html
 
         options.html.write_text(html(result), encoding="utf-8")
         print(f"wrote {options.html}", file=sys.stderr)
@@ -110,8 +118,8 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _preset(options: argparse.Namespace) -> Workload:
-    from cpt_fx.bench.models import preset
-    from cpt_fx.bench.preparing import quiet
+    from harness.models import preset
+    from harness.preparing import quiet
 
     with quiet():  # transformers looks for other packages, which have remarks
         return preset(options.model, options.batch)
@@ -119,7 +127,16 @@ def _preset(options: argparse.Namespace) -> Workload:
 
 def _command(options: argparse.Namespace, settings: Settings) -> str:
     """Return the command that would measure this again, whatever it was called as."""
-    words = ["cpt-fx", "bench", "--model", options.model, "--steps", settings.steps, "--threads", settings.threads]
+    words = [
+        "python",
+        "benchmarks/compare.py",
+        "--model",
+        options.model,
+        "--steps",
+        settings.steps,
+        "--threads",
+        settings.threads,
+    ]
     if options.batch is not None:
         words += ["--batch", options.batch]
     if options.contenders:
@@ -135,10 +152,10 @@ def _command(options: argparse.Namespace, settings: Settings) -> str:
 
 
 def _compared(workload: Workload, settings: Settings, command: str) -> Result:
+    from harness.contenders import plan
+    from harness.measuring import run
     from rich.console import Console
 
-    from cpt_fx.bench.contenders import plan
-    from cpt_fx.bench.measuring import run as compare
     from cpt_fx.recipes import resolve
 
     try:
@@ -147,11 +164,11 @@ def _compared(workload: Workload, settings: Settings, command: str) -> Result:
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from error
     with Console(stderr=True).status("starting") as status:
-        return compare(workload, settings, status.update, command)
+        return run(workload, settings, status.update, command)
 
 
 def _print(result: Result) -> None:
-    from cpt_fx.bench.table import LEGEND, missing, scale, tables
+    from harness.table import LEGEND, missing, scale, tables
 
     print(f"{result.about}\n{result.machine}")
     for headings, rows in tables(result):
@@ -170,3 +187,19 @@ def _schedule(text: str) -> str:
 def _cores() -> int:
     # As many as this process may run on, which a container may have limited.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the script; the exit code is 1 for a failure, 2 for a wrong call."""
+    made = parser()
+    options = made.parse_args(arguments)
+    try:
+        measure(options)
+    except UsageError as error:
+        made.error(str(error))
+    except (ImportError, OSError, TypeError, ValueError, RuntimeError) as error:
+        sys.exit(f"{made.prog}: error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -3,12 +3,11 @@
 import re
 
 import pytest
-
-from cpt_fx.bench.catalog import CONTENDERS, PRESETS, Settings, chosen
-from cpt_fx.bench.machine import here
-from cpt_fx.bench.page import LEFT, RIGHT, WIDTH, Bar, bars, html
-from cpt_fx.bench.results import Executed, Facts, Result, Row, Spread
-from cpt_fx.bench.targets import TARGETS, Target, verdicts
+from harness.catalog import CONTENDERS, PRESETS, Settings, chosen
+from harness.machine import here
+from harness.page import LEFT, RIGHT, WIDTH, Bar, bars, html
+from harness.results import Executed, Facts, Result, Row, Spread
+from harness.targets import TARGETS, Target, verdicts
 
 
 def row(name: str, *seconds: float, peak: int = 100, saved: int | None = 100, again: int | None = None) -> Row:

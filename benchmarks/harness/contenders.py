@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from cpt_fx.api import transform
-from cpt_fx.bench import peers
-from cpt_fx.bench.catalog import Contender, Settings
-from cpt_fx.bench.models import Loss, Workload
 from cpt_fx.errors import check_choice
 from cpt_fx.schedules import NAMES, Schedule, Static, named
+from harness import peers
+from harness.catalog import Contender, Settings
+from harness.models import Loss, Workload
 
 LEARNING_RATE = 1e-3
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from cpt_fx.bench.catalog import CONTENDERS, REFERENCE, Contender, Settings
-from cpt_fx.bench.machine import Machine
-from cpt_fx.bench.targets import Verdict, verdicts
+from harness.catalog import CONTENDERS, REFERENCE, Contender, Settings
+from harness.machine import Machine
+from harness.targets import Verdict, verdicts
 
 
 @dataclass(frozen=True)

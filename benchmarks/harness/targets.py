@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cpt_fx.bench.catalog import CONTENDERS
+from harness.catalog import CONTENDERS
 
 if TYPE_CHECKING:
-    from cpt_fx.bench.results import Row
+    from harness.results import Row
 
 INTEGER = ("integer", "integer-compiled")
 BF16 = ("bf16", "bf16-compiled")

@@ -1,29 +1,14 @@
 """`benchmarks/README.md` is made from results: nothing measured is left out, nothing missed is hidden."""
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import pytest
+from harness.catalog import CONTENDERS, Settings, chosen
+from harness.machine import here
+from harness.results import Executed, Facts, Result, Row
+from readme import page
 
-from cpt_fx.bench.catalog import CONTENDERS, Settings, chosen
-from cpt_fx.bench.machine import here
-from cpt_fx.bench.results import Executed, Facts, Result, Row
-
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-Page = Callable[[Path], str]
-
-
-@pytest.fixture
-def page(monkeypatch: pytest.MonkeyPatch) -> Page:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    for name in ("readme", "common"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    made: Any = __import__("readme")
-    written: Page = made.page
-    return written
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def result() -> Result:
@@ -35,17 +20,17 @@ def result() -> Result:
         Row(contender=CONTENDERS["integer"], reason="ValueError: no"),
     )
     settings = Settings(steps=2, contenders=chosen(["simulated", "integer"]))
-    return Result(model="resnet74", about="a net", settings=settings, machine=here(2, "cpt-fx bench"), rows=rows)
+    return Result(model="resnet74", about="a net", settings=settings, machine=here(2, "the command"), rows=rows)
 
 
-def test_without_results_nothing_is_claimed(page: Page, tmp_path: Path) -> None:
+def test_without_results_nothing_is_claimed(tmp_path: Path) -> None:
     text = page(tmp_path)
     assert text.count("| not measured |") >= 12
     assert "12 targets: 0 met, 0 missed, 12 not measured." in text
     assert text.count("not measured yet |") == 6
 
 
-def test_results_are_shown_with_what_is_missed(page: Page, tmp_path: Path) -> None:
+def test_results_are_shown_with_what_is_missed(tmp_path: Path) -> None:
     (tmp_path / "bench_resnet74.json").write_text(json.dumps(result().to_dict()))
     (tmp_path / "capture_cost.md").write_text("# x")
     text = page(tmp_path)
@@ -53,10 +38,10 @@ def test_results_are_shown_with_what_is_missed(page: Page, tmp_path: Path) -> No
     assert "| resnet74 | simulated: peak memory at most 1.05 x FP32 | measured 1.00 | met |" in text
     assert " 1 missed, " in text
     assert "not available: ValueError: no" in text
-    for part in ("a net. ", "2 threads", "`cpt-fx bench`", "FP32 eager: 1000.0 ms a step"):
+    for part in ("a net. ", "2 threads", "`the command`", "FP32 eager: 1000.0 ms a step"):
         assert part in text
     assert "[results/capture_cost.md](results/capture_cost.md)" in text
 
 
-def test_the_page_is_the_one_that_the_results_give(page: Page) -> None:
+def test_the_page_is_the_one_that_the_results_give() -> None:
     assert (BENCHMARKS / "README.md").read_text(encoding="utf-8") == page(BENCHMARKS / "results")

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from cpt_fx.bench.catalog import OURS, PEERS
-from cpt_fx.bench.results import Result, Row
-from cpt_fx.bench.table import HEADINGS, LEGEND, cells, scale
 from cpt_fx.report import linear_ticks, page
+from harness.catalog import OURS, PEERS
+from harness.results import Result, Row
+from harness.table import HEADINGS, LEGEND, cells, scale
 
 WIDTH, LEFT, RIGHT, TOP = 880, 206, 74, 8
 LINE, THICK = 27, 15

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cpt_fx.bench.catalog import PRESETS
-from cpt_fx.bench.nets import Bottleneck, CifarResNet, EncoderLayer, PlainBert
 from cpt_fx.errors import check_choice, check_int
 from cpt_fx.trial import tensors_in
+from harness.catalog import PRESETS
+from harness.nets import Bottleneck, CifarResNet, EncoderLayer, PlainBert
 
 Loss = Callable[[Any], Tensor]
 CLASSES, LENGTH, WORDS = 10, 128, 30_522

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from cpt_fx.api import graphs
-from cpt_fx.bench.contenders import Trainee
-from cpt_fx.bench.memory import Traced
-from cpt_fx.bench.results import Executed
 from cpt_fx.inspection.products import products_of
 from cpt_fx.inspection.views import views_of
 from cpt_fx.meta import QUANTIZER, SITE
+from harness.contenders import Trainee
+from harness.memory import Traced
+from harness.results import Executed
 
 Counts = dict[str, int]
 

@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from harness import memory
+from harness.memory import kept_for_backward, storages, traced
 from torch import Tensor, nn
 from torch._C._profiler import _EventType
-
-from cpt_fx.bench import memory
-from cpt_fx.bench.memory import kept_for_backward, storages, traced
 
 KIB = 1024
 
