@@ -1,193 +1,91 @@
-"""The bodies of the local functions, in ONNX's text form: the arithmetic of `numerics`, in its order."""
+"""The bodies of the local functions, as `expressions`: the arithmetic of `numerics`, in its order."""
 
 from __future__ import annotations
 
-from cpt_fx.formats import FULL_PRECISION, Rounding, Scheme
+from cpt_fx.formats import FULL_PRECISION, Rounding, Scheme, Specials
 from cpt_fx.noise import FIRST, GOLDEN, SECOND
 from cpt_fx.numerics import SCALE_FLOOR
 
-FLOAT, INT32, INT64, FLOAT64, UINT32, UINT64 = 1, 6, 7, 11, 12, 13
 ROUND = "ROUND"
 """Stands in a grid for how codes are rounded."""
+TINY = 1.1754943508222875e-38
 
-
-def constant(name: str, kind: str, value: object) -> str:
-    """Return the line that makes a constant."""
-    return f"{name} = Constant <value = {kind} {{{value}}}> ()\n"
-
-
-ZERO = constant("zero", "float", 0.0)
 MEASURE = """
-    low = ReduceMin <noop_with_empty_axes = 1> (x, axes)
-    high = ReduceMax <noop_with_empty_axes = 1> (x, axes)
-    span = Sub (high, low)
+    low = ReduceMin(x, axes, noop_with_empty_axes=1)
+    high = ReduceMax(x, axes, noop_with_empty_axes=1)
+    span = high - low
 """
 # Rows as one line each, of which the places behind the last element take that.
 FILL = f"""
-    {constant("fill_zero", "int64", 0)}
-    {constant("fill_one", "int64", 1)}
-    {constant("fill_line", "int64[1]", -1)}
-    fill_shape = Shape (given)
-    {constant("fill_from", "int64[1]", -2)}
-    {constant("fill_to", "int64[1]", 2147483647)}
-    fill_row_shape = Slice (fill_shape, fill_from, fill_to)
-    fill_width = ReduceProd <keepdims = 0> (fill_row_shape)
-    fill_width_1 = Reshape (fill_width, fill_line)
-    fill_rows_shape = Concat <axis = 0> (fill_line, fill_width_1)
-    fill_rows = Reshape (given, fill_rows_shape)
-    fill_last = Sub (length, fill_one)
-    fill_places = Range (fill_zero, fill_width, fill_one)
-    fill_taken = Min (fill_places, fill_last)
-    fill_filled = Gather <axis = 1> (fill_rows, fill_taken)
-    x = Reshape (fill_filled, fill_shape)
+    fill_shape = Shape(given)
+    fill_width = ReduceProd(Slice(fill_shape, int64([-2]), int64([{2**31 - 1}])), keepdims=0)
+    fill_rows_shape = Concat(int64([-1]), Reshape(fill_width, int64([-1])), axis=0)
+    fill_places = Range(0, fill_width, 1)
+    fill_filled = Gather(Reshape(given, fill_rows_shape), Min(fill_places, length - 1), axis=1)
+    x = Reshape(fill_filled, fill_shape)
 """
 # Behind the last element there is zero again: what stands there would be added to the gradient of that.
 UNFILL = """
-    unfill_rows = Reshape (y, fill_rows_shape)
-    unfill_real = Less (fill_places, length)
-    unfill_cut = Where (unfill_real, unfill_rows, zero)
-    result = Reshape (unfill_cut, fill_shape)
+    result = Reshape(Where(fill_places < length, Reshape(y, fill_rows_shape), 0.0), fill_shape)
 """
 WIDTH = f"""
-    {constant("no_bits", "int64", 0)}
-    {constant("one_bit", "int64", 1)}
-    {constant("all_bits", "int64", FULL_PRECISION)}
-    {ZERO}
-    off = LessOrEqual (bits, no_bits)
-    full = GreaterOrEqual (bits, all_bits)
-    passes = Or (off, full)
-    {constant("unit", "uint64", 1)}
-    {constant("one", "float", 1.0)}
+    passes = bits <= 0 or bits >= {FULL_PRECISION}
 """
 _LEVELS = f"""
-    width = Clip (bits, one_bit, all_bits)
-    shift = Cast <to = {UINT64}> (width)
-    power = BitShift <direction = "LEFT"> (unit, shift)
-    count = Cast <to = {FLOAT}> (power)
-    levels = Sub (count, one)
-    {constant("floor", "float", SCALE_FLOOR)}
+    levels = float32(uint64(1) << uint64(Clip(bits, 1, {FULL_PRECISION}))) - 1.0
 """
 GRIDS = {
     Scheme.AFFINE: f"""
         {_LEVELS}
-        step = Div (span, levels)
-        scale = Max (step, floor)
-        shifted = Sub (x, low)
-        places = Div (shifted, scale)
-        clipped = Clip (places, zero, levels)
+        scale = Max(span / levels, {SCALE_FLOOR})
+        clipped = Clip((x - low) / scale, 0.0, levels)
         ROUND
-        scaled = Mul (codes, scale)
-        values = Add (scaled, low)
+        values = codes * scale + low
     """,
     Scheme.AFFINE_INTEGER: f"""
         {_LEVELS}
-        bottom = Min (low, zero)
-        ceiling = Max (high, zero)
-        reach = Sub (ceiling, bottom)
-        step = Div (reach, levels)
-        scale = Max (step, floor)
-        below_zero = Neg (bottom)
-        exact = Div (below_zero, scale)
-        nearest = Round (exact)
-        positive = Max (nearest, zero)
-        offset = Min (positive, levels)
-        lowest = Neg (offset)
-        highest = Sub (levels, offset)
-        places = Div (x, scale)
-        raised = Max (places, lowest)
-        clipped = Min (raised, highest)
+        bottom = Min(low, 0.0)
+        scale = Max((Max(high, 0.0) - bottom) / levels, {SCALE_FLOOR})
+        offset = Min(Max(Round(-bottom / scale), 0.0), levels)
+        clipped = Min(Max(x / scale, -offset), levels - offset)
         ROUND
-        values = Mul (codes, scale)
+        values = codes * scale
     """,
     Scheme.SYMMETRIC: f"""
-        single = Equal (bits, one_bit)
-        singles = Cast <to = {FLOAT}> (single)
-        {constant("two", "float", 2.0)}
-        half = Div (singles, two)
-        less = Sub (bits, one_bit)
-        width = Clip (less, no_bits, all_bits)
-        shift = Cast <to = {UINT64}> (width)
-        power = BitShift <direction = "LEFT"> (unit, shift)
-        count = Cast <to = {FLOAT}> (power)
-        reach = Sub (count, one)
-        below_zero = Neg (low)
-        larger = Max (below_zero, high)
-        amplitude = Max (larger, zero)
-        steps = Add (reach, half)
-        scale = Div (amplitude, steps)
-        {constant("tiny", "float", "1.1754943508222875e-38")}
-        divisor = Max (scale, tiny)
-        exact = Div (x, divisor)
-        places = Sub (exact, half)
-        down = Neg (reach)
-        lowest = Sub (down, singles)
-        clipped = Clip (places, lowest, reach)
+        singles = float32(bits == 1)
+        half = singles / 2.0
+        reach = float32(uint64(1) << uint64(Clip(bits - 1, 0, {FULL_PRECISION}))) - 1.0
+        scale = Max(Max(-low, high), 0.0) / (reach + half)
+        clipped = Clip(x / Max(scale, {TINY}) - half, -reach - singles, reach)
         ROUND
-        centred = Add (codes, half)
-        values = Mul (centred, scale)
+        values = (codes + half) * scale
     """,
 }
 
 
-def _folded(number: int, places: int) -> str:
+def _folded(value: str, places: int) -> str:
     """Return what mixes the upper bits of a hash into the lower ones.
 
     torch shifts signed numbers with their sign, ONNX shifts unsigned ones: the sign is filled in.
     """
-    return f"""
-        {constant(f"places_{number}", "uint32", places)}
-        {constant(f"fill_{number}", "int32", -(1 << (32 - places)))}
-        plain_{number} = Cast <to = {UINT32}> (hash_{number})
-        moved_{number} = BitShift <direction = "RIGHT"> (plain_{number}, places_{number})
-        back_{number} = Cast <to = {INT32}> (moved_{number})
-        negative_{number} = Less (hash_{number}, none)
-        sign_{number} = Where (negative_{number}, fill_{number}, none)
-        folding_{number} = BitwiseOr (back_{number}, sign_{number})
-        folded_{number} = BitwiseXor (hash_{number}, folding_{number})
-    """
+    sign = f"Where({value} < int32(0), int32({-(1 << (32 - places))}), int32(0))"
+    return f"({value} ^ (int32(uint32({value}) >> uint32({places})) | {sign}))"
 
 
 # GatherND, since ORT's optimizer breaks on many Gather of one tensor (two nodes of one name).
 NOISE = f"""
-    {constant("first", "int64[1]", 0)}
-    {constant("second", "int64[1]", 1)}
-    {constant("golden", "int64", GOLDEN)}
-    place_0 = Concat <axis = 0> (draw, first)
-    place_1 = Concat <axis = 0> (draw, second)
-    seed_0 = GatherND (seeds, place_0)
-    seed_1 = GatherND (seeds, place_1)
-    start = Cast <to = {INT64}> (seed_0)
-    elements = Size (x)
-    distance = Mul (elements, golden)
-    end = Add (start, distance)
-    line = Range (start, end, golden)
-    shape = Shape (x)
-    grid = Reshape (line, shape)
-    hash_0 = Cast <to = {INT32}> (grid)
-    {constant("none", "int32", 0)}
-    {_folded(0, 16)}
-    {constant("factor_1", "int32", FIRST)}
-    product_1 = Mul (folded_0, factor_1)
-    hash_1 = BitwiseXor (product_1, seed_1)
-    {_folded(1, 15)}
-    {constant("factor_2", "int32", SECOND)}
-    hash_2 = Mul (folded_1, factor_2)
-    {constant("upper", "int32", -256)}
-    kept_bits = BitwiseAnd (hash_2, upper)
-    number = Cast <to = {FLOAT}> (kept_bits)
-    {constant("unit_32", "float", 2.0**-32)}
-    {constant("middle", "float", 0.5)}
-    centred_noise = Mul (number, unit_32)
-    noise = Add (centred_noise, middle)
+    start = int64(GatherND(seeds, Concat(draw, int64([0]), axis=0)))
+    line = Range(start, start + Size(x) * {GOLDEN}, {GOLDEN})
+    hash_0 = int32(Reshape(line, Shape(x)))
+    hash_1 = {_folded("hash_0", 16)} * int32({FIRST}) ^ GatherND(seeds, Concat(draw, int64([1]), axis=0))
+    hash_2 = {_folded("hash_1", 15)} * int32({SECOND})
+    noise = float32(hash_2 & int32(-256)) * {2.0**-32} + 0.5
 """
 ROUNDINGS = {
-    Rounding.NEAREST: "codes = Round (clipped)",
-    Rounding.STOCHASTIC: f"""
-        below = Floor (clipped)
-        fraction = Sub (clipped, below)
-        goes_up = Less (noise, fraction)
-        up = Cast <to = {FLOAT}> (goes_up)
-        codes = Add (below, up)
+    Rounding.NEAREST: "codes = Round(clipped)",
+    Rounding.STOCHASTIC: """
+        below = Floor(clipped)
+        codes = below + float32(noise < clipped - below)
     """,
 }
 
@@ -196,99 +94,142 @@ def measure_all(*, percentile: bool) -> str:
     """Return what measures the range of a whole tensor, as numbers without dims."""
     if not percentile:
         return """
-            batch_low = ReduceMin <keepdims = 0> (x)
-            batch_high = ReduceMax <keepdims = 0> (x)
-            batch_span = Sub (batch_high, batch_low)
+            batch_low = ReduceMin(x, keepdims=0)
+            batch_high = ReduceMax(x, keepdims=0)
+            batch_span = batch_high - batch_low
         """
-    return f"""
-        {constant("line_shape", "int64[1]", -1)}
-        {constant("last_place", "int64", -1)}
-        line_of_x = Reshape (x, line_shape)
-        size_of_x = Size (x)
-        size = Cast <to = {FLOAT64}> (size_of_x)
-        part = Constant <value_float: float = @percentile> ()
-        tail = Cast <to = {FLOAT64}> (part)
-        outside = Mul (size, tail)
-        cut = Cast <to = {INT64}> (outside)
-        kept_count = Add (cut, one_bit)
-        how_many = Reshape (kept_count, line_shape)
-        lowest_values, low_places = TopK <largest = 0> (line_of_x, how_many)
-        highest_values, high_places = TopK <largest = 1> (line_of_x, how_many)
-        batch_low = Gather (lowest_values, last_place)
-        batch_high = Gather (highest_values, last_place)
-        batch_span = Sub (batch_high, batch_low)
+    return """
+        line_of_x = Reshape(x, int64([-1]))
+        cut = int64(float64(Size(x)) * float64(Constant(value_float=attribute.percentile)))
+        how_many = Reshape(cut + 1, int64([-1]))
+        lowest_values, low_places = TopK(line_of_x, how_many, largest=0)
+        highest_values, high_places = TopK(line_of_x, how_many, largest=1)
+        batch_low = Gather(lowest_values, -1)
+        batch_high = Gather(highest_values, -1)
+        batch_span = batch_high - batch_low
     """
 
 
 def learn(*, when_off: bool) -> str:
-    """Return what lets a running range learn from a batch, and uses the batch's own."""
-    on = "learns = Constant <value = bool {1}> ()" if when_off else "learns = Greater (bits, no_bits)"
+    """Return what lets a running range learn from a batch, while the batch is quantized by its own range."""
     lines = f"""
-        low = Identity (batch_low)
-        high = Identity (batch_high)
-        span = Identity (batch_span)
-        {on}
-        kept = Constant <value_float: float = @kept> ()
-        taken = Constant <value_float: float = @taken> ()
+        low = batch_low
+        high = batch_high
+        span = batch_span
+        learns = {"True" if when_off else "bits > 0"}
+        kept = Constant(value_float=attribute.kept)
+        taken = Constant(value_float=attribute.taken)
     """
-    for name, value in (("zero_point", "low"), ("range", "span"), ("weight", "one")):
-        lines += f"""
-            {name}_rest = Mul ({name}, kept)
-            {name}_share = Mul ({value}, taken)
-            {name}_sum = Add ({name}_rest, {name}_share)
-            new_{name} = Where (learns, {name}_sum, {name})
-        """
+    for name, value in (("zero_point", "low"), ("range", "span"), ("weight", "1.0")):
+        lines += f"new_{name} = Where(learns, {name} * kept + {value} * taken, {name})\n"
     return lines
 
 
 def recall(*, corrected: bool) -> str:
     """Return what reads a running range; before it has learned anything, the tensor's own serves."""
-    average = """
-        average_low = Div (zero_point, weight)
-        average_span = Div (range, weight)
-    """
-    as_it_is = """
-        average_low = Identity (zero_point)
-        average_span = Identity (range)
-    """
+    share = " / weight" if corrected else ""
     return f"""
-        seen = Greater (weight, zero)
-        {average if corrected else as_it_is}
-        average_high = Add (average_low, average_span)
-        low = Where (seen, average_low, batch_low)
-        span = Where (seen, average_span, batch_span)
-        high = Where (seen, average_high, batch_high)
+        seen = weight > 0.0
+        average_low = zero_point{share}
+        average_span = range{share}
+        low = Where(seen, average_low, batch_low)
+        span = Where(seen, average_span, batch_span)
+        high = Where(seen, average_low + average_span, batch_high)
     """
 
 
 # What `learned.LearnedRange` says of the gradients.
 LEARNED_GRADIENT = f"""
     {_LEVELS}
-    exact = Div (span, levels)
-    scale = Max (exact, floor)
-    shifted = Sub (x, low)
-    u = Div (shifted, scale)
-    above = Greater (u, levels)
-    below = Less (u, zero)
-    outside = Or (above, below)
-    inside = Not (outside)
-    reaches = Or (inside, passes)
-    dx = Where (reaches, dy, zero)
-    code = Round (u)
-    error = Sub (code, u)
-    within = Div (error, levels)
-    beyond = Cast <to = {FLOAT}> (above)
-    slope = Where (inside, within, beyond)
-    size_of_x = Size (x)
-    size = Cast <to = {FLOAT}> (size_of_x)
-    spread = Mul (levels, size)
-    root = Sqrt (spread)
-    rate = Reciprocal (root)
-    share = Where (passes, zero, rate)
-    sloped = Mul (dy, slope)
-    slopes = ReduceSum <keepdims = 0> (sloped)
-    dspan = Mul (slopes, share)
-    moved = Where (outside, dy, zero)
-    moves = ReduceSum <keepdims = 0> (moved)
-    dlow = Mul (moves, share)
+    u = (x - low) / Max(span / levels, {SCALE_FLOOR})
+    above = u > levels
+    outside = above or u < 0.0
+    inside = not outside
+    dx = Where(inside or passes, dy, 0.0)
+    slope = Where(inside, (Round(u) - u) / levels, float32(above))
+    share = Where(passes, 0.0, Reciprocal(Sqrt(levels * float32(Size(x)))))
+    dspan = ReduceSum(dy * slope, keepdims=0) * share
+    dlow = ReduceSum(Where(outside, dy, 0.0), keepdims=0) * share
 """
+
+
+def _power_of_two(name: str, exponent: str) -> str:
+    """Return what computes 2**exponent exactly, for a whole number of any sign: shifts end at 2**63."""
+    return f"""
+        {name}_third = Abs({exponent}) / 3
+        {name}_root = float64({_shifted(f"{name}_third")})
+        {name}_rest = float64({_shifted(f"Abs({exponent}) - ({name}_third + {name}_third)")})
+        {name}_large = {name}_root * {name}_root * {name}_rest
+        {name} = float32(Where({exponent} < 0, Reciprocal({name}_large), {name}_large))
+    """
+
+
+def _floor_to_power_of_two(name: str, value: str) -> str:
+    """Return what takes the largest power of two that is not above a magnitude; zero stays zero.
+
+    The logarithm may be off by one step next to a power of two: what it gives is compared and mended.
+    """
+    return f"""
+        {name}_wide = float64(Abs({value}))
+        {name}_guess = Pow(float64(2.0), Floor(Log({name}_wide) / Log(float64(2.0))))
+        {name}_down = Where({name}_guess > {name}_wide, {name}_guess / float64(2.0), {name}_guess)
+        {name}_double = {name}_down * float64(2.0)
+        {name}_up = Where({name}_double <= {name}_wide, {name}_double, {name}_down)
+        {name} = float32(Where({name}_wide == float64(0.0), float64(0.0), {name}_up))
+    """
+
+
+def _shifted(places: str) -> str:
+    """Return what computes 2**places as a whole number."""
+    return f"(uint64(1) << uint64({places}))"
+
+
+def floating_grid(exponent: int, specials: Specials, *, blocks: bool) -> str:
+    """Return the grid of a floating point format: `numerics._floating`, in its order.
+
+    `exponent` bits are exponent where the width allows it.
+    """
+    reserved = "Where(exponent_bits > 1, top_0 - 1, top_0)" if specials is Specials.IEEE else "top_0"
+    lines = f"""
+        fields = Clip(bits, 2, {FULL_PRECISION}) - 1
+        exponent_bits = Min(fields, {exponent})
+        mantissa_bits = fields - exponent_bits
+        bias = int64({_shifted("exponent_bits - 1")}) - 1
+        top_0 = int64({_shifted("exponent_bits")}) - 1 - bias
+        minus_mantissa = -mantissa_bits
+        {_power_of_two("ulp", "minus_mantissa")}
+        top = Min({reserved}, 127)
+        {_power_of_two("top_power", "top")}
+        largest_0 = top_power * (2.0 - ulp)
+    """
+    if specials is Specials.FN:
+        lines += f"""
+            top_below = top - 1
+            {_power_of_two("power_below", "top_below")}
+            below_all_ones = Where(mantissa_bits > 0, top_power * (2.0 - 2.0 * ulp), power_below)
+            largest = Where(fields > 1, below_all_ones, largest_0)
+        """
+    else:
+        lines += "largest = largest_0\n"
+    lines += "amplitude = Max(Max(-low, high), 0.0)\n"
+    if blocks:
+        lines += f"""
+            {_floor_to_power_of_two("block_power", "amplitude")}
+            {_floor_to_power_of_two("format_power", "largest")}
+            scale_0 = block_power / format_power
+        """
+    else:
+        lines += "scale_0 = amplitude / largest\n"
+    return f"""
+        {lines}
+        scale = Max(scale_0, {TINY})
+        smallest_exponent = 1 - bias
+        {_power_of_two("smallest", "smallest_exponent")}
+        scaled = Clip(x / scale, -largest, largest)
+        {_floor_to_power_of_two("binade", "scaled")}
+        step = Max(binade, smallest) * ulp
+        highest_code = largest / step
+        clipped = Min(Max(scaled / step, -highest_code), highest_code)
+        ROUND
+        values = codes * step * scale
+    """

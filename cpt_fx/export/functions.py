@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import onnx
 from onnx import parser
 
+from cpt_fx.export.expressions import onnx_text
 from cpt_fx.export.function_text import (
     FILL,
     GRIDS,
@@ -25,12 +26,11 @@ from cpt_fx.export.function_text import (
     ROUNDINGS,
     UNFILL,
     WIDTH,
-    ZERO,
+    floating_grid,
     learn,
     measure_all,
     recall,
 )
-from cpt_fx.export.function_text_floating import floating_grid
 from cpt_fx.formats import Rounding, Scheme, Specials
 
 DOMAIN = "cpt_fx"
@@ -114,7 +114,7 @@ def function(kind: Kind) -> onnx.FunctionProto:
     elif kind.source == "Learned":
         # What has a gradient comes first: ONNX Runtime finds it by its place among those that have one.
         inputs = ["x", "low", "span", "bits"]
-        body += "high = Add (low, span)"
+        body += "high = low + span\n"
     else:
         inputs += ["zero_point", "range", "weight"]
         body += measure_all(percentile=kind.percentile < 100)
@@ -130,7 +130,7 @@ def function(kind: Kind) -> onnx.FunctionProto:
         body += NOISE
     floating = kind.scheme is Scheme.FLOAT
     grid = floating_grid(kind.exponent, kind.specials, blocks=bool(kind.blocks)) if floating else GRIDS[kind.scheme]
-    body += grid.replace(ROUND, ROUNDINGS[kind.rounding]) + "y = Where (passes, x, values)"
+    body += grid.replace(ROUND, ROUNDINGS[kind.rounding]) + "\ny = Where(passes, x, values)\n"
     if kind.blocks == FILLED:
         inputs.append("length")
         inputs[0], outputs[0] = "given", "result"
@@ -146,7 +146,7 @@ def learned_gradient() -> onnx.FunctionProto:
 
 def gradient_marker(kind: Kind) -> onnx.FunctionProto:
     """Return the function that stands where a gradient is to be quantized: the identity, forward."""
-    return _parsed(kind.gradient_name, ["x", *gradient_inputs(kind)], ["y"], "y = Identity (x)")
+    return _parsed(kind.gradient_name, ["x", *gradient_inputs(kind)], ["y"], "y = x")
 
 
 def gradient_inputs(kind: Kind) -> tuple[str, ...]:
@@ -158,46 +158,40 @@ def gradient_inputs(kind: Kind) -> tuple[str, ...]:
 @cache
 def stop_gradient() -> onnx.FunctionProto:
     """Return the identity that gradients do not pass."""
-    return _parsed(STOP, ["x"], ["y"], "y = Identity (x)", DETACH)
+    return _parsed(STOP, ["x"], ["y"], "y = x", DETACH)
 
 
 @cache
 def with_gradient_of() -> onnx.FunctionProto:
     """Return the second of two tensors, whose gradient goes to the first."""
-    return _parsed(WITH_GRADIENT_OF, ["x", "value"], ["y"], "y = Identity (value)")
+    return _parsed(WITH_GRADIENT_OF, ["x", "value"], ["y"], "y = value")
 
 
 @cache
 def scatter_add() -> onnx.FunctionProto:
     """Return zeros like a tensor, to which parts are added, at places along the last dim."""
-    body = f"""
-        {ZERO}
-        shape = Shape (like)
-        zeros = Expand (zero, shape)
-        y = ScatterElements <axis = -1, reduction = "add"> (zeros, places, parts)
-    """
+    body = "y = ScatterElements(Expand(0.0, Shape(like)), places, parts, axis=-1, reduction='add')"
     return _parsed(SCATTER_ADD, ["parts", "places", "like"], ["y"], body)
 
 
 @cache
 def take() -> onnx.FunctionProto:
     """Return what takes elements from places along the last dim of a tensor."""
-    return _parsed(TAKE, ["x", "places"], ["y"], "y = GatherElements <axis = -1> (x, places)")
+    return _parsed(TAKE, ["x", "places"], ["y"], "y = GatherElements(x, places, axis=-1)")
 
 
 @cache
 def uniform() -> onnx.FunctionProto:
     """Return the noise of a seed, one number for each element."""
-    return _parsed(UNIFORM, ["x", *SEED], ["y"], NOISE + "y = Identity (noise)")
+    return _parsed(UNIFORM, ["x", *SEED], ["y"], NOISE + "y = noise")
 
 
 def _parsed(
     name: str, inputs: Iterable[str], outputs: Iterable[str], body: str, attributes: Iterable[str] = ()
 ) -> onnx.FunctionProto:
     declared = f"<{', '.join(attributes)}>" if attributes else ""
-    lines = "\n".join(line.strip() for line in body.strip().splitlines())
     made: Any = parser.parse_function(
         f'<domain: "{DOMAIN}", opset_import: ["" : {OPSET}]>\n'
-        f"{name} {declared} ({', '.join(inputs)}) => ({', '.join(outputs)}) {{\n{lines}\n}}"
+        f"{name} {declared} ({', '.join(inputs)}) => ({', '.join(outputs)}) {{\n{onnx_text(body)}\n}}"
     )
     return made

@@ -17,6 +17,7 @@ from onnx import TensorProto, helper, parser
 from torch import Tensor
 
 from cpt_fx.errors import ExportError, nearest
+from cpt_fx.export.expressions import onnx_text
 from cpt_fx.export.functions import DOMAIN, OPSET
 from cpt_fx.export.manifest import Parameter
 
@@ -198,8 +199,8 @@ class _Kind:
     def function(self) -> onnx.FunctionProto:
         inputs = ["p", "gradient", *self.states, "rate", "step", "scale"]
         outputs = ["new_p", *(f"new_{state}" for state in self.states)]
-        given = "".join(f"{name} = Constant <value: tensor = @{name}> ()\n" for name in self.attributes)
-        body = "\n".join(line.strip() for line in (given + _COMMON + self.body).strip().splitlines())
+        given = "".join(f"{name} = Constant(value=attribute.{name})\n" for name in self.attributes)
+        body = onnx_text(given + _COMMON + self.body)
         made: onnx.FunctionProto = parser.parse_function(
             f'<domain: "{DOMAIN}", opset_import: ["" : {OPSET}]>\n'
             f"{self.name} <{', '.join(self.attributes)}> ({', '.join(inputs)}) => ({', '.join(outputs)}) {{\n{body}\n}}"
@@ -230,69 +231,35 @@ def _doubles(numbers: Mapping[str, float]) -> dict[str, onnx.TensorProto]:
     return {name: helper.make_tensor(name, TensorProto.DOUBLE, [], [value]) for name, value in numbers.items()}
 
 
-def _float32(names: Iterable[str]) -> str:
-    return "".join(f"{name}_32 = Cast <to = {TensorProto.FLOAT}> ({name})\n" for name in names)
-
-
 _COMMON = """
-    one = Constant <value = double {1.0}> ()
-    mean = Mul (gradient, scale)
+    one = float64(1.0)
+    mean = gradient * scale
 """
-_L2 = f"""
-    {_float32(["weight_decay"])}
-    pull = Mul (p, weight_decay_32)
-    g = Add (mean, pull)
-    start = Identity (p)
+_L2 = """
+    g = mean + p * float32(weight_decay)
+    start = p
 """
-_DECOUPLED = f"""
-    g = Identity (mean)
-    shrinkage = Mul (rate, weight_decay)
-    remaining = Sub (one, shrinkage)
-    {_float32(["remaining"])}
-    start = Mul (p, remaining_32)
+_DECOUPLED = """
+    g = mean
+    start = p * float32(one - rate * weight_decay)
 """
-_ADAM = f"""
-    t = Cast <to = {TensorProto.DOUBLE}> (step)
-    power_1 = Pow (beta_1, t)
-    correction_1 = Sub (one, power_1)
-    power_2 = Pow (beta_2, t)
-    correction_2 = Sub (one, power_2)
-    root_2 = Sqrt (correction_2)
-    length = Div (rate, correction_1)
-    taken_1 = Sub (one, beta_1)
-    taken_2 = Sub (one, beta_2)
-    {_float32(["beta_1", "beta_2", "taken_1", "taken_2", "root_2", "length", "eps"])}
-    mean_rest = Mul (exp_avg, beta_1_32)
-    mean_share = Mul (g, taken_1_32)
-    new_exp_avg = Add (mean_rest, mean_share)
-    square_rest = Mul (exp_avg_sq, beta_2_32)
-    weighted = Mul (g, taken_2_32)
-    square_share = Mul (weighted, g)
-    new_exp_avg_sq = Add (square_rest, square_share)
-    root = Sqrt (new_exp_avg_sq)
-    deviation = Div (root, root_2_32)
-    divisor = Add (deviation, eps_32)
-    scaled = Mul (new_exp_avg, length_32)
-    update = Div (scaled, divisor)
-    new_p = Sub (start, update)
+_ADAM = """
+    t = float64(step)
+    length = rate / (one - Pow(beta_1, t))
+    root_2 = Sqrt(one - Pow(beta_2, t))
+    new_exp_avg = exp_avg * float32(beta_1) + g * float32(one - beta_1)
+    new_exp_avg_sq = exp_avg_sq * float32(beta_2) + g * float32(one - beta_2) * g
+    divisor = Sqrt(new_exp_avg_sq) / float32(root_2) + float32(eps)
+    new_p = start - new_exp_avg * float32(length) / divisor
 """
 # The first update takes the gradient whole, dampened later ones in part.
-_MOMENTUM = f"""
-    first = Constant <value = int64 {{1}}> ()
-    is_first = Equal (step, first)
-    taken = Sub (one, dampening)
-    {_float32(["momentum", "taken"])}
-    rest = Mul (momentum_buffer, momentum_32)
-    share = Mul (g, taken_32)
-    sum = Add (rest, share)
-    new_momentum_buffer = Where (is_first, g, sum)
+_MOMENTUM = """
+    later = momentum_buffer * float32(momentum) + g * float32(one - dampening)
+    new_momentum_buffer = Where(step == 1, g, later)
 """
 _NESTEROV = """
-    push = Mul (new_momentum_buffer, momentum_32)
-    ahead = Add (g, push)
+    ahead = g + new_momentum_buffer * float32(momentum)
 """
-_SGD = f"""
-    {_float32(["rate"])}
-    update = Mul (MOVE, rate_32)
-    new_p = Sub (start, update)
+_SGD = """
+    new_p = start - MOVE * float32(rate)
 """
