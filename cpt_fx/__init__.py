@@ -10,8 +10,9 @@ Names load on first use, so that planning a schedule does not import torch.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from cpt_fx.lazy import on_first_use
 
 __version__ = "0.1.0"
 
@@ -55,24 +56,9 @@ _HOMES = {
     "revert": "cpt_fx.api",
     "single_graph": "cpt_fx.api",
     "transform": "cpt_fx.api",
+    **{name: f"cpt_fx.{name}" for name in ("export", "functional", "ort", "passes", "recipes", "schedules", "study")},
 }
-_MODULES = ("export", "functional", "ort", "passes", "recipes", "schedules", "study")
 
-__all__ = sorted((*_HOMES, *_MODULES))  # pyright: ignore
+__all__ = sorted(_HOMES)  # pyright: ignore
 
-
-def __getattr__(name: str) -> Any:
-    """Import a public name's home on first use."""
-    if name in _HOMES:
-        value = getattr(import_module(_HOMES[name]), name)
-    elif name in _MODULES:
-        value = import_module(f"cpt_fx.{name}")
-    else:
-        raise AttributeError(f"module 'cpt_fx' has no attribute {name!r}")
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    """List the public names."""
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = on_first_use(__name__, _HOMES)

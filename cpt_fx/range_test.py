@@ -30,6 +30,7 @@ from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.recipes import Recipe
 from cpt_fx.result import part_of
 from cpt_fx.schedules import Bits, Static
+from cpt_fx.schedules.plot import new_figure
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -103,12 +104,9 @@ class RangeTest:
 
     def plot(self, path: str | PathLike[str] | None = None) -> Axes:
         """Draw the loss of every width over the steps, and save the picture when a path is given."""
-        try:
-            from matplotlib import colormaps
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError('plotting needs matplotlib: pip install "cpt_fx[viz]"') from error
-        ax = Figure(figsize=(8, 4), dpi=150, layout="constrained").subplots()
+        ax = new_figure(8, 4).subplots()
+        from matplotlib import colormaps  # there, or the line above has raised
+
         ax.plot(self.full_precision, color="0.5", linestyle="--", label="full precision")
         for index, (width, losses) in enumerate(zip(self.widths, self.losses, strict=True)):
             colour = colormaps["viridis"](0.9 * index / max(len(self.widths) - 1, 1))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +19,7 @@ from cpt_fx.cli.common import (
     schedule_name,
     show,
 )
-from cpt_fx.errors import nearest
+from cpt_fx.study.function import imported, named
 
 if TYPE_CHECKING:
     from torch import nn
@@ -152,20 +150,7 @@ def load(reference: str) -> Any:
     module_name, colon, path = reference.partition(":")
     if not colon or not path or "/" in module_name or module_name.endswith(".py"):
         raise UsageError(f"a reference looks like package.module:callable, got {reference!r}")
-    # The script in bin/ does not look into the current folder; `python -m` would.
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
-            raise ImportError(f"there is no module {error.name}, looked for by {reference!r}") from error
-        raise
-    for name in path.split("."):
-        if not hasattr(found, name):
-            where = getattr(found, "__name__", type(found).__name__)
-            raise ValueError(f"{where} has no {name!r}.{nearest(name, vars(found))}")
-        found = getattr(found, name)
+    found = named(imported(module_name, reference), path, module_name)
     from torch import nn
 
     # Of a module every instance is callable; only its class is meant to be called.
@@ -192,23 +177,13 @@ def model_and_inputs(reference: str, made: Any) -> tuple[nn.Module, tuple[Any, .
 
 
 def _plain(inspection: Inspection, proof: Verification | None) -> dict[str, object]:
+    from cpt_fx.inspection.data import fields
+
     return {
         "model": inspection.name,
         "capture": inspection.capture.frontend,
         "quantizers": [
-            {
-                "node": view.node,
-                "layer": view.layer,
-                "role": view.role,
-                "op": view.op,
-                "operand": view.operand,
-                "format": str(view.format),
-                "group": view.group,
-                "bits": view.bits,
-                "runs": view.runs,
-                "levels": view.levels,
-                "error": view.error,
-            }
+            fields(view, "node", "layer", "role", "op", "operand", "format", "group", "bits", "runs", "levels", "error")
             for view in inspection.quantizers
         ],
         "uncovered": [str(item) for item in inspection.uncovered],

@@ -16,6 +16,7 @@ from cpt_fx.cli.common import (
     schedule_name,
 )
 from cpt_fx.schedules import NAMES, Cyclic, Schedule, mean_costs, relative_cost, savings_group
+from cpt_fx.schedules.plot import new_figure
 
 
 def add(commands: Commands) -> None:
@@ -105,13 +106,9 @@ def run_plot(options: argparse.Namespace) -> None:
     names = list(dict.fromkeys(options.names or NAMES))
     schedules = {name: build_schedule(name, options) for name in names}
     path = options.output or Path(f"{names[0]}.png" if len(names) == 1 else "schedules.png")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('plotting needs matplotlib: pip install "cpt_fx[viz]"') from error
     columns = min(len(names), 2)
     rows = -(-len(names) // columns)
-    figure = Figure(figsize=(6 * columns, 2.2 * rows + 0.6), dpi=150, layout="constrained")
+    figure = new_figure(6 * columns, 2.2 * rows + 0.6)
     axes = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
     for name, ax in zip(names, axes.flat, strict=False):
         schedules[name].plot(ax=ax)

@@ -5,10 +5,10 @@ Names load on first use: the packages they need are extras, and some of them exc
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cpt_fx.export.environment import require_onnx, require_training
+from cpt_fx.lazy import on_first_use
 
 if TYPE_CHECKING:
     from cpt_fx.export.deployment import qdq as qdq
@@ -25,18 +25,7 @@ _HOMES = {
 
 __all__ = sorted(_HOMES)  # pyright: ignore
 
-
-def __getattr__(name: str) -> Any:
-    """Import a public name's home on first use."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'cpt_fx.export' has no attribute {name!r}")
-    # Before an import fails for its own reasons: this says what to install.
-    (require_training if name == "ort_training" else require_onnx)()
-    value = getattr(import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    """List the public names."""
-    return sorted({*globals(), *__all__})
+# Before an import fails for its own reasons: this says what to install.
+__getattr__, __dir__ = on_first_use(
+    __name__, _HOMES, lambda name: require_training() if name == "ort_training" else require_onnx()
+)

@@ -21,16 +21,21 @@ def new_directory(target: Path, *, overwrite: bool) -> Iterator[Path]:
         raise ExportError(f"{target} is a file: name a directory")
     if target.is_dir() and any(target.iterdir()) and not overwrite:
         raise ExportError(f"{target} is not empty: name another directory, or pass overwrite=True to replace it")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        working = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    except OSError as error:
-        raise ExportError(f"cannot write to {target.parent}: {error.strerror or error}") from error
+    working = folder_beside(target)
     try:
         yield working
         _put(working, target)
     finally:
         shutil.rmtree(working, ignore_errors=True)
+
+
+def folder_beside(target: Path) -> Path:
+    """Make a folder for what is on its way to a target."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise ExportError(f"cannot write to {target.parent}: {error.strerror or error}") from error
 
 
 def _put(made: Path, target: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ import onnx
 import onnx_ir as ir
 
 from cpt_fx.errors import ExportError
+from cpt_fx.export.directory import folder_beside
 
 INLINE_LIMIT = 1_900_000_000
 """Bytes of weights that one file holds. A protobuf message ends at 2 GiB, and the graph needs room, too."""
@@ -52,11 +52,7 @@ def new_file(path: str | os.PathLike[str], *, overwrite: bool) -> Iterator[Targe
         raise ExportError(f"{target} is a directory: name a file, such as {target / 'model.onnx'}")
     if target.exists() and not overwrite:
         raise ExportError(f"{target} exists: name another file, or pass overwrite=True to replace it")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    except OSError as error:
-        raise ExportError(f"cannot write to {target.parent}: {error.strerror or error}") from error
+    folder = folder_beside(target)
     try:
         writing = Target(target, folder)
         try:

@@ -6,13 +6,12 @@ exported to a folder that is gone afterwards, with the comparisons that every ex
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich import box
-from rich.console import Console, ConsoleRenderable, Group
+from rich.console import ConsoleRenderable, Group
 from rich.table import Table
 from rich.text import Text
 from torch import nn
@@ -30,6 +29,7 @@ from cpt_fx.export.reporting_targets import (
     Verdict,
 )
 from cpt_fx.inspection import inspect
+from cpt_fx.inspection.table import as_text
 
 TARGETS = ("ort_training", "onnx", "qdq")
 _COLOURS = {EXACT: "green", APPROXIMATED: "yellow", REFUSED: "bold red"}
@@ -105,10 +105,7 @@ class Report:
 
     def __str__(self) -> str:
         """Show the same as plain text."""
-        console = Console(file=io.StringIO(), width=120, color_system=None, legacy_windows=False)
-        console.print(self)
-        assert isinstance(console.file, io.StringIO)
-        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+        return as_text(self, 120)
 
     def __repr__(self) -> str:
         """Say what there is."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from cpt_fx.formats import Format
+
 if TYPE_CHECKING:
     from cpt_fx.inspection.model import Inspection
 
@@ -16,47 +18,28 @@ def as_data(inspection: Inspection) -> dict[str, Any]:
         "capture": {"frontend": capture.frontend, "notes": list(capture.notes), "breaks": list(capture.breaks)},
         "graphs": len(inspection.graphs),
         "quantizers": [
-            {
-                "layer": view.layer,
-                "layers": list(view.layers),
-                "role": view.role,
-                "op": view.op,
-                "operand": view.operand,
-                "format": str(view.format),
-                "group": view.group,
-                "bits": view.bits,
-                "times_run": view.times_run,
-                "levels": {str(bits): count for bits, count in view.levels.items()},
-                "error": {str(bits): error for bits, error in view.error.items()},
-                "range": None if view.range is None else list(view.range),
-                "node": view.node,
-                "graph": view.graph,
-            }
+            fields(view, "layer", "layers", "role", "op", "operand", "format", "group", "bits", "times_run", "levels",
+                   "error", "range", "node", "graph")
             for view in inspection.quantizers
         ],
         "products": [
-            {
-                "layer": view.layer,
-                "op": view.op,
-                "lowered": view.lowered,
-                "integer": list(view.integer),
-                "floating": list(view.floating),
-                "reasons": list(view.reasons),
-            }
-            for view in inspection.products
+            fields(view, "layer", "op", "lowered", "integer", "floating", "reasons") for view in inspection.products
         ],
         "uncovered": [
-            {
-                "layer": item.layer,
-                "op": item.op,
-                "operand": item.operand,
-                "reason": item.reason,
-                "by_choice": item.by_choice,
-            }
-            for item in inspection.uncovered
+            fields(item, "layer", "op", "operand", "reason", "by_choice") for item in inspection.uncovered
         ],
-        "passes": [
-            {"name": report.name, "changed": report.changed, "notes": list(report.notes)}
-            for report in inspection.passes
-        ],
-    }
+        "passes": [fields(report, "name", "changed", "notes") for report in inspection.passes],
+    }  # fmt: skip
+
+
+def fields(item: object, *names: str) -> dict[str, Any]:
+    """Return some of what an object holds."""
+    return {name: _plain(getattr(item, name)) for name in names}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
+    if isinstance(value, dict):
+        return {str(key): part for key, part in value.items()}
+    return str(value) if isinstance(value, Format) else value

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, ConsoleRenderable
+from rich.console import ConsoleRenderable
 from rich.table import Table
 from torch import fx, nn
 
@@ -140,10 +139,7 @@ class Inspection:
 
     def __str__(self) -> str:
         """Show the same as plain text."""
-        console = Console(file=io.StringIO(), width=100, color_system=None, legacy_windows=False)
-        console.print(self)
-        assert isinstance(console.file, io.StringIO)
-        return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+        return table.as_text(self, 100)
 
     def __repr__(self) -> str:
         """Say what there is."""

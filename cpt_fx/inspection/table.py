@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.console import ConsoleRenderable, Group
+from rich.console import Console, ConsoleRenderable, Group
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -49,6 +50,13 @@ def quantizer_table(views: Iterable[QuantizerView]) -> Table:
             )
         table.add_section()
     return table
+
+
+def as_text(renderable: object, width: int) -> str:
+    """Return what a terminal would show, as plain text."""
+    file = io.StringIO()
+    Console(file=file, width=width, color_system=None, legacy_windows=False).print(renderable)
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
 
 def what(view: QuantizerView) -> str:

@@ -9,6 +9,7 @@ from cpt_fx.schedules.base import Schedule
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
 # Distinguishable for colour-blind readers, and each with its own line style.
@@ -51,13 +52,19 @@ def _integer_ticks() -> "MaxNLocator":
     return MaxNLocator(integer=True)
 
 
-def _axes(*, shown: bool) -> "Axes":
+def new_figure(width: float, height: float) -> "Figure":
+    """Return a figure that pyplot does not know: it opens no window, and is freed when it is saved."""
     try:
-        from matplotlib import pyplot
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError('plotting needs matplotlib: pip install "cpt_fx[viz]"') from error
+    return Figure(figsize=(width, height), dpi=150, layout="constrained")
+
+
+def _axes(*, shown: bool) -> "Axes":
+    figure = new_figure(8, 3)
     if shown:
+        from matplotlib import pyplot
+
         return pyplot.subplots(figsize=(8, 3), layout="constrained")[1]
-    # Not known to pyplot, so it opens no window and is freed when it is saved.
-    return Figure(figsize=(8, 3), dpi=150, layout="constrained").subplots()
+    return figure.subplots()

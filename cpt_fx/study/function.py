@@ -80,22 +80,32 @@ def load(reference: str) -> tuple[Callable[..., object], str]:
         module: ModuleType = _load_file(Path(place).resolve())
         place = str(Path(place).resolve())
     else:
-        if os.getcwd() not in sys.path:  # the script in bin/ does not look into the current folder
-            sys.path.insert(0, os.getcwd())
-        try:
-            module = importlib.import_module(place)
-        except ModuleNotFoundError as error:
-            if error.name is not None and f"{place}.".startswith(f"{error.name}."):
-                raise ImportError(f"there is no module {error.name}, looked for by {reference!r}") from error
-            raise
-    found: Any = module
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise ValueError(f"{place} has no {name!r}.{nearest(name, vars(module))}")
-        found = getattr(found, part)
+        module = imported(place, reference)
+    found = named(module, name, place)
     if not callable(found):
         raise TypeError(f"{reference} must be a function, it is {found!r}")
     return found, f"{place}:{name}"
+
+
+def imported(module: str, reference: str) -> ModuleType:
+    """Return the module of a reference, from the current folder or installed."""
+    if os.getcwd() not in sys.path:  # the script in bin/ does not look there; `python -m` would
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module}.".startswith(f"{error.name}."):
+            raise ImportError(f"there is no module {error.name}, looked for by {reference!r}") from error
+        raise
+
+
+def named(found: Any, path: str, where: str) -> Any:
+    """Return what has a name in a module, as in `name` or `Class.name`."""
+    for part in path.split("."):
+        if not hasattr(found, part):
+            raise ValueError(f"{where} has no {part!r}.{nearest(part, vars(found))}")
+        found, where = getattr(found, part), f"{where}.{part}"
+    return found
 
 
 def load_in_worker(reference: str) -> Callable[..., object]:
