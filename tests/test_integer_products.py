@@ -186,6 +186,9 @@ def test_linear(way: str, rows: int, inner: int, columns: int) -> None:
 def test_linear_of_a_vector(way: str) -> None:
     x, w = codes(5), codes(3, 5, seed=1)
     exact(products.linear_forward(x, w), w.values.to(torch.int64) @ x.values.to(torch.int64), x, w)
+    of_rows = Codes(w.values, torch.tensor([[0.1], [0.2], [0.3]]))
+    expected = x.dequantized() @ of_rows.dequantized().t()
+    torch.testing.assert_close(products.linear_forward(x, of_rows), expected)
 
 
 def test_bias_is_added_after_scaling(way: str) -> None:

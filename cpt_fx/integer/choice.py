@@ -27,7 +27,7 @@ from torch import Tensor
 
 from cpt_fx import native
 from cpt_fx.errors import check_choice
-from cpt_fx.integer import floating, products, sizes
+from cpt_fx.integer import products, sizes
 from cpt_fx.integer.codes import Codes
 
 _LOG = logging.getLogger("cpt_fx")
@@ -129,20 +129,18 @@ def _processor() -> str:
 def _measure(kind: str, shape: tuple[int, ...]) -> float:
     """Return how many times as fast a product is on integers, interleaved with floating point, median of some runs."""
     a, b, options, named = sizes.arguments(kind, shape)
+    product = getattr(products, kind)
     one = torch.ones(())
     left, right = Codes(_some_codes(a), one), Codes(_some_codes(b), one)
 
-    def on_integers() -> Tensor:
-        result: Tensor = getattr(products, kind)(left, right, *options, torch.float32, **named)
-        return result
+    def on_integers() -> None:
+        product(left, right, *options, torch.float32, **named)
 
-    def in_floating_point() -> Tensor:
-        numbers = left.dequantized(), right.dequantized()
-        result: Tensor = getattr(floating, kind)(*numbers, *options, torch.float32, **named)
-        return result
+    def in_floating_point() -> None:
+        product(left.dequantized(), right.dequantized(), *options, torch.float32, **named)
 
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        on_integers(), in_floating_point()
+        _seconds(on_integers), _seconds(in_floating_point)
         ratios = [_seconds(in_floating_point) / _seconds(on_integers) for _ in range(_ROUNDS)]
     return median(ratios)
 
@@ -155,7 +153,7 @@ def _some_codes(shape: tuple[int, ...]) -> Tensor:
     return (torch.arange(count, dtype=torch.int32) % 255 - 127).to(torch.int8).view(shape)
 
 
-def _seconds(run: Callable[[], Tensor]) -> float:
+def _seconds(run: Callable[[], None]) -> float:
     start = time.perf_counter()
     run()
     return max(time.perf_counter() - start, 1e-9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,27 @@ class Codes(NamedTuple):
     def dequantized(self) -> Tensor:
         """Return the tensor as floating point numbers, bit for bit what the simulated quantizer returns."""
         return self.values.to(self.scale.dtype) * self.scale
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims."""
+        return self.values.ndim
+
+    @property
+    def mT(self) -> Codes:  # noqa: N802
+        """The same with the last two dims exchanged."""
+        return self._moved(lambda part: part.mT)
+
+    def unsqueeze(self, dim: int) -> Codes:
+        """Return the same with another dim of size 1."""
+        return self._moved(lambda part: part.unsqueeze(dim))
+
+    def flatten(self, first: int, last: int) -> Codes:
+        """Return the same with several dims as one."""
+        return self._moved(lambda part: part.flatten(first, last))
+
+    def _moved(self, move: Callable[[Tensor], Tensor]) -> Codes:
+        return Codes(move(self.values), move(self.scale) if self.scale.ndim else self.scale)
 
 
 @torch.no_grad()

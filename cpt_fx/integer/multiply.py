@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cpt_fx.integer import choice, floating, products
+from cpt_fx.integer import choice, products
 from cpt_fx.integer.codes import Codes
 from cpt_fx.integer.counts import RATIO, Outcome
 from cpt_fx.integer.operands import Operand, revealed, value_of
@@ -39,7 +39,7 @@ PRODUCTS = {
     "conv2d_grad_input": Product(1, ((1, 2, 3), (0, 2, 3)), takes_shape=True),
     "conv2d_grad_weight": Product(2, ((0, 2, 3), (0, 2, 3)), takes_shape=True),
 }
-"""By the name of the function in `products`, and in `floating`."""
+"""By the name of the function in `products`."""
 
 
 class Call(NamedTuple):
@@ -71,11 +71,9 @@ def _multiply(call: Call, a: Codes | Tensor, b: Codes | Tensor, dtypes: Dtypes, 
     named: dict[str, Any] = {}
     if geometry:
         named = {"stride": geometry[:2], "padding": geometry[2:4], "dilation": geometry[4:]}
-    if outcome is Outcome.INTEGER:
-        result: Tensor = getattr(products, call.name)(a, b, *options, dtypes[1], **named)
-    else:
-        factors = (value_of(factor, dtypes[0]) for factor in (a, b))
-        result = getattr(floating, call.name)(*factors, *options, dtypes[1], **named)
+    if outcome is not Outcome.INTEGER:
+        a, b = value_of(a, dtypes[0]), value_of(b, dtypes[0])
+    result: Tensor = getattr(products, call.name)(a, b, *options, dtypes[1], **named)
     if call.bias is not None and not product.takes_bias:
         result = result + call.bias.to(result.dtype)
     return result
