@@ -6,11 +6,13 @@ are the digits that scikit-learn brings along, so nothing is downloaded.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +22,21 @@ from cpt_fx.api import transform
 from cpt_fx.costs import cost
 from cpt_fx.errors import check_choice, check_int
 from cpt_fx.inspection import Inspection, Verification
-from cpt_fx.report import Chart, Series, page, picture, smooth, table
+from cpt_fx.report import page, picture, table
 from cpt_fx.schedules import NAMES, Schedule, Static, named
+from cpt_fx.study import figure_style
+from cpt_fx.study.page import inlined
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 TRAINING_IMAGES = 1200
 BATCH = 64
 EVALUATIONS = 40
 Advance = Callable[[str, int], None]
+_COLOURS = {"#1f5fd0": "--c1", "#c8500a": "--c2"}
+MARK = "#b4bcc8"
+"""Colours of the drawings, which the page knows by name: it has others when it is dark."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +161,8 @@ def load_digits() -> Digits:
 def run_demo(settings: Settings, advance: Advance) -> tuple[Run, Run]:
     """Train under the schedule and under static q_max; the global random state is left as it was."""
     digits = load_digits()
+    if not figure_style.available():
+        raise ImportError('the demo needs matplotlib for its report: pip install "cpt_fx[demo]"')
     threads = torch.get_num_threads()
     # On images this small a second thread gains nothing; with one, results do not depend on the number of cores, and
     # a busy machine does not stall threads that wait for each other.
@@ -253,36 +265,63 @@ def write_report(
 
 
 def _charts(runs: tuple[Run, Run], settings: Settings) -> list[str]:
-    total = settings.steps
-    span = (0.0, float(total))
-    marks = [total * cycle / settings.cycles for cycle in range(1, settings.cycles)]
-    edges = list(range(total + 1))
-    colours = list(enumerate(runs, start=1))
-    window = max(total // 40, 1)
-    bits = [[float(width) for width in run.schedule.trajectory(total + 1)[:, 0]] for run in runs]
-    bits_chart = Chart(
-        title="Bits",
-        note="The width of weights and activations at each step. Gradients have "
-        f"{settings.q_max} bits in both runs. Vertical lines: where a cycle starts.",
-        x_label="step", y_label="bits", x_range=span, y_range=(settings.q_min - 0.6, settings.q_max + 0.6), marks=marks,
-        steps=True, ticks=settings.q_max,
-        series=[Series(label=run.name, x=edges, y=bits[n - 1], colour=n, dashed=n > 1) for n, run in colours],
-    )  # fmt: skip
-    raw = [Series(label=run.name, x=edges[1:], y=run.losses, colour=n, faint=True) for n, run in colours]
-    smoothed = [Series(label=run.name, x=edges[1:], y=smooth(run.losses, window), colour=n) for n, run in colours]
-    loss_chart = Chart(
-        title="Training loss",
-        note=f"Cross entropy, on a logarithmic scale: the mean of {window} steps, and faintly that of each batch.",
-        x_label="step", y_label="loss", x_range=span, log=True, marks=marks, series=[*raw, *smoothed],
-    )  # fmt: skip
-    percent = [[100 * value for value in run.accuracies] for run in runs]
+    """Draw both runs: bits, losses and accuracies over the steps."""
+    window = max(settings.steps // 40, 1)
     # The climb from chance would flatten all that follows: the axis starts at what is left to tell apart.
-    settled = [value for values in percent for value in values[len(values) // 4 :]]
+    settled = [100 * value for run in runs for value in run.accuracies[len(run.accuracies) // 4 :]]
     floor = 5 * (min(settled) // 5)
-    accuracy_chart = Chart(
-        title="Test accuracy",
-        note=f"On images not trained on, always evaluated at {settings.q_max} bits. The axis starts at {floor:g} %.",
-        x_label="step", y_label="accuracy, %", x_range=span, y_range=(floor, 100.5), marks=marks,
-        series=[Series(label=r.name, x=r.accuracy_steps, y=percent[n - 1], colour=n) for n, r in colours],
-    )  # fmt: skip
-    return [chart.html() for chart in (bits_chart, loss_chart, accuracy_chart)]
+    edges = list(range(settings.steps + 1))
+
+    def bits(ax: Axes, run: Run, colour: str) -> None:
+        style = "-" if run is runs[0] else "--"
+        ax.stairs(run.schedule.trajectory()[:, 0], edges, baseline=None, color=colour, linestyle=style, label=run.name)
+        ax.set_ylim(settings.q_min - 0.6, settings.q_max + 0.6)
+        ax.set_yticks(range(settings.q_min, settings.q_max + 1))
+
+    def loss(ax: Axes, run: Run, colour: str) -> None:
+        ax.plot(edges[1:], run.losses, color=colour, alpha=0.28, linewidth=0.8)
+        ax.plot(edges[1:], smooth(run.losses, window), color=colour, label=run.name)
+        ax.set_yscale("log")
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.yaxis.set_minor_formatter("")
+
+    def accuracy(ax: Axes, run: Run, colour: str) -> None:
+        ax.plot(run.accuracy_steps, [100 * value for value in run.accuracies], color=colour, label=run.name)
+        ax.set_ylim(floor, 100.5)
+
+    return [
+        _chart("Bits", "bits", "The width of weights and activations at each step. Gradients have "
+               f"{settings.q_max} bits in both runs. Vertical lines: where a cycle starts.", bits, runs, settings),
+        _chart("Training loss", "loss", f"Cross entropy, on a logarithmic scale: the mean of {window} steps, and "
+               "faintly that of each batch.", loss, runs, settings),
+        _chart("Test accuracy", "accuracy, %", "On images not trained on, always evaluated at "
+               f"{settings.q_max} bits. The axis starts at {floor:g} %.", accuracy, runs, settings),
+    ]  # fmt: skip
+
+
+def _chart(
+    title: str, label: str, note: str, draw: Callable[[Axes, Run, str], None], runs: tuple[Run, Run], settings: Settings
+) -> str:
+    import matplotlib
+
+    with matplotlib.rc_context(figure_style.STYLE):
+        figure, (ax,) = figure_style.new(1, height=2.5)
+        for cycle in range(1, settings.cycles):
+            ax.axvline(settings.steps * cycle / settings.cycles, color=MARK, linewidth=1, zorder=0.9)
+        for run, colour in zip(runs, _COLOURS, strict=True):
+            draw(ax, run, colour)
+        ax.set(xlabel="step", ylabel=label, xlim=(0, settings.steps))
+        ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0)
+        svg = inlined(figure_style.save(figure, "svg").decode(), title.lower().replace(" ", "-"))
+    for colour, variable in (*_COLOURS.items(), (MARK, "--mark")):
+        svg = svg.replace(colour, f"var({variable})")
+    return f'<figure><figcaption><h2>{title}</h2></figcaption>\n{svg}<p class="note">{escape(note)}</p></figure>'
+
+
+def smooth(values: Sequence[float], window: int) -> list[float]:
+    """Return the moving average over the last `window` values; shorter at the start, and free of what is not finite."""
+    result = []
+    for end in range(1, len(values) + 1):
+        recent = [value for value in values[max(end - window, 0) : end] if math.isfinite(value)]
+        result.append(sum(recent) / len(recent) if recent else math.nan)
+    return result

@@ -1,12 +1,11 @@
 """The demo: what it trains, what it compares, and the page it writes."""
 
+import dataclasses
 import math
 import re
 import sys
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from cpt_fx.inspection import Verification, inspect
 from cpt_fx.schedules import relative_cost
 
 pytest.importorskip("sklearn")
+pytest.importorskip("matplotlib")
 SETTINGS = Settings(steps=24)
 PROOF = Verification(quantizers=29, runs=90, widths=(3, 8), largest_ratio=0.5, notes=("2 < 3 & more",))
 
@@ -112,6 +112,12 @@ def test_without_scikit_learn_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
         demo.load_digits()
 
 
+def test_without_matplotlib_it_does_not_train_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r'matplotlib.*pip install "cpt_fx\[demo\]"'):
+        run()
+
+
 @pytest.mark.parametrize(
     ("field", "message"), [({"steps": 7}, "at least 8"), ({"schedule": "XX"}, "one of"), ({"seed": -1}, "at least 0")]
 )
@@ -171,66 +177,23 @@ def test_marks_can_be_seen_and_stay_behind() -> None:
         assert 2 * abs(rule - page) < abs(mark - page) < abs(text - page)
 
 
-def svg(**changes: object) -> ElementTree.Element:
-    line = report.Series(label="a <b>", x=[0, 1, 2], y=[1.0, 10.0, 100.0], colour=1)
-    fields = {"title": "T", "note": "", "x_label": "x", "y_label": "y", "series": [line], "x_range": (0, 2)} | changes
-    return ElementTree.fromstring(report.Chart(**fields).svg())  # type: ignore[arg-type]
+def test_every_drawing_shows_both_runs_in_the_colours_of_the_page(written: Path) -> None:
+    drawings = re.findall(r"<svg.*?</svg>", written.read_text(encoding="utf-8"), re.DOTALL)
+    for drawing in drawings:
+        assert ">CR<" in drawing and ">static 8<" in drawing
+        for variable in ("--c1", "--c2", "--mark", "--ink", "--soft", "--rule", "--page"):
+            assert f"var({variable})" in drawing
+        assert not re.search("#(1f5fd0|c8500a|b4bcc8)", drawing)
+        assert re.search(r">\$|mathdefault", drawing) is None
 
 
-def points(root: ElementTree.Element) -> list[tuple[float, float]]:
-    (path,) = root.iter("path")
-    return [(float(x), float(y)) for x, y in re.findall(r"[ML]([\d.]+) ([\d.]+)", path.attrib["d"])]
-
-
-def test_a_line_lies_where_its_numbers_are() -> None:
-    (x0, y0), (x1, y1), (x2, y2) = points(svg(y_range=(0, 100)))
-    assert (x0, x2) == (report.LEFT, report.WIDTH - report.RIGHT)
-    assert x1 == pytest.approx((x0 + x2) / 2)
-    assert y2 == report.TOP
-    assert (y0 - y1) / (y0 - y2) == pytest.approx(9 / 99, abs=1e-3)
-
-
-def test_a_logarithmic_line_is_straight_for_powers() -> None:
-    (_, y0), (_, y1), (_, y2) = points(svg(log=True))
-    assert y0 - y1 == pytest.approx(y1 - y2, abs=0.02)
-    assert y0 > y1 > y2
-
-
-def test_ticks_stand_at_their_values() -> None:
-    root = svg(log=True, y_range=(0.5, 200))
-    ticks = [element for element in root.iter("text") if element.attrib["class"] == "tick"]
-    assert [tick.text for tick in ticks if tick.attrib["text-anchor"] == "end"] == ["1", "10", "100"]
-    heights = [float(tick.attrib["y"]) - 4 for tick in ticks[:3]]
-    assert heights == pytest.approx([y for _, y in points(root)], abs=0.02)
-
-
-def test_stairs_hold_their_value_until_the_next_step() -> None:
-    (path,) = svg(steps=True).iter("path")
-    assert re.fullmatch(r"M[\d.]+ [\d.]+(H[\d.]+V[\d.]+){2}", path.attrib["d"])
-
-
-def test_values_that_are_not_finite_are_gaps() -> None:
-    line = report.Series(label="a", x=range(5), y=[1.0, 2.0, math.nan, math.inf, 3.0], colour=1)
-    (path,) = svg(series=[line]).iter("path")
-    assert path.attrib["d"].count("M") == 2
-    assert not re.search("nan|inf", path.attrib["d"])
-
-
-@pytest.mark.parametrize(
-    ("make", "expected"),
-    [
-        (lambda: report.linear_ticks(0, 1600, 8), [0, 200, 400, 600, 800, 1000, 1200, 1400, 1600]),
-        (lambda: report.linear_ticks(95, 100.5, 5), [96, 98, 100]),
-        (lambda: report.linear_ticks(0.1, 0.5, 4), [0.1, 0.2, 0.3, 0.4, 0.5]),
-        (lambda: report.linear_ticks(2, 2, 5), [2]),
-        (lambda: report.log_ticks(0.004, 3), [0.01, 0.1, 1]),
-        (lambda: report.log_ticks(1.5, 30), [2, 5, 10, 20]),
-    ],
-)
-def test_ticks_are_round(make: Callable[[], list[float]], expected: list[float]) -> None:
-    assert make() == pytest.approx(expected)
+def test_losses_that_are_not_finite_are_gaps(runs: tuple[Run, Run]) -> None:
+    cyclic, static = runs
+    losses = [math.nan, *static.losses[1:-1], math.inf]
+    drawings = demo._charts((cyclic, dataclasses.replace(static, losses=losses)), SETTINGS)
+    assert not re.search(r"\b(nan|inf)\b", "".join(drawings))
 
 
 def test_smoothing_is_a_mean_of_the_last_few() -> None:
-    assert report.smooth([1, 3, math.nan, 5], 2) == [1, 2, 3, 5]
-    assert math.isnan(report.smooth([math.nan], 3)[0])
+    assert demo.smooth([1, 3, math.nan, 5], 2) == [1, 2, 3, 5]
+    assert math.isnan(demo.smooth([math.nan], 3)[0])

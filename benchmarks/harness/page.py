@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from cpt_fx.report import linear_ticks, page
+from cpt_fx.report import page
 from harness.catalog import OURS, PEERS
 from harness.results import Result, Row
 from harness.table import HEADINGS, LEGEND, cells, scale
@@ -20,6 +21,11 @@ REASON = 88
 """Characters of a reason that fit beside a name."""
 
 STYLE = """
+.legend, .key { display: inline-flex; align-items: center; gap: 18px; font-size: 13px; color: var(--soft); }
+.key { gap: 7px; }
+.tick, .label { font-size: 12px; fill: var(--soft); font-variant-numeric: tabular-nums; }
+@media (max-width: 640px) { .tick, .label { font-size: 16px; } }
+.grid { stroke: var(--rule); }
 .bar.ours { fill: var(--c1); } .bar.peer { fill: var(--c2); } .bar.plain { fill: var(--mark); }
 .bar.compiled { fill-opacity: .38; stroke-width: 1.5; }
 .bar.compiled.ours { stroke: var(--c1); } .bar.compiled.peer { stroke: var(--c2); }
@@ -104,6 +110,17 @@ def bars(rows: Sequence[Bar], label: str) -> str:
     one = to_x(1)
     line = f'<line class="one" x1="{one}" y1="{TOP}" x2="{one}" y2="{base}"/>'
     return "\n".join([*drawn, *shapes, line, *texts, "</svg>"])
+
+
+def linear_ticks(low: float, high: float, count: int) -> list[float]:
+    """Return at most some `count` round numbers in a range."""
+    if not high > low:
+        return [low]
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [round(index * step, 12) for index in range(first, last + 1)]
 
 
 def _shapes(bar: Bar, y: float, to_x: Callable[[float], float]) -> Iterator[str]:

@@ -19,7 +19,7 @@ def add(commands: Commands) -> None:
         "train a small net under a schedule and under static q_max",
         "Train a small residual net on real images, once under a schedule and once under static q_max. Takes about a\n"
         "minute on two cores and downloads nothing; ends with a table and an HTML report.\n"
-        'Needs scikit-learn: pip install "cpt_fx[demo]".',
+        'Needs scikit-learn and matplotlib: pip install "cpt_fx[demo]".',
         "cpt-fx demo --schedule RR --seed 1 --output report",
     )
     made.add_argument("--fast", action="store_true", help=f"{FAST_STEPS} steps: a few seconds, to see that it runs")

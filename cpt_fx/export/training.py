@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from cpt_fx.export.artifacts import (
 )
 from cpt_fx.export.capture_modes import call_of, in_mode
 from cpt_fx.export.directory import digest, new_directory
-from cpt_fx.export.environment import require_training
+from cpt_fx.export.environment import require_training, version_of
 from cpt_fx.export.losses import LossLike, resolve
 from cpt_fx.export.manifest import Manifest, Parameter, State
 from cpt_fx.export.optimizers import Optimizer, optimizer_model, resolve_optimizer
@@ -138,7 +137,7 @@ def _write(
         loss=loss,
         schedule=repr(precision_of(result).schedule),
         dynamic_batch=dynamic_batch,
-        versions=_versions(),
+        versions={name: found for name in _PACKAGES if (found := version_of(name))},
         digests={name: digest(folder / name) for name in files.FILES},
     )
     manifest.write(folder)
@@ -191,13 +190,3 @@ def _tensor(value: onnx.ValueInfoProto) -> files.Tensor:
 
 def _state(name: str, value: Any, after: str) -> State:
     return State(tensor=files.Tensor(name=name, dtype=str(value.dtype), shape=tuple(value.shape)), next=after)
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found

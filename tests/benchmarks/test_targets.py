@@ -1,11 +1,12 @@
 """Targets: what they say, and that a measurement is judged the right way round."""
 
 import re
+from collections.abc import Callable
 
 import pytest
 from harness.catalog import CONTENDERS, PRESETS, Settings, chosen
 from harness.machine import here
-from harness.page import LEFT, RIGHT, WIDTH, Bar, bars, html
+from harness.page import LEFT, RIGHT, WIDTH, Bar, bars, html, linear_ticks
 from harness.results import Executed, Facts, Result, Row, Spread
 from harness.targets import TARGETS, Target, verdicts
 
@@ -115,3 +116,16 @@ def test_a_long_whisker_leaves_the_bars_their_room() -> None:
     assert width > (WIDTH - LEFT - RIGHT) / 2
     assert max(float(x) for x in re.findall(r'x[12]="([\d.]+)"', svg)) <= WIDTH
     assert float(re.findall(r"H([\d.]+)", svg)[0]) == WIDTH - RIGHT
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: linear_ticks(0, 1600, 8), [0, 200, 400, 600, 800, 1000, 1200, 1400, 1600]),
+        (lambda: linear_ticks(95, 100.5, 5), [96, 98, 100]),
+        (lambda: linear_ticks(0.1, 0.5, 4), [0.1, 0.2, 0.3, 0.4, 0.5]),
+        (lambda: linear_ticks(2, 2, 5), [2]),
+    ],
+)
+def test_ticks_are_round(make: Callable[[], list[float]], expected: list[float]) -> None:
+    assert make() == pytest.approx(expected)
