@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,11 +12,9 @@ from torch import fx, nn
 from cpt_fx.bodies import graphs_of
 from cpt_fx.capture import Examples, trace_module
 from cpt_fx.capture.base import CaptureError
-from cpt_fx.capture.captured import WHOLE, Capture, Entry
+from cpt_fx.capture.captured import WHOLE, Capture, Entry, traced_view
 from cpt_fx.capture.expected import expect_ranges, look_at_ranges
 from cpt_fx.capture.tree import Places
-from cpt_fx.capture.views import called_by
-from cpt_fx.capture.watch import Watch, has_global_hooks
 from cpt_fx.errors import TransformError
 from cpt_fx.frames import has_proxies, imported_aside, is_compiler_around, refuse_tools, skip_frame
 from cpt_fx.graph_module import QuantizedGraphModule
@@ -219,7 +216,7 @@ class Session:
         if not self.reminder.awake:
             self.reminder.call(self)
         self.state.ready()
-        view = None if self.frontend == "dynamo" else self._traced_view(module)
+        view = None if self.frontend == "dynamo" else traced_view(self, module)
         if self.root.training:
             self._evaluates = False
         elif not self._evaluates and not self.examples:
@@ -227,52 +224,6 @@ class Session:
             with nets_asleep():
                 look_at_ranges(self)
         return view
-
-    def _traced_view(self, module: nn.Module) -> QuantizedGraphModule | None:
-        every_module = has_global_hooks()
-        view = self.views.get((id(module), every_module))
-        if view is not None:
-            entry: Entry = view.meta[ENTRY]
-            watch = self.traced[entry].watch
-            if watch is None or not watch.changed():
-                return view
-        else:
-            path = next((name for name, found in self.root.named_modules() if found is module), None)
-            if path is None:
-                raise TransformError(
-                    f"this {type(module).__name__} is no part of the transformed {self.kind} any more: its graph is "
-                    "not known. Transform it anew, or put it back"
-                )
-            entry = Entry(path, every_module)
-        return self._traced_again(module, entry)
-
-    def _traced_again(self, module: nn.Module, entry: Entry) -> QuantizedGraphModule | None:
-        known = self.traced.get(entry)
-        if known is not None and known.watch is None:
-            # A copy, or out of a pickle: the graph came along.
-            self.traced[entry] = replace(known, watch=Watch(module, called_by(known.view)))
-            self.views[id(module), entry.every_module] = known.view
-            return known.view
-        self.adopt_new()
-        if known is not None and known.watch is not None:
-            self.refuse_to_drop(known.view)
-            name = f"{self.kind}.{entry.path}" if entry.path else self.kind
-            LOGGER.warning("%s is captured again, since %s; ranges are kept", name, known.watch.said())
-        try:
-            self.trace(entry)
-        except CaptureError as error:
-            if not self.auto:
-                # What the changed model would raise itself is for its author to see.
-                own = error.__cause__
-                raise own if isinstance(own, AttributeError) and "Proxy" not in str(own) else error from None
-            if entry.path == "":
-                self.traced.clear()
-                self.views.clear()
-                self.frontend = "dynamo"
-                self.notes = (*self.notes, f"not captured by torch.fx any more: {error}")
-                LOGGER.warning("%s is captured by Dynamo from now on: %s", self.kind, error)
-            return None
-        return self.views[id(module), entry.every_module]
 
     def refuse_to_drop(self, view: QuantizedGraphModule) -> None:
         """Raise where a new capture would lose what the user has done to a graph."""

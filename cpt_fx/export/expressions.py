@@ -15,7 +15,7 @@ _TYPES = {
 }  # fmt: skip
 """What ONNX's text form calls them, and their numbers."""
 _OPERATORS: dict[type[ast.AST], str] = {
-    ast.Add: "Add", ast.Sub: "Sub", ast.Mult: "Mul", ast.Div: "Div", ast.USub: "Neg",
+    ast.Add: "Add", ast.Sub: "Sub", ast.Mult: "Mul", ast.Div: "Div", ast.Mod: "Mod", ast.USub: "Neg",
     ast.Lt: "Less", ast.LtE: "LessOrEqual", ast.Gt: "Greater", ast.GtE: "GreaterOrEqual", ast.Eq: "Equal",
     ast.Or: "Or", ast.And: "And", ast.Not: "Not",
     ast.BitOr: "BitwiseOr", ast.BitAnd: "BitwiseAnd", ast.BitXor: "BitwiseXor",
