@@ -1,16 +1,16 @@
 """The command: what it prints, what it refuses, and that planning does not wait for torch."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import cpt_fx
-from cpt_fx.cli import main, parser
+from cpt_fx.cli import parser
 from cpt_fx.schedules import NAMES, named, relative_cost
+from tests import commands
+from tests.commands import Capture, call, data
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = ("demo", "schedules", "plot", "cost", "inspect", "range-test", "export", "study")
@@ -69,31 +69,10 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-Capture = pytest.CaptureFixture[str]
-
-
-def call(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
-    """Returns exit code, stdout and stderr, however the command ended."""
-    try:
-        code = main(arguments)
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 1
-    shown = capsys.readouterr()
-    return code, shown.out, shown.err
-
-
-def data(capsys: Capture, *arguments: str) -> Any:
-    code, out, err = call(capsys, *arguments, "--json")
-    assert code == 0, err
-    return json.loads(out)
-
-
 def refused(capsys: Capture, *arguments: str) -> tuple[int, str]:
     """Returns the exit code and the one line that says why."""
-    code, out, err = call(capsys, *arguments)
-    assert out == ""
-    assert "Traceback" not in err
-    return code, err.strip().splitlines()[-1]
+    code, said = commands.refused(capsys, *arguments)
+    return code, said.splitlines()[-1]
 
 
 @pytest.mark.parametrize("name", COMMANDS)

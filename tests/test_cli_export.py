@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from cpt_fx.cli import main, parser
+from cpt_fx.cli import parser
+from tests import commands
+from tests.commands import Capture
 from tests.export.fake_packages import ROOT, install, install_writers, plain_build, training_build
 
 TARGETS = ("onnx", "qdq", "ort-training", "report", "doctor", "inspect")
@@ -67,33 +69,20 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-Capture = pytest.CaptureFixture[str]
 needs_onnx = pytest.mark.skipif(not WRITES, reason="the extra onnx is not installed")
 needs_training = pytest.mark.skipif(not TRAINS, reason="the extra ort is not installed")
 
 
 def call(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
-    """Returns exit code, stdout and stderr, however the command ended."""
-    try:
-        code = main(("export", *arguments))
-    except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 1
-    shown = capsys.readouterr()
-    return code, shown.out, shown.err
+    return commands.call(capsys, "export", *arguments)
 
 
 def data(capsys: Capture, *arguments: str) -> Any:
-    code, out, err = call(capsys, *arguments, "--json")
-    assert code == 0, err
-    return json.loads(out)
+    return commands.data(capsys, "export", *arguments)
 
 
 def refused(capsys: Capture, *arguments: str) -> tuple[int, str]:
-    """Returns the exit code and what was said."""
-    code, out, err = call(capsys, *arguments)
-    assert out == ""
-    assert "Traceback" not in err
-    return code, err.strip()
+    return commands.refused(capsys, "export", *arguments)
 
 
 @pytest.mark.parametrize("name", TARGETS)

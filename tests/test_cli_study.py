@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cpt_fx import study
-from tests.test_cli import Capture, call, data, refused
+from tests.commands import Capture, call, data, refused
 
 ROOT = Path(__file__).parents[1]
 TASK = """

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import sys
-from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -19,6 +17,7 @@ import cpt_fx
 from cpt_fx.layer_state import PARTS
 from cpt_fx.schedules import Bits, Schedule, Static, named
 from cpt_fx.standalone import precision_of
+from tests.copies import COPIES, through_save
 from tests.training import check_same, check_same_output, records, same, train_step, widths
 from tests.zoo import ZOO, Residual
 
@@ -64,20 +63,6 @@ def check_equal_state(ours: nn.Module, theirs: nn.Module) -> None:
     left, right = ours.state_dict(), theirs.state_dict()
     assert list(left) == list(right)
     assert [key for key in right if not same(left[key], right[key])] == []
-
-
-def through_save(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-COPIES: dict[str, Callable[[Any], Any]] = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
-    "save": through_save,
-}
 
 
 OTHERS = ("tied_weights", "two_names", "dict_output", "namedtuple_output", "in_place", "einsums", "weight_normalised",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,18 +15,16 @@ from torch import Tensor, nn
 
 import cpt_fx
 from cpt_fx.schedules import Bits, Schedule, Static
+from tests.captures import CAPTURES
 from tests.training import tensors_in
 
-EVERY = os.environ.get("CPT_FX_ALL_CAPTURES") == "1"
-"""Whether to run all of it under `"auto"`, too, which is one of the others: the run of record."""
-WAYS = ("symbolic", "dynamo", "auto") if EVERY else ("symbolic", "dynamo")
 LOW = Bits(2, 2, 32)
 """Coarse enough that nobody takes a quantized output for a plain one; gradients without noise."""
 
 QUIET = pytest.mark.filterwarnings("default")
 """What a result says about itself is no error here: tests of the words ask for them."""
 
-ways = pytest.mark.parametrize("way", WAYS)
+ways = pytest.mark.parametrize("way", CAPTURES)
 
 
 def batch(seed: int = 7, rows: int = 5) -> Tensor:

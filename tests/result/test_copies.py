@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import copy
-import io
 import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,6 +15,7 @@ from torch import nn
 
 import cpt_fx
 from cpt_fx.schedules import named
+from tests import copies
 from tests.result.models import (
     QUIET,
     Chain,
@@ -39,19 +37,7 @@ pytestmark = QUIET
 ROOT = Path(__file__).parents[2]
 
 
-def saved(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-COPIES: dict[str, Callable[[Any], Any]] = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
-    "save": saved,
-    "twice": lambda value: copy.deepcopy(saved(value)),
-}
+COPIES = copies.COPIES | {"twice": lambda value: copy.deepcopy(copies.through_save(value))}
 hows = pytest.mark.parametrize("how", COPIES)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,10 +16,9 @@ from cpt_fx import Format, recipes
 from cpt_fx.formats import Group, Scheme
 from cpt_fx.recipes import Recipe, Rule
 from cpt_fx.schedules import Bits, Schedule, named
+from tests.captures import CAPTURES as CAPTURES
+from tests.captures import captures as captures
 
-EVERY = os.environ.get("CPT_FX_ALL_CAPTURES") == "1"
-"""Whether to run all of it under `"auto"`, too, which is one of the others: the run of record."""
-CAPTURES = ("symbolic", "dynamo", "auto") if EVERY else ("symbolic", "dynamo")
 POINTS = 600
 
 _DYNAMIC = Rule(

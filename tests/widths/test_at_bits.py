@@ -13,10 +13,10 @@ from torch._dynamo.testing import CompileCounter
 import cpt_fx
 from cpt_fx.schedules import Bits, Static
 from tests.widths.models import (
-    CAPTURES,
     DYNAMIC,
     batch,
     buffers_of_ours,
+    captures,
     copied,
     learned,
     net,
@@ -27,8 +27,6 @@ from tests.widths.models import (
     ran_backward,
     shown,
 )  # fmt: skip
-
-captures = pytest.mark.parametrize("capture", CAPTURES)
 
 
 @captures

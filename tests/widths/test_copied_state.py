@@ -13,11 +13,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 import cpt_fx
 from cpt_fx.schedules import Static
 from tests.widths.models import (
-    CAPTURES,
     DYNAMIC,
     Probe,
     batch,
     buffers_of_ours,
+    captures,
     copied,
     learned,
     net,
@@ -28,8 +28,6 @@ from tests.widths.models import (
     ran_backward,
     state_of_ours,
 )  # fmt: skip
-
-captures = pytest.mark.parametrize("capture", CAPTURES)
 
 AVERAGES = {
     "default": {},

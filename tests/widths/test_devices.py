@@ -16,10 +16,10 @@ from cpt_fx.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_LEARNED, FAKE_QUANTIZE_OBSER
 from cpt_fx.result import sessions_in
 from tests.widths.device_models import MODELS, RECIPES, Attending, Convolutional, Split, devices, transformed
 from tests.widths.models import (
-    CAPTURES,
     Net,
     batch,
     buffers_of_ours,
+    captures,
     copied,
     learned,
     net,
@@ -27,8 +27,6 @@ from tests.widths.models import (
     probe,
     ran,
 )  # fmt: skip
-
-captures = pytest.mark.parametrize("capture", CAPTURES)
 
 
 def split_step(result: nn.Module, optimizer: torch.optim.Optimizer) -> None:

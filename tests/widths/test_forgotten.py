@@ -16,9 +16,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import cpt_fx
 from cpt_fx.schedules import Custom, Deficit, Piecewise, Schedule, Static
-from tests.widths.models import CAPTURES, DYNAMIC, batch, net, plan
-
-captures = pytest.mark.parametrize("capture", CAPTURES)
+from tests.widths.models import DYNAMIC, batch, captures, net, plan
 
 
 class Told:

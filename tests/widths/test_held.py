@@ -14,9 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import cpt_fx
 from cpt_fx.schedules import Bits, Schedule, Static
-from tests.widths.models import CAPTURES, DYNAMIC, OBSERVED, batch, net, plan, probe, ran, ran_backward
+from tests.widths.models import CAPTURES, DYNAMIC, OBSERVED, batch, captures, net, plan, probe, ran, ran_backward
 
-captures = pytest.mark.parametrize("capture", CAPTURES)
 EAGER: list[tuple[str, str | None]] = [(capture, None) for capture in CAPTURES]
 COMPILED: list[tuple[str, str | None]] = [(capture, "aot_eager") for capture in CAPTURES]
 engines = pytest.mark.parametrize(("capture", "backend"), [*EAGER, *COMPILED])

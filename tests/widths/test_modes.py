@@ -13,10 +13,10 @@ from torch._dynamo.testing import CompileCounter
 import cpt_fx
 from cpt_fx.schedules import Bits, Custom, Piecewise, Sequence, Static
 from tests.widths.models import (
-    CAPTURES,
     DYNAMIC,
     Probe,
     batch,
+    captures,
     flags,
     learned,
     net,
@@ -28,8 +28,6 @@ from tests.widths.models import (
     shown,
     width_of,
 )  # fmt: skip
-
-captures = pytest.mark.parametrize("capture", CAPTURES)
 
 
 @captures

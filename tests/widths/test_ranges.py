@@ -14,12 +14,12 @@ from torch.utils.checkpoint import checkpoint
 import cpt_fx
 from cpt_fx.schedules import Static
 from tests.widths.models import (
-    CAPTURES,
     DYNAMIC,
     OBSERVED,
     Net,
     batch,
     buffers_of_ours,
+    captures,
     copied,
     learned,
     net,
@@ -30,7 +30,6 @@ from tests.widths.models import (
     width_of,
 )  # fmt: skip
 
-captures = pytest.mark.parametrize("capture", CAPTURES)
 recipes = pytest.mark.parametrize("recipe", ["default", "paper"])
 
 

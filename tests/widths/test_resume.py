@@ -14,9 +14,7 @@ from torch import Tensor, nn
 
 import cpt_fx
 from cpt_fx.schedules import Custom, Cyclic, Delayed, Piecewise, Schedule, Sequence, Static, named
-from tests.widths.models import CAPTURES, DYNAMIC, Probe, batch, copied, learned, net, plan, probe, ran
-
-captures = pytest.mark.parametrize("capture", CAPTURES)
+from tests.widths.models import DYNAMIC, Probe, batch, captures, copied, learned, net, plan, probe, ran
 
 
 def saved_at(position: int, schedule: Schedule | None = None, capture: str = "auto") -> dict[str, Tensor]:

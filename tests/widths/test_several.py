@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import cpt_fx
 from cpt_fx.schedules import Piecewise, Static
-from tests.widths.models import CAPTURES, DYNAMIC, Probe, batch, learned, net, plan, probe, ran, shown
-
-captures = pytest.mark.parametrize("capture", CAPTURES)
+from tests.widths.models import DYNAMIC, Probe, batch, captures, learned, net, plan, probe, ran, shown
 
 
 class Whole(nn.Module):

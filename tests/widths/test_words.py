@@ -11,9 +11,7 @@ from torch import nn
 
 import cpt_fx
 from cpt_fx.schedules import Bits, Custom, Deficit, Delayed, Piecewise, Schedule, Sequence, Static
-from tests.widths.models import CAPTURES, learned, plan, probe, ran, ran_backward, shown
-
-captures = pytest.mark.parametrize("capture", CAPTURES)
+from tests.widths.models import captures, learned, plan, probe, ran, ran_backward, shown
 
 SCHEDULES: list[Schedule] = [
     plan(),
