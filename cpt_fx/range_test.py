@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from cpt_fx.api import transform
 from cpt_fx.errors import check_int
 from cpt_fx.formats import FULL_PRECISION
+from cpt_fx.inspection.table import as_text
 from cpt_fx.recipes import Recipe
 from cpt_fx.result import part_of
 from cpt_fx.schedules import Bits, Static
@@ -127,10 +128,7 @@ class RangeTest:
 
     def __str__(self) -> str:
         """Say the same as plain text."""
-        console = Console(width=100, force_terminal=False, color_system=None)
-        with console.capture() as capture:
-            console.print(self)
-        return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
+        return as_text(self, 100).rstrip()
 
 
 def default_loss(model: nn.Module, batch: Any) -> Tensor:

@@ -18,14 +18,6 @@ def _elu(run: Run, x: Tensor, alpha: float = 1.0, scale: float = 1.0, input_scal
     return torch.where(x > 0, x * scale, below * (alpha * scale))
 
 
-def _selu(run: Run, x: Tensor) -> Tensor:
-    return _elu(run, x, _SELU_ALPHA, _SELU_SCALE)
-
-
-def _celu(run: Run, x: Tensor, alpha: float = 1.0) -> Tensor:
-    return _elu(run, x, alpha, 1.0, 1 / alpha)
-
-
 def _softplus(run: Run, x: Tensor, beta: float = 1, threshold: float = 20) -> Tensor:
     scaled = stopped(x) * beta
     linear = scaled > threshold
@@ -81,8 +73,8 @@ def _rrelu(
 
 ACTIVATIONS: dict[Any, Rewrite] = {
     aten.elu.default: _elu,
-    aten.selu.default: _selu,
-    aten.celu.default: _celu,
+    aten.selu.default: lambda run, x: _elu(run, x, _SELU_ALPHA, _SELU_SCALE),
+    aten.celu.default: lambda run, x, alpha=1.0: _elu(run, x, alpha, 1.0, 1 / alpha),
     aten.softplus.default: _softplus,
     aten.mish.default: _mish,
     aten.hardsigmoid.default: _hardsigmoid,

@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cpt_fx.export.rewriting import Rewrite, Run, aten, chosen, stopped, valued
+from cpt_fx.export.rewriting import Rewrite, Run, aten, chosen, smooth, stopped, valued
 
 _Number = Tensor | float
-
-
-def _unary(op: Any, slope: Callable[[Tensor, Tensor], Tensor]) -> Rewrite:
-    """Return a rewrite with a derivative of ours, from the argument and the value."""
-
-    def rewrite(run: Run, x: Tensor) -> Any:
-        if not x.is_floating_point():
-            return NotImplemented
-        at = stopped(x)
-        value = op(at)
-        return valued(x * slope(at, value), value)
-
-    return rewrite
 
 
 def _flat(op: Any) -> Rewrite:
@@ -102,22 +88,11 @@ def _power_to_number(run: Run, base: Tensor, exponent: float) -> Any:
     return valued(base * (exponent * torch.pow(x, exponent - 1) if exponent else x * 0.0), value)
 
 
-def _atan2(run: Run, y: Tensor, x: Tensor) -> Tensor:
-    a, b = stopped(y), stopped(x)
-    square = a * a + b * b
-    return valued(y * (b / square) - x * (a / square), torch.atan2(a, b))
-
-
-def _hypot(run: Run, x: Tensor, y: Tensor) -> Tensor:
-    a, b = stopped(x), stopped(y)
-    value = torch.sqrt(a * a + b * b)
-    return valued(x * (a / value) + y * (b / value), value)
-
-
-def _logaddexp(run: Run, x: Tensor, y: Tensor) -> Tensor:
-    a, b = stopped(x), stopped(y)
-    value = torch.maximum(a, b) + torch.log1p(torch.exp(-torch.abs(a - b)))
-    return valued(x * torch.exp(a - value) + y * torch.exp(b - value), value)
+logaddexp = smooth(
+    lambda a, b: torch.maximum(a, b) + torch.log1p(torch.exp(-torch.abs(a - b))),
+    lambda a, b, value: torch.exp(a - value),
+    lambda a, b, value: torch.exp(b - value),
+)
 
 
 def _extreme(op: Any, share: float) -> Rewrite:
@@ -161,14 +136,6 @@ def _clamp(run: Run, x: Tensor, low: _Number | None = None, high: _Number | None
     return valued(mine if through is None else mine + through, value)
 
 
-def _clamp_min(run: Run, x: Tensor, low: _Number) -> Any:
-    return _clamp(run, x, low, None)
-
-
-def _clamp_max(run: Run, x: Tensor, high: _Number) -> Any:
-    return _clamp(run, x, None, high)
-
-
 def _masked_fill(run: Run, x: Tensor, mask: Tensor, value: _Number) -> Tensor:
     filled = value.to(x.dtype) if isinstance(value, Tensor) else torch.full((), value, dtype=x.dtype)
     return chosen(mask, filled, x)
@@ -198,39 +165,27 @@ def _xlogy(run: Run, x: Tensor, y: Tensor) -> Any:
     return valued(x * growth + y * (a / b), value)
 
 
-def _lerp(run: Run, x: Tensor, y: Tensor, weight: _Number) -> Tensor:
-    return x + weight * (y - x)
-
-
-def _scaled_product(run: Run, x: Tensor, a: Tensor, b: Tensor, *, value: float = 1) -> Tensor:
-    return x + value * (a * b)
-
-
-def _scaled_quotient(run: Run, x: Tensor, a: Tensor, b: Tensor, *, value: float = 1) -> Tensor:
-    return x + value * (a / b)
-
-
 def _hypotenuse_below(x: Tensor) -> Tensor:
     return torch.rsqrt(1 - x * x)
 
 
+_ERFC = smooth(lambda x: 1 - torch.erf(x), lambda x, y: torch.exp(-x * x) * (-2 / math.sqrt(math.pi)))
+
 UNARY: dict[Any, Rewrite] = {
-    aten.tan.default: _unary(torch.tan, lambda x, y: 1 + y * y),
-    aten.asin.default: _unary(torch.asin, lambda x, y: _hypotenuse_below(x)),
-    aten.acos.default: _unary(torch.acos, lambda x, y: -_hypotenuse_below(x)),
-    aten.atan.default: _unary(torch.atan, lambda x, y: 1 / (1 + x * x)),
-    aten.sinh.default: _unary(torch.sinh, lambda x, y: torch.cosh(x)),
-    aten.cosh.default: _unary(torch.cosh, lambda x, y: torch.sinh(x)),
-    aten.asinh.default: _unary(torch.asinh, lambda x, y: torch.rsqrt(x * x + 1)),
-    aten.acosh.default: _unary(torch.acosh, lambda x, y: torch.rsqrt(x * x - 1)),
-    aten.atanh.default: _unary(torch.atanh, lambda x, y: 1 / (1 - x * x)),
-    aten.erfc.default: _unary(lambda x: 1 - torch.erf(x), lambda x, y: torch.exp(-x * x) * (-2 / math.sqrt(math.pi))),
-    aten.special_erfc.default: _unary(
-        lambda x: 1 - torch.erf(x), lambda x, y: torch.exp(-x * x) * (-2 / math.sqrt(math.pi))
-    ),
-    aten.expm1.default: _unary(lambda x: torch.exp(x) - 1, lambda x, y: y + 1),
-    aten.exp2.default: _unary(lambda x: torch.exp(x * math.log(2)), lambda x, y: y * math.log(2)),
-    aten.abs.default: _unary(torch.abs, lambda x, y: torch.sign(x)),
+    aten.tan.default: smooth(torch.tan, lambda x, y: 1 + y * y),
+    aten.asin.default: smooth(torch.asin, lambda x, y: _hypotenuse_below(x)),
+    aten.acos.default: smooth(torch.acos, lambda x, y: -_hypotenuse_below(x)),
+    aten.atan.default: smooth(torch.atan, lambda x, y: 1 / (1 + x * x)),
+    aten.sinh.default: smooth(torch.sinh, lambda x, y: torch.cosh(x)),
+    aten.cosh.default: smooth(torch.cosh, lambda x, y: torch.sinh(x)),
+    aten.asinh.default: smooth(torch.asinh, lambda x, y: torch.rsqrt(x * x + 1)),
+    aten.acosh.default: smooth(torch.acosh, lambda x, y: torch.rsqrt(x * x - 1)),
+    aten.atanh.default: smooth(torch.atanh, lambda x, y: 1 / (1 - x * x)),
+    aten.erfc.default: _ERFC,
+    aten.special_erfc.default: _ERFC,
+    aten.expm1.default: smooth(lambda x: torch.exp(x) - 1, lambda x, y: y + 1),
+    aten.exp2.default: smooth(lambda x: torch.exp(x * math.log(2)), lambda x, y: y * math.log(2)),
+    aten.abs.default: smooth(torch.abs, lambda x, y: torch.sign(x)),
 }
 
 ELEMENTWISE: dict[Any, Rewrite] = UNARY | {
@@ -240,43 +195,35 @@ ELEMENTWISE: dict[Any, Rewrite] = UNARY | {
     },
     aten.round.decimals: _flat(torch.round),
     aten.frac.default: _frac,
-    aten.div.Tensor_mode: _divided,
-    aten.div.Scalar_mode: _divided,
-    aten.floor_divide.default: lambda run, x, y: _divided(run, x, y, rounding_mode="floor"),
-    aten.floor_divide.Scalar: lambda run, x, y: _divided(run, x, y, rounding_mode="floor"),
-    aten.remainder.Tensor: _rest("floor"),
-    aten.remainder.Scalar: _rest("floor"),
-    aten.fmod.Tensor: _rest("trunc"),
-    aten.fmod.Scalar: _rest("trunc"),
+    **dict.fromkeys((aten.div.Tensor_mode, aten.div.Scalar_mode), _divided),
+    **dict.fromkeys(
+        (aten.floor_divide.default, aten.floor_divide.Scalar),
+        lambda run, x, y: _divided(run, x, y, rounding_mode="floor"),
+    ),
+    **dict.fromkeys((aten.remainder.Tensor, aten.remainder.Scalar), _rest("floor")),
+    **dict.fromkeys((aten.fmod.Tensor, aten.fmod.Scalar), _rest("trunc")),
     aten.pow.Tensor_Tensor: _power,
     aten.pow.Scalar: _power_of_number,
     aten.pow.Tensor_Scalar: _power_to_number,
-    aten.atan2.default: _atan2,
-    aten.hypot.default: _hypot,
-    aten.logaddexp.default: _logaddexp,
-    aten.maximum.default: _extreme(torch.maximum, 0.5),
-    aten.minimum.default: _extreme(torch.minimum, 0.5),
-    aten.max.other: _extreme(torch.maximum, 0.5),
-    aten.min.other: _extreme(torch.minimum, 0.5),
+    aten.atan2.default: smooth(
+        torch.atan2, lambda a, b, value: b / (a * a + b * b), lambda a, b, value: -(a / (a * a + b * b))
+    ),
+    aten.hypot.default: smooth(
+        lambda a, b: torch.sqrt(a * a + b * b), lambda a, b, value: a / value, lambda a, b, value: b / value
+    ),
+    aten.logaddexp.default: logaddexp,
+    **dict.fromkeys((aten.maximum.default, aten.max.other), _extreme(torch.maximum, 0.5)),
+    **dict.fromkeys((aten.minimum.default, aten.min.other), _extreme(torch.minimum, 0.5)),
     aten.fmax.default: _extreme(torch.maximum, 1.0),
     aten.fmin.default: _extreme(torch.minimum, 1.0),
-    aten.clamp.default: _clamp,
-    aten.clamp.Tensor: _clamp,
-    aten.clip.default: _clamp,
-    aten.clip.Tensor: _clamp,
-    aten.clamp_min.default: _clamp_min,
-    aten.clamp_min.Tensor: _clamp_min,
-    aten.clamp_max.default: _clamp_max,
-    aten.clamp_max.Tensor: _clamp_max,
+    **dict.fromkeys((aten.clamp.default, aten.clamp.Tensor, aten.clip.default, aten.clip.Tensor), _clamp),
+    **dict.fromkeys((aten.clamp_min.default, aten.clamp_min.Tensor), _clamp),
+    **dict.fromkeys((aten.clamp_max.default, aten.clamp_max.Tensor), lambda run, x, high: _clamp(run, x, None, high)),
     aten.where.self: _where,
-    aten.masked_fill.Scalar: _masked_fill,
-    aten.masked_fill.Tensor: _masked_fill,
-    aten.sinc.default: _sinc,
-    aten.special_sinc.default: _sinc,
-    aten.xlogy.Tensor: _xlogy,
-    aten.special_xlogy.default: _xlogy,
-    aten.lerp.Scalar: _lerp,
-    aten.lerp.Tensor: _lerp,
-    aten.addcmul.default: _scaled_product,
-    aten.addcdiv.default: _scaled_quotient,
+    **dict.fromkeys((aten.masked_fill.Scalar, aten.masked_fill.Tensor), _masked_fill),
+    **dict.fromkeys((aten.sinc.default, aten.special_sinc.default), _sinc),
+    **dict.fromkeys((aten.xlogy.Tensor, aten.special_xlogy.default), _xlogy),
+    **dict.fromkeys((aten.lerp.Scalar, aten.lerp.Tensor), lambda run, x, y, weight: x + weight * (y - x)),
+    aten.addcmul.default: lambda run, x, a, b, *, value=1: x + value * (a * b),
+    aten.addcdiv.default: lambda run, x, a, b, *, value=1: x + value * (a / b),
 }

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cpt_fx.errors import ExportError
+from cpt_fx.export.rewrite_elementwise import logaddexp
 from cpt_fx.export.rewriting import Rewrite, Run, aten, fixed, stopped, valued
 
 
@@ -74,17 +75,9 @@ def _median(run: Run, x: Tensor, dim: int | None = None, keepdim: bool = False) 
     return _nth(x, (fixed(x.shape[dim], "the dim of a median") - 1) // 2, dim, keepdim)
 
 
-def _kth(run: Run, x: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> Any:
-    return _nth(x, k - 1, dim, keepdim)
-
-
 def _sort(run: Run, x: Tensor, dim: int = -1, descending: bool = False) -> Any:
     places = _order(x, dim, descending)
     return torch.gather(x, dim, places), places
-
-
-def _sort_stable(run: Run, x: Tensor, *, stable: bool | None, dim: int = -1, descending: bool = False) -> Any:
-    return _sort(run, x, dim, descending)
 
 
 def _topk(run: Run, x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
@@ -105,10 +98,6 @@ def _product(run: Run, x: Tensor, dim: int, keepdim: bool = False, *, dtype: tor
     return x if keepdim else x.squeeze(dim)
 
 
-def _product_of_all(run: Run, x: Tensor, *, dtype: torch.dtype | None = None) -> Any:
-    return _product(run, x.reshape(-1), 0, dtype=dtype)
-
-
 def _scan(combine: Callable[[Tensor, Tensor], Tensor]) -> Rewrite:
     """Return what runs along a dim, in steps that double: every step is an operator that ORT differentiates."""
 
@@ -124,12 +113,6 @@ def _scan(combine: Callable[[Tensor, Tensor], Tensor]) -> Rewrite:
         return x
 
     return rewrite
-
-
-def _logaddexp(x: Tensor, y: Tensor) -> Tensor:
-    a, b = stopped(x), stopped(y)
-    value = torch.maximum(a, b) + torch.log1p(torch.exp(-torch.abs(a - b)))
-    return valued(x * torch.exp(a - value) + y * torch.exp(b - value), value)
 
 
 def _norm(
@@ -159,14 +142,6 @@ def _norm(
     return valued((x * slope).sum(dims, keepdim=keepdim), held)
 
 
-def _old_norm(run: Run, x: Tensor, p: float | None = 2, dim: Any = None, keepdim: bool = False, **options: Any) -> Any:
-    return _norm(run, x, 2 if p is None else p, dim, keepdim, **options)
-
-
-def _scalar_norm(run: Run, x: Tensor, p: float = 2) -> Any:
-    return _norm(run, x, p)
-
-
 REDUCTIONS: dict[Any, Rewrite] = {
     aten.amax.default: _extreme(torch.amax),
     aten.amin.default: _extreme(torch.amin),
@@ -177,17 +152,20 @@ REDUCTIONS: dict[Any, Rewrite] = {
     aten.aminmax.default: _aminmax,
     aten.median.default: _median,
     aten.median.dim: _median,
-    aten.kthvalue.default: _kth,
+    aten.kthvalue.default: lambda run, x, k, dim=-1, keepdim=False: _nth(x, k - 1, dim, keepdim),
     aten.sort.default: _sort,
-    aten.sort.stable: _sort_stable,
+    aten.sort.stable: lambda run, x, *, stable=None, dim=-1, descending=False: _sort(run, x, dim, descending),
     aten.topk.default: _topk,
-    aten.prod.default: _product_of_all,
+    aten.prod.default: lambda run, x, *, dtype=None: _product(run, x.reshape(-1), 0, dtype=dtype),
     aten.prod.dim_int: _product,
     aten.cumsum.default: _scan(torch.add),
     aten.cumprod.default: _scan(torch.mul),
-    aten.logcumsumexp.default: _scan(_logaddexp),
+    aten.logcumsumexp.default: _scan(lambda x, y: logaddexp(None, x, y)),
     aten.linalg_vector_norm.default: _norm,
-    aten.norm.ScalarOpt_dim: _old_norm,
-    aten.norm.ScalarOpt_dim_dtype: _old_norm,
-    aten.norm.Scalar: _scalar_norm,
+    **dict.fromkeys(
+        (aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dim_dtype, aten.norm.Scalar),
+        lambda run, x, p=2, dim=None, keepdim=False, **options: _norm(
+            run, x, 2 if p is None else p, dim, keepdim, **options
+        ),
+    ),
 }

@@ -35,6 +35,20 @@ def valued(x: Tensor, value: Tensor) -> Tensor:
     return call(WITH_GRADIENT_OF, (x, value), value)
 
 
+def smooth(value: Callable[..., Tensor], *slopes: Callable[..., Tensor]) -> Rewrite:
+    """Return a rewrite with derivatives of ours: each from the arguments and the value."""
+
+    def rewrite(run: Run, *given: Tensor) -> Any:
+        if not any(x.is_floating_point() for x in given):
+            return NotImplemented
+        still = [stopped(x) for x in given]
+        result = value(*still)
+        first, *rest = (x * slope(*still, result) for x, slope in zip(given, slopes, strict=True))
+        return valued(sum(rest, first), result)
+
+    return rewrite
+
+
 def scattered(like: Tensor, places: Tensor, parts: Tensor) -> Tensor:
     """Return zeros like a tensor, to which parts are added, at places along the last dim."""
     return call(SCATTER_ADD, (parts, places, stopped(like)), like)
