@@ -14,7 +14,6 @@ from cpt_fx.export.capture_modes import call_of, in_mode
 from cpt_fx.export.evaluation import describe, embed, finish, run
 from cpt_fx.export.model_file import new_file
 from cpt_fx.export.program import Call, states_of, trace
-from cpt_fx.export.qdq_compare import compared
 from cpt_fx.export.qdq_formats import (
     EXACT,
     MOST_BITS,
@@ -27,7 +26,7 @@ from cpt_fx.export.qdq_formats import (
 )
 from cpt_fx.export.qdq_graph import complete, constants, quantizers, replace
 from cpt_fx.export.qdq_probe import Seen, Tagged, Watch, extent_used, plain_copy, tagged_copy
-from cpt_fx.export.qdq_report import Converted, QdqReport
+from cpt_fx.export.qdq_report import Converted, QdqReport, compared
 from cpt_fx.schedules.bits import Bits, as_bits
 
 
