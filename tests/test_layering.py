@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 # A module may import from its own layer and from lower ones. A name stands for itself and for everything below it,
 # "cpt_fx" alone only for itself. A pass imports no other pass.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("cpt_fx.errors", "cpt_fx.formats", "cpt_fx.lazy", "cpt_fx.schedules"),
+    ("cpt_fx.errors", "cpt_fx.files", "cpt_fx.formats", "cpt_fx.lazy", "cpt_fx.schedules"),
     (
         "cpt_fx.integer",
         "cpt_fx.compile_cache",

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cpt_fx.errors import ExportError
+from cpt_fx.files import umask
 
 
 @contextmanager
@@ -41,7 +42,7 @@ def folder_beside(target: Path) -> Path:
 def _put(made: Path, target: Path) -> None:
     """Move a finished directory to its place; whatever fails, one of both is there."""
     # mkdtemp keeps others out; an export is like any other file of the user's.
-    made.chmod(0o777 & ~_umask())
+    made.chmod(0o777 & ~umask())
     if not target.exists():
         made.rename(target)
         return
@@ -54,12 +55,6 @@ def _put(made: Path, target: Path) -> None:
         raise
     finally:
         shutil.rmtree(old.parent, ignore_errors=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def digest(path: Path) -> str:

@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import platform
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from cpt_fx import native
 from cpt_fx.errors import check_choice
+from cpt_fx.files import replace
 from cpt_fx.integer import products, sizes
 from cpt_fx.integer.codes import Codes
 
@@ -179,8 +179,6 @@ def _write(found: dict[str, float]) -> None:
     """Replace the file as a whole, so that two processes never mix theirs; where nothing can be written, nothing is."""
     try:
         _file().parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=_file().parent, delete=False) as new:
-            json.dump(found, new, indent=1, sort_keys=True)
-        os.replace(new.name, _file())
+        replace(_file(), json.dumps(found, indent=1, sort_keys=True))
     except OSError as error:
         _LOG.debug("decisions about integer products are not kept: %s", error)

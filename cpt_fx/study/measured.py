@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from cpt_fx.errors import check_choice
+from cpt_fx.files import replace
 from cpt_fx.schedules import NAMES
 from cpt_fx.schedules.measured import PATH, Measurement, read
 from cpt_fx.schedules.savings import FAMILIES
 from cpt_fx.study.analysis import Panel, against, panels
-from cpt_fx.study.files import replace
 from cpt_fx.study.records import Record
 
 LIMITS = "one dataset, one model and this length of training; others may rank the schedules differently."

@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from cpt_fx.files import replace
 from cpt_fx.study import csv_text, figure_style
 from cpt_fx.study.analysis import Panel, panels
 from cpt_fx.study.conclusions import conclusions
 from cpt_fx.study.facts import facts, runs
-from cpt_fx.study.files import replace
 from cpt_fx.study.page import FIGURE_TITLES, html
 from cpt_fx.study.records import Record
 from cpt_fx.study.tables import tables

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cpt_fx.study import files, writing
+from cpt_fx import files
+from cpt_fx.study import writing
 from cpt_fx.study.facts import duration, facts
 from cpt_fx.study.records import Record
 from cpt_fx.study.writing import write

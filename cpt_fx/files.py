@@ -14,15 +14,15 @@ def replace(path: Path, content: str | bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
-        os.chmod(working, 0o666 & ~_umask())
+        os.chmod(working, 0o666 & ~umask())
         os.replace(working, path)
     except BaseException:
         Path(working).unlink(missing_ok=True)
         raise
 
 
-def _umask() -> int:
-    """The mask that an ordinary file gets; temporary ones are for their owner alone."""
+def umask() -> int:
+    """Return the mask that an ordinary file gets; temporary ones are for their owner alone."""
     mask = os.umask(0)
     os.umask(mask)
     return mask
