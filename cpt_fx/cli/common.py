@@ -42,12 +42,13 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], words: i
     """Print a table for a person to read; the first `words` columns hold words, the others numbers."""
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for index, heading in enumerate(headings):
         table.add_column(heading, justify="left" if index < words else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     show(table)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 
 from cpt_fx.study.analysis import FULL, Panel, Row
+from cpt_fx.study.records import parsed
 
 
 def low_steps(row: Row, panel: Panel) -> tuple[int, int] | None:
@@ -65,8 +66,8 @@ def call(text: str) -> tuple[str, dict[str, object]]:
     A schedule as argument stays text. Positional arguments are named "0", "1" and so on.
     """
     try:
-        node = ast.parse(text, mode="eval").body
-    except SyntaxError:
+        node = parsed(text)
+    except ValueError:
         return "", {}
     if not isinstance(node, ast.Call):
         return "", {}
@@ -78,5 +79,5 @@ def call(text: str) -> tuple[str, dict[str, object]]:
 def _plain(node: ast.expr) -> object:
     try:
         return ast.literal_eval(node)
-    except ValueError:
+    except (ValueError, TypeError):
         return ast.unparse(node)

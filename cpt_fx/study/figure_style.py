@@ -46,6 +46,7 @@ STYLE: Any = {
     "legend.fontsize": 9,
     "svg.fonttype": "none",  # letters stay letters: small files, and text that can be searched
     "svg.hashsalt": "cpt_fx",
+    "text.parse_math": False,  # names come from stores: a dollar is a dollar
 }
 
 

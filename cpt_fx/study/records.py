@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import Literal
 
-from cpt_fx import schedules
-from cpt_fx.schedules import Schedule
+from cpt_fx.schedules import Bits, Cyclic, Deficit, Delayed, Piecewise, Schedule, Sequence, Static, named
 
 Status = Literal["done", "failed"]
 
@@ -21,7 +24,7 @@ class Record:
     label: str
     """Such as "CR", "static 8", "full precision", "deficit 400"."""
     schedule: str
-    """An expression that builds the schedule; :meth:`rebuilt` evaluates it."""
+    """The schedule's repr; :meth:`rebuilt` reads it."""
     q_min: int
     q_max: int
     seed: int
@@ -56,12 +59,65 @@ class Record:
 
 
 def rebuild(text: str) -> Schedule:
-    """Build the schedule that a repr describes."""
-    names = {name: getattr(schedules, name) for name in schedules.__all__}
+    """Build the schedule that a repr describes, of the package's own kinds and plain values. The text is only data."""
     try:
-        made = eval(text, {"__builtins__": {}}, names)
-    except (NameError, SyntaxError, AttributeError, TypeError) as error:
-        raise ValueError(f"{text} cannot be rebuilt from its text alone: {error}") from error
-    if not isinstance(made, Schedule):
-        raise ValueError(f"{text} is not a schedule")
-    return made
+        made = _made(parsed(text))
+        if isinstance(made, Schedule):
+            return made
+        reason = "it is not a schedule"
+    except (ValueError, TypeError, ArithmeticError) as error:
+        reason = str(error)
+    raise ValueError(f"{_short(text)} cannot be rebuilt from its text alone: {_short(reason, 400)}")
+
+
+def parsed(text: str) -> ast.expr:
+    """Parse calls, names, numbers, texts, lists, tuples and dicts; ValueError where there is anything else."""
+    if _PLAIN.fullmatch(text) is None:
+        raise ValueError("it is more than calls with plain values")
+    depths = accumulate((mark in "([{") - (mark in ")]}") for mark in _TEXT.sub("", text))
+    if max(depths, default=0) > _DEEPEST:
+        raise ValueError(f"it is nested more than {_DEEPEST} deep")
+    try:
+        return ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, MemoryError, RecursionError) as error:
+        raise ValueError(f"it cannot be parsed ({type(error).__name__}: {error})") from error
+
+
+def _made(node: ast.expr) -> object:
+    """Build what was parsed; nothing but the kinds of the table is ever called."""
+    if isinstance(node, ast.Call):
+        kind = _KINDS.get(node.func.id) if isinstance(node.func, ast.Name) else None
+        if kind is None:
+            raise ValueError(f"{_short(ast.unparse(node))} is recorded as text and never called")
+        given = {str(keyword.arg): _made(keyword.value) for keyword in node.keywords}
+        if len(given) < len(node.keywords):
+            raise ValueError(f"{_short(ast.unparse(node))} gives an argument twice")
+        return kind(*map(_made, node.args), **given)
+    if isinstance(node, ast.Name):
+        raise ValueError(f"{_short(node.id)} is recorded by its name and never called")
+    if isinstance(node, ast.List | ast.Tuple):
+        items = map(_made, node.elts)
+        return tuple(items) if isinstance(node, ast.Tuple) else list(items)
+    if isinstance(node, ast.Dict):
+        pairs = zip(node.keys, node.values, strict=True)
+        return {ast.literal_eval(key): _made(value) for key, value in pairs if key is not None}
+    return ast.literal_eval(node)
+
+
+def _short(text: str, length: int = 80) -> str:
+    shown = text.encode(errors="backslashreplace").decode()
+    return shown if len(shown) <= length else f"{shown[:length]}…"
+
+
+_KINDS: dict[str, Callable[..., object]] = {
+    "Bits": Bits, "Cyclic": Cyclic, "Deficit": Deficit, "Delayed": Delayed, "Piecewise": Piecewise,
+    "Sequence": Sequence, "Static": Static, "named": named,
+}  # fmt: skip
+_DEEPEST = 50
+_QUOTED = r"""'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*\""""
+_TEXT = re.compile(_QUOTED)
+# No operator, no attribute, no two words side by side: what is left cannot do anything when it is parsed, nor be deep.
+_PLAIN = re.compile(
+    rf"(?:\s*(?:(?:[A-Za-z_]\w*|-?\d{{1,40}}(?:\.\d{{0,40}})?(?:[eE][-+]?\d{{1,4}})?|{_QUOTED})(?=\s*(?:[()\[\]{{}},:=]|\Z))"
+    r"|[()\[\]{},:=]))*\s*"
+)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -146,7 +147,7 @@ class Store:
     def runner(self) -> str:
         """Say which process runs a study on the file, as far as is known."""
         row = self._connection.execute("SELECT pid, since FROM running").fetchone()
-        return "" if row is None else f" (process {row['pid']}, since {row['since']})"
+        return "" if row is None else f" (process {row['pid']!r}, since {_visible(str(row['since']))})"
 
     def note_runner(self) -> None:
         """Write down which process runs."""
@@ -195,6 +196,14 @@ def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
+def _check_made_of_tables(connection: sqlite3.Connection, path: Path) -> None:
+    """Refuse views and triggers: a study writes none, and they run whenever a table is read or written."""
+    connection.execute("PRAGMA trusted_schema=OFF")
+    wanted = "SELECT type, name FROM sqlite_master WHERE type NOT IN ('table', 'index') LIMIT 1"
+    for kind, name in connection.execute(wanted):
+        raise ValueError(f"the store {path} holds the {kind} {name!r}, which no study writes")
+
+
 def _connect(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=60)
     connection.row_factory = sqlite3.Row
@@ -207,6 +216,7 @@ def _connect(path: Path) -> sqlite3.Connection:
             if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
                 raise ValueError(f"{path} is a SQLite file, but not of a study")
             connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version={FORMAT}; COMMIT;")
+        _check_made_of_tables(connection, path)
     except sqlite3.DatabaseError as error:
         connection.close()
         raise ValueError(f"{path} cannot be used as a store: {error}") from error
@@ -221,30 +231,83 @@ def _first_metrics(rows: list[sqlite3.Row]) -> dict[str, str]:
     first: dict[str, str] = {}
     for row in rows:
         if row["status"] == "done" and row["study"] not in first:
-            first[row["study"]] = next(iter(json.loads(row["metrics"])))
+            first[row["study"]] = next(iter(_mapping(row, "metrics")), "metric")
     return first
 
 
 def _found(row: sqlite3.Row, first_metric: str) -> Found:
-    place: dict[str, Any] = {key: row[key] for key in ("study", "experiment", "label", "q_min", "q_max", "seed")}
+    for column, kinds in _CELL.items() if row["identity"] is None else (_CELL | _RUN).items():
+        if not isinstance(row[column], kinds):
+            raise _foreign(row, column)
+    place: dict[str, Any] = {
+        key: _visible(row[key]) for key in ("study", "experiment", "label", "q_min", "q_max", "seed")
+    }
     if row["identity"] is None:
         return Found(**place, record=None)
-    metric = row["metric"] or first_metric
-    metrics = json.loads(row["metrics"])
-    status, error, value = row["status"], row["error"], metrics.get(metric)
+    metric = _visible(row["metric"]) or first_metric
+    metrics = {name: _number(row, value) for name, value in _mapping(row, "metrics").items()}
+    status, error, value = row["status"], _visible(row["error"]), metrics.get(metric)
+    for column, known in (("status", ("done", "failed")), ("better", ("higher", "lower"))):
+        if row[column] not in known:
+            raise _foreign(row, column)
     if status == "done" and value is None:
         status, error = "failed", absent(metric, metrics)
     kept = ("schedule", "total_steps", "relative_cost", "mean_bits", "first_cycle_bits", "better", "started", "seconds")
     record = Record(
         **place,
-        **{key: row[key] for key in kept},
+        **{key: _visible(row[key]) for key in kept},
         status=status,
         error=error,
         metric=metric,
         value=value if status == "done" else None,
         metrics=metrics,
-        machine=json.loads(row["machine"]),
-        versions=json.loads(row["versions"]) | ({"code": row["code"]} if row["code"] else {}),
-        options=json.loads(row["options"]),
+        machine=_mapping(row, "machine"),
+        versions=_mapping(row, "versions") | ({"code": _visible(row["code"])} if row["code"] else {}),
+        options=_mapping(row, "options"),
     )
     return Found(**place, record=record)
+
+
+# A store may come from anyone, and SQLite lets a column hold anything.
+_CELL: dict[str, Any] = dict.fromkeys(("study", "experiment", "label", "schedule", "better"), str)
+_CELL |= dict.fromkeys(("q_min", "q_max", "seed", "total_steps"), int)
+_CELL |= dict.fromkeys(("relative_cost", "mean_bits"), float) | {"first_cycle_bits": float | None, "metric": str | None}
+_STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_RUN = {"status": str, "error": str | None, "started": str, "seconds": float, "code": str | None}
+
+
+def _visible(value: Any) -> Any:
+    """Write what would steer a terminal as its code: \\x1b for escape, \\u202e for writing from right to left."""
+    if isinstance(value, str):
+        return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), value)
+    if isinstance(value, dict):
+        return {_visible(key): _visible(item) for key, item in value.items()}
+    return [_visible(item) for item in value] if isinstance(value, list) else value
+
+
+def _mapping(row: sqlite3.Row, column: str) -> dict[str, Any]:
+    try:
+        found = _visible(json.loads(row[column]))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise _foreign(row, column) from error
+    if not isinstance(found, dict):
+        raise _foreign(row, column)
+    return found
+
+
+def _number(row: sqlite3.Row, value: object) -> float:
+    try:
+        if isinstance(value, int | float):
+            return float(value)
+    except OverflowError:
+        pass
+    raise _foreign(row, "metrics")
+
+
+def _foreign(row: sqlite3.Row, column: str) -> ValueError:
+    shown = repr(row[column])
+    where = f"seed {row['seed']!r} of {row['label']!r}"
+    return ValueError(
+        f"the store holds {column} = {shown if len(shown) < 80 else shown[:80] + '…'} for {where}, which no study "
+        "writes: it was damaged, or made by something else"
+    )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cpt_fx.study.analysis import GROUPS, Panel, Row, against, cost_correlation, group_differences, groups, verdict
 from cpt_fx.study.critical_rows import low_steps, reference
 from cpt_fx.study.statistics import Estimate
-from cpt_fx.study.wording import NOTHING, correlated, decimals, estimated, signed, signed_ends, spread
+from cpt_fx.study.wording import NOTHING, correlated, decimals, estimated, markdown, signed, signed_ends, spread
 
 TITLES = {
     "schedules": "Schedules",
@@ -31,8 +31,8 @@ class Table:
     def markdown(self) -> str:
         """Return the table with its note, without the title."""
         rule = ("---", *["---:"] * (len(self.headings) - 1))
-        lines = ["| " + " | ".join(map(_escaped, row)) + " |" for row in (self.headings, rule, *self.rows)]
-        return "\n".join([*lines, *(["", self.note] if self.note else [])])
+        lines = ["| " + " | ".join(map(markdown, row)) + " |" for row in (self.headings, rule, *self.rows)]
+        return "\n".join([*lines, *(["", markdown(self.note)] if self.note else [])])
 
 
 def tables(panels: Sequence[Panel]) -> list[Table]:
@@ -183,7 +183,3 @@ def _planned(panels: Sequence[Panel]) -> int:
 def _first_line(text: str) -> str:
     lines = text.strip().splitlines()
     return lines[-1] if lines and lines[0].startswith("Traceback") else (lines or [""])[0]
-
-
-def _escaped(cell: str) -> str:
-    return cell.replace("|", "\\|")

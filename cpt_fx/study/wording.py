@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
+from html import escape
 
 from cpt_fx.study.analysis import Panel
 from cpt_fx.study.statistics import Correlation, Estimate, Interval
 
 NOTHING = "–"
+
+
+def markdown(text: str) -> str:
+    """Return text that stays text in Markdown: no tags, links or code, and on one line."""
+    return re.sub(r"([\\`\[\]|])", r"\\\1", escape(" ".join(text.split()), quote=False))
 
 
 def decimals(panel: Panel) -> int:

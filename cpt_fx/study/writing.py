@@ -15,6 +15,7 @@ from cpt_fx.study.facts import facts, runs
 from cpt_fx.study.page import FIGURE_TITLES, html
 from cpt_fx.study.records import Record
 from cpt_fx.study.tables import tables
+from cpt_fx.study.wording import markdown
 
 NO_FIGURES = 'There are no figures, because matplotlib is not installed: pip install "cpt_fx[viz]".'
 
@@ -70,7 +71,7 @@ def _contents(
         from cpt_fx.study.figures import figures
 
         for topic, figure in figures(found).items():
-            drawn[topic] = {kind: figure_style.save(figure, kind) for kind in ("png", "svg")}
+            drawn[stem(topic)] = {kind: figure_style.save(figure, kind) for kind in ("png", "svg")}
     else:
         missing = NO_FIGURES
     lead, said, shown, about = _lead(found, records), conclusions(found), tables(found), facts(records, command)
@@ -85,13 +86,13 @@ def _contents(
     }
     for topic, kinds in drawn.items():
         contents |= {f"-{topic}.{kind}": data for kind, data in kinds.items()}
-    text = [f"# {title}", lead, *([notes] if notes else []), *([missing] if missing else [])]
+    text = [f"# {markdown(title)}", lead, *([notes] if notes else []), *([missing] if missing else [])]
     text += [f"![{FIGURE_TITLES.get(topic, topic)}]({name}-{topic}.png)" for topic in drawn]
     text.append("## What comes out")
     for one in said:
-        text += [f"**{one.where}**", "\n".join(f"* {finding}" for finding in one.findings)]
+        text += [f"**{markdown(one.where)}**", "\n".join(f"* {markdown(finding)}" for finding in one.findings)]
     for table in shown:
-        text += [f"## {table.title}", table.markdown()]
+        text += [f"## {markdown(table.title)}", table.markdown()]
     text += ["## What was run", "\n".join(f"* {fact}: {_code(fact, told)}" for fact, told in about)]
     contents[".md"] = "\n\n".join(text) + "\n"
     return contents
@@ -114,4 +115,4 @@ def _lead(found: Sequence[Panel], records: Sequence[Record]) -> str:
 
 
 def _code(fact: str, text: str) -> str:
-    return f"`{text}`" if fact == "Command" else text
+    return f"`{text}`" if fact == "Command" else markdown(text)

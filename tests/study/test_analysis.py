@@ -212,7 +212,7 @@ def test_a_repr_is_read_without_being_run() -> None:
     assert call(repr(made_up.schedules()["CR"]))[1]["q_max"] == 8
     name, arguments = call("Delayed(schedule=named('CR', q_min=3), start=100)")
     assert name == "Delayed" and arguments == {"schedule": "named('CR', q_min=3)", "start": 100}
-    assert call("__import__('os').system('true')") == ("__import__('os').system", {"0": "true"})
+    assert call("__import__('os').system('true')") == ("", {})
     assert call("not an expression") == ("", {}) and call("3") == ("", {})
 
 
