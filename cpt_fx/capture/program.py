@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import sys
 from typing import Any
 
 import torch
@@ -70,14 +70,11 @@ def _convert_stack(node: fx.Node) -> None:
 
 
 def _class_of(kind: Any) -> type | None:
-    """Return a class by its full name, if it can be imported."""
+    """Return a class by its full name, if its module is loaded: a name out of a file must not import anything."""
     if isinstance(kind, type):
         return kind
     module, _, name = str(kind).rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), name, None)
-    except (ImportError, ValueError):
-        return None
+    found = getattr(sys.modules.get(module), name, None)
     return found if isinstance(found, type) else None
 
 

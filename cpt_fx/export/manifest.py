@@ -91,7 +91,7 @@ def read(directory: Path) -> Manifest:
         raise ExportError(f"{directory} holds no {NAME}: it was not written by export.ort_training, or not to its end")
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ExportError(f"{path} is damaged ({error}): export again") from None
     found = values.get("format") if isinstance(values, dict) else None
     if found != VERSION:

@@ -67,15 +67,20 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
         raise StateFileError(f"{path} is damaged or cut short: its checksum does not fit. Load an earlier one")
     start = len(first) + 1
     end = bytes(body).index(b"\n", start)
-    header = json.loads(bytes(body[start:end]))
     arrays: dict[str, Array] = {}
     place = end + 1
-    for name, kind, shape in header["arrays"]:
-        dtype = np.dtype(kind)
-        count = math.prod(shape)
-        arrays[name] = np.frombuffer(body, dtype, count, place).reshape(shape)
-        place += count * dtype.itemsize
-    return header["facts"], arrays
+    try:
+        header = json.loads(bytes(body[start:end]))
+        for name, kind, shape in header["arrays"]:
+            dtype = np.dtype(kind)
+            if dtype.kind not in _KINDS:
+                raise ValueError(f"{name} is of the kind {kind}, not of numbers")
+            count = math.prod(shape)
+            arrays[name] = np.frombuffer(body, dtype, count, place).reshape(shape)
+            place += count * dtype.itemsize
+        return dict(header["facts"]), arrays
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+        raise StateFileError(f"{path} has a checksum that fits, but was not written by Trainer.save: {error}") from None
 
 
 def _lazily(arrays: Mapping[str, Array]) -> Any:

@@ -100,7 +100,7 @@ def read(path: Path | None = None) -> dict[str, list[Measurement]]:
             family: [Measurement(**{name: entry[name] for name in wanted}) for entry in entries]
             for family, entries in data["families"].items()
         }
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no file of measurements: {type(error).__name__}: {error}") from error
 
 

@@ -98,7 +98,8 @@ def random_schedule(draw: random.Random, depth: int = 0) -> Schedule:
     eval_bits: Any = draw.choice([None, "current", 6])
     kind = draw.randrange(5 if depth > 2 else 7)
     if kind == 0:
-        return Static(draw.choice([low, Bits(low, high, 0)]), total_steps=total, eval_bits=eval_bits)
+        bits: int | Bits = low if draw.random() < 0.5 else Bits(low, high, 0)
+        return Static(bits, total_steps=total, eval_bits=eval_bits)
     if kind == 1:
         return Deficit(q_min=low, q_max=high, start=3, steps=9, total_steps=total, inclusive=draw.random() < 0.5)
     if kind == 2:
