@@ -122,10 +122,12 @@ def test_every_such_call_is_named_on_the_page() -> None:
     [
         "eval(text)", "exec(text)", "import builtins\nbuiltins.eval(text)", "run = eval", "map(eval, texts)",
         "compile(text, 'a', 'exec')", "__import__(name)", "import pickle\npickle.load(file)",
-        "import pickle as p\np.loads(data)", "from pickle import load\nload(file)", "from pickle import loads as l\nl(d)",
+        "import pickle as p\np.loads(data)", "from pickle import load\nload(file)",
+        "from pickle import loads as l\nl(d)",
         "from pickle import Unpickler\nUnpickler(file).load()", "import marshal\nmarshal.loads(data)",
         "import pickle\nclass Mine(pickle.Unpickler): ...", "torch.load(path)", "torch.load(path, weights_only=False)",
-        "from torch import load\nload(path)", "np.load(path, allow_pickle=True)", "import numpy\nnumpy.load(p, None, True)",
+        "from torch import load\nload(path)", "np.load(path, allow_pickle=True)",
+        "import numpy\nnumpy.load(p, None, True)",
         "numpy.lib.npyio.read_array(file, allow_pickle=True)", "yaml.load(text)", "yaml.unsafe_load(text)",
         "torch.jit.load(path)", "torch.export.load(path)", "ctypes.CDLL(path)", "torch.ops.load_library(path)",
         "os.system(text)", "subprocess.run(text, shell=True)", "tar.extractall(folder)", "archive.extract(name)",
@@ -140,9 +142,11 @@ def test_the_scan_sees(line: str) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "import json\njson.loads(text)", "ast.literal_eval(text)", "re.compile(text)", "torch.load(p, weights_only=True)",
+        "import json\njson.loads(text)", "ast.literal_eval(text)", "re.compile(text)",
+        "torch.load(p, weights_only=True)",
         "model.eval()", "np.load(path)", "torch.compile(model)", "tar.extractall(folder, filter='data')",
-        "def f(compile): return 1 if compile else 2", "import_module('numpy')", "platform.system()", "import_module(f'cpt_fx.{name}')", "ctypes.CDLL('libcuda.so.1')", "store.load(path)",
+        "def f(compile): return 1 if compile else 2", "import_module('numpy')", "platform.system()",
+        "import_module(f'cpt_fx.{name}')", "ctypes.CDLL('libcuda.so.1')", "store.load(path)",
     ],
 )  # fmt: skip
 def test_the_scan_leaves_alone(line: str) -> None:

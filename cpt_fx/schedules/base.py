@@ -6,6 +6,8 @@ import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 EvalBits = int | str | None
+BOOKS = ("total_steps", "eval_bits", "_position", "_warned", "_controllers", "_held", "_ran", "_best")
+"""What a schedule keeps for itself: no state of the user's."""
 
 
 class Controller(Protocol):
@@ -60,6 +64,9 @@ class Schedule(ABC):
         self.eval_bits = _check_eval_bits(eval_bits)
         self._position = 0
         self._warned = False
+        self._held: Bits | None = None
+        self._ran: list[tuple[Bits | None, int]] = []
+        self._best: Bits | None = None
         self._controllers: weakref.WeakSet[Controller] = weakref.WeakSet()
 
     # What a kind of schedule supplies.
@@ -79,8 +86,16 @@ class Schedule(ABC):
     # Widths.
 
     def bits(self, step: int) -> Bits:
-        """Return the widths of a step (from 0), set before its forward pass. After the end the last ones hold."""
-        return Bits(*self._rounded(self._one(step))[0].tolist())
+        """Return the widths of a step (from 0), set before its forward pass. After the end the last ones hold.
+
+        Those of the position are looked up once, and hold until the next step, whatever a function learns meanwhile.
+        """
+        if self._held is not None and step == self._position:
+            return self._held
+        found = Bits(*self._rounded(self._one(step))[0].tolist())
+        if step == self._position:
+            self._held = found
+        return found
 
     def value(self, step: int) -> float:
         """Return the forward (weight) width before rounding to the nearest integer, ties to even."""
@@ -122,7 +137,12 @@ class Schedule(ABC):
 
     @position.setter
     def position(self, value: int) -> None:
-        self._position = check_int("position", value, 0)
+        value = check_int("position", value, 0)
+        self._note(None, value - self._position)
+        while (over := sum(count for _, count in self._ran) - value) > 0:
+            bits, count = self._ran.pop()
+            self._note(bits, count - over)
+        self._position, self._held = value, None
         self._update()
 
     @property
@@ -137,7 +157,10 @@ class Schedule(ABC):
 
     def step(self, n: int = 1) -> None:
         """Advance by ``n`` optimizer steps and update the models bound."""
-        self._position += check_int("n", n, 0)
+        if check_int("n", n, 0):
+            self._note(self._held, 1)
+            self._note(None, n - 1)
+            self._position, self._held = self._position + n, None
         if self.total_steps is not None and self._position > self.total_steps and not self._warned:
             self._warned = True
             warnings.warn(
@@ -148,9 +171,43 @@ class Schedule(ABC):
             )
         self._update()
 
+    def _widths_that_ran(self) -> list[tuple[Bits, int]]:
+        """Return the widths of the steps behind the position, each with how many steps it held.
+
+        For steps whose widths nobody asked for, those of the plan; nothing where nobody asked for any.
+        """
+        found: list[tuple[Bits, int]] = []
+        start = 0
+        if all(bits is None for bits, _ in self._ran):
+            return found
+        for bits, count in self._ran:
+            rows = np.array([bits]) if bits is not None else self.trajectory(count, start=start)
+            edges = [0, *(np.flatnonzero((rows[1:] != rows[:-1]).any(axis=1)) + 1).tolist(), len(rows)]
+            for first, last in pairwise(edges):
+                row, length = Bits(*rows[first].tolist()), count if bits is not None else last - first
+                before = found.pop()[1] if found and found[-1][0] == row else 0
+                found.append((row, before + length))
+            start += count
+        return found
+
+    def _note(self, bits: Bits | None, count: int) -> None:
+        """Keep what widths the next steps ran at; None stands for those of the plan."""
+        if count > 0:
+            before = self._ran.pop()[1] if self._ran and self._ran[-1][0] == bits else 0
+            self._ran.append((bits, before + count))
+
     def state_dict(self) -> dict[str, object]:
-        """Return the position, and the configuration in plain text so that a mix-up is noticed on loading."""
-        return {"position": self._position, "schedule": type(self).__name__, "config": self._described()}
+        """Return the position, and the configuration in plain text so that a mix-up is noticed on loading.
+
+        Of a schedule with functions or a class of your own, also what these remember, and the widths that ran.
+        """
+        from cpt_fx.schedules.memory import remembered
+
+        state = {"position": self._position, "schedule": type(self).__name__, "config": self._described()}
+        if memory := remembered(self):
+            state["memory"] = memory
+            state["ran"] = [[*bits, count] for bits, count in [*self._widths_that_ran(), (self.current, 0)]]
+        return state
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Resume at a saved position; ValueError when the state belongs to a differently configured schedule."""
@@ -164,7 +221,20 @@ class Schedule(ABC):
                 f"this state is of another schedule: {difference}. To go on from position {position} "
                 f"all the same, call step({position}) on a fresh schedule"
             )
+        self._restore(state, position)
+
+    def _restore(self, state: Mapping[str, Any], position: int) -> None:
+        """Take over a state that was checked."""
+        from cpt_fx.schedules.memory import recall
+
+        recall(self, state.get("memory", {}))
+        self._best = None
         self.position = position
+        if ran := state.get("ran"):
+            *passed, (*current, _) = ran
+            self._ran = [(Bits(*widths), count) for *widths, count in passed] or self._ran
+            self._held = Bits(*current)
+            self._update()
 
     def _described(self) -> dict[str, str]:
         return {field: show(value) for field, value in self._config().items()}
@@ -271,9 +341,11 @@ def _is_importable(function: object) -> bool:
 
 
 def show(value: object) -> str:
-    """Write a configuration value as source code; a function as its name."""
-    if callable(value) and hasattr(value, "__name__"):
-        return str(value.__name__)
+    """Write a configuration value as source code; a function as its name, without what it remembers."""
+    if isinstance(value, partial):
+        return f"partial({', '.join([show(value.func), *map(show, value.args)])})"
+    if callable(value):
+        return str(getattr(value, "__name__", type(value).__qualname__))
     return repr(value)
 
 

@@ -115,9 +115,11 @@ class Piecewise(Schedule):
 
 
 class Custom(Schedule):
-    """Widths from a function of the step that returns an int or ``Bits``; it must give the same for the same step.
+    """Widths from a function of the step that returns an int or ``Bits``.
 
-    Without ``total_steps`` the largest width cannot be known, so evaluation then runs at the current one.
+    The function may keep state, in an object or a closure: it is asked once for each step that runs, and what it
+    remembers is in the state_dict. Without ``total_steps`` the largest width cannot be known, so evaluation then runs
+    at the current one; of a function that keeps state, at the largest that was planned or ran (or give ``eval_bits``).
     """
 
     def __init__(
@@ -127,7 +129,6 @@ class Custom(Schedule):
         if not callable(fn):
             raise TypeError(f"fn must be a function of the step, got {fn!r} ({type(fn).__name__})")
         self.fn = fn
-        self._best: Bits | None = None
         self.bits(0)  # a function of the wrong kind should fail here, not at the first training step
 
     def _values(self, steps: IntArray) -> FloatArray:
@@ -137,7 +138,9 @@ class Custom(Schedule):
     def _widest(self) -> Bits | None:
         if self._best is None and self.total_steps is not None:
             distinct = np.unique(self.trajectory(), axis=0).tolist()
-            self._best = widest([Bits(*row) for row in distinct])
+            self._best = widest([*(Bits(*row) for row in distinct), *(bits for bits, _ in self._ran if bits)])
+        if self._best is not None:
+            self._best = widest([self._best, self.current])
         return self._best
 
     def _config(self) -> dict[str, object]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from cpt_fx.errors import check_choice
 from cpt_fx.schedules import measured
-from cpt_fx.schedules.base import Schedule
+from cpt_fx.schedules.base import IntArray, Schedule
 from cpt_fx.schedules.bits import FULL_PRECISION, Bits, as_bits, check_range
 from cpt_fx.schedules.cyclic import NAMES, named
 
@@ -66,7 +66,12 @@ class Recommendation:
 
 def mean_costs(schedule: Schedule, total_steps: int | None = None) -> StepCost:
     """Return the mean cost of a step; ``total_steps`` is needed for a schedule without an end."""
-    bits = schedule.trajectory(total_steps).astype(np.float64)
+    return costs_of(schedule.trajectory(total_steps))
+
+
+def costs_of(widths: IntArray) -> StepCost:
+    """Return the mean cost of steps, given the widths of each."""
+    bits = widths.astype(np.float64)
     if not len(bits):
         raise ValueError("the cost of no steps at all is not defined, got total_steps=0")
     bits[bits == 0] = FULL_PRECISION  # switched off: the operation runs in full precision
@@ -89,9 +94,13 @@ def relative_cost(schedule: Schedule, static_bits: int | Bits | None = None) -> 
         if best is None:
             raise ValueError(f"static_bits must be given, since the largest width of {schedule!r} is not known")
         static_bits = best._replace(gradient=max(best.weight or FULL_PRECISION, best.activation or FULL_PRECISION))
-    weight, activation, gradient = (width or FULL_PRECISION for width in as_bits("static_bits", static_bits))
-    static = (weight * activation + (weight + activation) * gradient) / FULL_PRECISION**2 / 3
-    return mean_costs(schedule).average / static
+    return mean_costs(schedule).average / static_cost(static_bits)
+
+
+def static_cost(bits: int | Bits) -> float:
+    """Return what a step at fixed widths costs, relative to full precision."""
+    weight, activation, gradient = (width or FULL_PRECISION for width in as_bits("static_bits", bits))
+    return (weight * activation + (weight + activation) * gradient) / FULL_PRECISION**2 / 3
 
 
 def savings_group(name: str) -> str:

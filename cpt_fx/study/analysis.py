@@ -219,6 +219,8 @@ def _row(label: str, members: Sequence[Record], seeds: Sequence[int]) -> Row:
             values[record.seed] = record.value
     failed = {seed: reason for seed, reason in failed.items() if seed not in values}  # a second try may have worked
     first = members[0]
+    # A schedule that keeps state has a cost of its own in every run; one of a run that failed is only its plan.
+    known = [record for record in members if record.status == "done"] or members
     if different := sorted({record.total_steps for record in members} - {first.total_steps}):
         raise ValueError(
             f'"{label}" was run for {first.total_steps} and for {different[0]} steps, which cannot be averaged: '
@@ -228,14 +230,18 @@ def _row(label: str, members: Sequence[Record], seeds: Sequence[int]) -> Row:
         label=label,
         group=_group(label),
         schedule=first.schedule,
-        relative_cost=first.relative_cost,
-        mean_bits=first.mean_bits,
+        relative_cost=_common([record.relative_cost for record in known]),
+        mean_bits=_common([record.mean_bits for record in known]),
         first_cycle_bits=first.first_cycle_bits,
         total_steps=first.total_steps,
         values=values,
         failed=failed,
         missing=tuple(sorted(set(seeds) - set(values) - set(failed))),
     )
+
+
+def _common(values: Sequence[float]) -> float:
+    return values[0] if len(set(values)) == 1 else sum(values) / len(values)
 
 
 def _difference(one: Mapping[int, float], two: Mapping[int, float]) -> Estimate | None:

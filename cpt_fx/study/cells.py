@@ -12,9 +12,10 @@ from functools import cached_property
 from typing import Any
 
 from cpt_fx.errors import check_choice, check_int, nearest
-from cpt_fx.schedules import FULL_PRECISION, NAMES, Bits, Cyclic, Delayed, Schedule, Static, named, relative_cost
+from cpt_fx.schedules import FULL_PRECISION, NAMES, Bits, Cyclic, Delayed, Schedule, Static, named
 from cpt_fx.schedules.bits import check_range
-from cpt_fx.schedules.savings import mean_costs
+from cpt_fx.schedules.memory import fresh, remembered
+from cpt_fx.schedules.savings import costs_of, static_cost
 
 Build = Callable[..., Schedule]
 BASELINES = ("static q_max", "static q_min", "full precision")
@@ -26,7 +27,7 @@ class Facts:
     """What is known of a schedule before anything is trained."""
 
     widths: str
-    """A digest of the widths of all steps."""
+    """A digest of the widths of all steps as planned, and of what functions of the user's remember before the first."""
     relative_cost: float
     mean_bits: float
     first_cycle_bits: float | None
@@ -65,13 +66,19 @@ class Cell:
 
 
 def facts(schedule: Schedule, q_max: int) -> Facts:
-    """Return what a schedule costs relative to static q_max, and how it begins."""
-    return Facts(
-        widths=hashlib.sha256(schedule.trajectory().tobytes()).hexdigest()[:16],
-        relative_cost=relative_cost(schedule, static_bits=q_max),
-        mean_bits=mean_costs(schedule).mean_bits,
-        first_cycle_bits=_first_cycle_bits(schedule),
-    )
+    """Return what a schedule is planned to cost relative to static q_max, and how it begins.
+
+    The cost of a run comes from the widths that ran. They are the planned ones unless the schedule keeps state.
+    """
+    memory = {place: values for place, values in remembered(schedule).items() if values}
+    with fresh(schedule) as planned:
+        widths = planned.trajectory()
+        return Facts(
+            widths=hashlib.sha256(widths.tobytes() + repr(memory).encode() * bool(memory)).hexdigest()[:16],
+            relative_cost=costs_of(widths).average / static_cost(q_max),
+            mean_bits=costs_of(widths).mean_bits,
+            first_cycle_bits=_first_cycle_bits(planned),
+        )
 
 
 def _first_cycle_bits(schedule: Schedule) -> float | None:

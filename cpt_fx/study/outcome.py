@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from cpt_fx.schedules import Schedule
+from cpt_fx.schedules.memory import fresh
 from cpt_fx.study.function import TrainFunction
 from cpt_fx.study.machine import processor, versions
 
@@ -34,6 +35,8 @@ class Outcome:
     seconds: float
     machine: dict[str, object] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    widths: list[tuple[int, ...]] = field(default_factory=list)
+    """Weight, activation and gradient width, and for how many steps they ran; empty where nothing was stepped."""
 
 
 class Stopwatch:
@@ -58,13 +61,15 @@ def execute(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     watch = Stopwatch()
-    status, error, metrics = "done", None, dict[str, float]()
+    status, error, metrics, widths = "done", None, dict[str, float](), list[tuple[int, ...]]()
     try:
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
-        with redirect_stdout(sys.stderr):  # stdout belongs to what the study itself prints, such as --json
-            returned = train(schedule, seed, options)
+        # stdout belongs to what the study itself prints, such as --json. No run sees what another one has learned.
+        with redirect_stdout(sys.stderr), fresh(schedule) as own:
+            returned = train(own, seed, options)
+            widths = [(*bits, count) for bits, count in own._widths_that_ran()]
         metrics, error = checked(returned, metric)
         status = "done" if error is None else "failed"
     except (Exception, SystemExit):  # a script may end itself; the study goes on
@@ -79,6 +84,7 @@ def execute(
         seconds=watch.seconds,
         machine={"processor": processor(), "cores": os.cpu_count() or 1, "threads": threads},
         versions=versions(PACKAGES),
+        widths=widths,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -169,9 +168,7 @@ def _engine(
 
 def _run_here(cells: list[Cell], train: TrainFunction, threads: int) -> Results:
     for cell in cells:
-        # A copy: training steps a schedule on, and cells share theirs.
-        schedule = copy.deepcopy(cell.schedule)
-        yield cell, execute(train, schedule, cell.seed, cell.options, threads, cell.metric)
+        yield cell, execute(train, cell.schedule, cell.seed, cell.options, threads, cell.metric)
 
 
 def _warn_of_other_code(kept: stores.Store, planned: Plan, now: str | None) -> None:

@@ -1,8 +1,8 @@
 """Where a study is kept: one SQLite file that can be read while it is written.
 
-Two tables. `cells` is the plan: what the study consists of, finished or not. `runs` is what was trained; cells that
-share a run point to the same one. A run is written once it has ended, in one transaction, so that a process that is
-killed leaves nothing half done.
+`cells` is the plan: what the study consists of, finished or not. `runs` is what was trained; cells that share a run
+point to the same one. `ran` holds the widths that a run ran at. A run is written once it has ended, in one transaction,
+so that a process that is killed leaves nothing half done.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from cpt_fx.schedules.bits import FULL_PRECISION
+from cpt_fx.schedules.savings import costs_of, static_cost
 from cpt_fx.study.cells import Cell, canonical
 from cpt_fx.study.outcome import Outcome, absent
 from cpt_fx.study.records import Record
@@ -35,6 +39,7 @@ CREATE TABLE IF NOT EXISTS runs (
     identity TEXT PRIMARY KEY, status TEXT NOT NULL, error TEXT, metrics TEXT NOT NULL, started TEXT NOT NULL,
     seconds REAL NOT NULL, machine TEXT NOT NULL, versions TEXT NOT NULL, code TEXT, attempts INTEGER NOT NULL
 );
+CREATE TABLE IF NOT EXISTS ran (identity TEXT PRIMARY KEY, widths TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS running (only_one INTEGER PRIMARY KEY, pid INTEGER NOT NULL, since TEXT NOT NULL);
 """
 
@@ -129,11 +134,13 @@ class Store:
                     outcome.seconds, json.dumps(outcome.machine), json.dumps(outcome.versions), code,
                 ),
             )  # fmt: skip
+            self._connection.execute("INSERT OR REPLACE INTO ran VALUES (?, ?)", (identity, json.dumps(outcome.widths)))
 
     def cells(self, study: str | None = None) -> list[Found]:
         """Return the plan of a study, or of all, in its order."""
         rows = self._connection.execute(
-            "SELECT cells.*, runs.* FROM cells LEFT JOIN runs ON cells.run = runs.identity "
+            "SELECT cells.*, ran.widths, runs.* FROM cells LEFT JOIN runs ON cells.run = runs.identity "
+            "LEFT JOIN ran ON cells.run = ran.identity "
             "WHERE ? IS NULL OR study = ? ORDER BY study, experiment, cells.position, cells.rowid",
             (study, study),
         ).fetchall()
@@ -212,9 +219,9 @@ def _connect(path: Path) -> sqlite3.Connection:
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         if version not in (0, FORMAT):
             raise ValueError(f"the store {path} has format {version}; this version of cpt_fx reads format {FORMAT}")
-        if version == 0:
-            if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-                raise ValueError(f"{path} is a SQLite file, but not of a study")
+        if version == 0 and connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+            raise ValueError(f"{path} is a SQLite file, but not of a study")
+        if not connection.execute("SELECT count(*) FROM sqlite_master WHERE name = 'ran'").fetchone()[0]:
             connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version={FORMAT}; COMMIT;")
         _check_made_of_tables(connection, path)
     except sqlite3.DatabaseError as error:
@@ -255,7 +262,7 @@ def _found(row: sqlite3.Row, first_metric: str) -> Found:
     kept = ("schedule", "total_steps", "relative_cost", "mean_bits", "first_cycle_bits", "better", "started", "seconds")
     record = Record(
         **place,
-        **{key: _visible(row[key]) for key in kept},
+        **{key: _visible(row[key]) for key in kept} | _cost(row),
         status=status,
         error=error,
         metric=metric,
@@ -273,6 +280,7 @@ _CELL: dict[str, Any] = dict.fromkeys(("study", "experiment", "label", "schedule
 _CELL |= dict.fromkeys(("q_min", "q_max", "seed", "total_steps"), int)
 _CELL |= dict.fromkeys(("relative_cost", "mean_bits"), float) | {"first_cycle_bits": float | None, "metric": str | None}
 _STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_LONGEST = 100_000_000
 _RUN = {"status": str, "error": str | None, "started": str, "seconds": float, "code": str | None}
 
 
@@ -293,6 +301,23 @@ def _mapping(row: sqlite3.Row, column: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise _foreign(row, column)
     return found
+
+
+def _cost(row: sqlite3.Row) -> dict[str, float]:
+    """Return cost and mean width of the steps that ran; nothing where no step was recorded: then the plan's hold."""
+    try:
+        found = np.array(json.loads(row["widths"] or "[]"), dtype=np.int64).reshape(-1, 4)
+        widths, counts = found[:, :3], found[:, 3]
+        if not ((widths >= 0) & (widths <= FULL_PRECISION)).all() or not ((counts > 0) & (counts < _LONGEST)).all():
+            raise ValueError("these are no widths and numbers of steps")
+        if counts.sum() > _LONGEST:
+            raise ValueError("no run has so many steps")
+    except (ValueError, TypeError, RecursionError, OverflowError) as error:
+        raise _foreign(row, "widths") from error
+    if not len(found):
+        return {}
+    costs = costs_of(np.repeat(widths, counts, axis=0))
+    return {"relative_cost": costs.average / static_cost(row["q_max"]), "mean_bits": costs.mean_bits}
 
 
 def _number(row: sqlite3.Row, value: object) -> float:
