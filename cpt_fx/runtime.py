@@ -21,6 +21,7 @@ from cpt_fx.meta import STATE, Dial
 from cpt_fx.recomputed import widths_of_pass
 from cpt_fx.schedules import Bits
 from cpt_fx.schedules.base import Schedule
+from cpt_fx.schedules.memory import remembered
 from cpt_fx.widths import host_value, width_tensor
 
 AS_SCHEDULED = -1
@@ -257,8 +258,8 @@ class Precision(_State):
 
 
 def _digest(schedule: Schedule) -> int:
-    """Return a number that equal schedules share; 0 for one that is equal to no other."""
-    if copy.copy(schedule) != schedule:
+    """Return a number that equal schedules share; 0 for one that is equal to no other, or remembers more than that."""
+    if copy.copy(schedule) != schedule or any(remembered(schedule).values()):
         return 0
     return int.from_bytes(hashlib.sha256(repr(schedule).encode()).digest()[:6], "big")
 

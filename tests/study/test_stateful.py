@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import cpt_fx
 from cpt_fx import study
 from cpt_fx.schedules import Bits, Custom, Schedule, named, relative_cost
 from cpt_fx.study.analysis import panels
@@ -183,3 +185,12 @@ def test_the_record_follows_the_position() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         schedule.position = 10**12  # far away costs nothing
+
+
+def test_a_models_checkpoint_does_not_go_on_without_what_was_learned() -> None:
+    for kind in ("object", "own schedule"):
+        first, second = (cpt_fx.transform(nn.Linear(2, 2), made(kind)) for _ in range(2))
+        schedule = first.__dict__["_cpt_fx_part"].session.state.schedule
+        followed(schedule, range(30))
+        with pytest.warns(UserWarning, match=r"made at step 30.*the schedule keeps its own position, 0"):
+            second.load_state_dict(first.state_dict())
