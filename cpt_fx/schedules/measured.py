@@ -16,6 +16,11 @@ from typing import Any
 from cpt_fx.schedules.cyclic import NAMES
 
 PATH = Path(__file__).with_name("measured.json")
+MARGIN = 0.01
+_SHARES = ("accuracy", "f1", "map")
+"""Metrics from 0 to 1, where the margin is a difference; of others it is a part of the mean."""
+FEWEST = 3
+"""Two seeds may agree by chance, and then have no spread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +78,21 @@ class Measurement:
         value, low, high = self.differences[other][one]
         return -value, -high, -low
 
+    @property
+    def static(self) -> str:
+        """What schedules are compared with: "static 8"."""
+        return f"static {self.q_max}"
+
+    def loss(self, one: str, others: Iterable[str]) -> float:
+        """Return the largest loss against any of the others that its 95 % interval does not rule out."""
+        found = [0.0]
+        for other in others:
+            if other != one:
+                _, low, high = self.difference(one, other)
+                few = min(self.schedules[name]["n"] for name in (one, other)) < FEWEST
+                found.append(math.inf if few else -low if self.better == "higher" else high)
+        return max(found)
+
     def worse(self, one: str, other: str) -> bool:
         """Say whether `one` is measurably worse: its interval excludes zero, on the wrong side."""
         if one == other:
@@ -88,6 +108,8 @@ class Choice:
     names: tuple[str, ...]
     relative_costs: tuple[float, ...]
     reason: str
+    known: bool
+    """Whether the measurements show it; else the names are only what to try first."""
 
 
 def read(path: Path | None = None) -> dict[str, list[Measurement]]:
@@ -109,29 +131,82 @@ def find(family: str, q_min: int, q_max: int) -> list[Measurement]:
     return [one for one in read().get(family, []) if (one.q_min, one.q_max) == (q_min, q_max)]
 
 
+def margin(found: Measurement) -> float:
+    """Return the loss that counts as none: a point of accuracy, or 1 % of static q_max's mean by any other metric."""
+    if found.metric in _SHARES:
+        return MARGIN
+    label = found.static if found.static in found.schedules else max(found.schedules, key=found.quality)
+    return MARGIN * abs(found.schedules[label]["mean"])
+
+
 def choose(found: Measurement, priority: str, limit: float) -> Choice | None:
-    """Return the schedules within a cost limit that a priority asks for, or None where none fits."""
+    """Return the schedules within a cost limit that a priority asks for, or None where none was measured within it.
+
+    A schedule is named where its loss, to the far end of the 95 % interval, is at most the margin: against static q_max
+    for savings, else against the best, which itself must not lose more than that against any other. So noise leads to
+    "not known", never to a name.
+    """
     within = [name for name in NAMES if name in found.schedules and found.cost(name) <= limit]
     if not within:
         return None
     within.sort(key=found.quality, reverse=True)
-    best = within[0]
-    alike = [name for name in within if not found.worse(name, best)]
-    if priority == "quality":
-        names, rule = alike, _quality(found, alike)
-    elif priority == "savings":
-        names, rule = _savings(found, within, alike)
+    allowed, static = margin(found) + 1e-12, [found.static] * (found.static in found.schedules)
+    if priority == "savings":
+        rivals, reference = static or within, found.static
     else:
-        names, rule = _balanced(found, alike)
-    dropped = [name for name in within if name not in names]
+        rivals, reference = (
+            [*within, *(static if found.cost(static[0]) <= limit else [])] if static else within,
+            within[0],
+        )
+    known = bool(static) if priority == "savings" else found.loss(reference, rivals) <= allowed
+    safe = [name for name in within if known and found.loss(name, [reference]) <= allowed]
+    names = _ordered(found, safe, priority) if safe else _least_risk(found, within, rivals, allowed)
+    rule = _rule(found, names[0], reference, priority) if safe else _not_known(found, names, rivals)
     parts = [_task(found), rule]
-    if dropped:
-        parts.append(f"Measurably worse, and so not among them: {', '.join(dropped)}.")
+    if worse := [name for name in within if name not in names and any(found.worse(name, one) for one in rivals)]:
+        parts.append(f"Measurably worse, and so not among them: {', '.join(worse)}.")
+    if others := [name for name in within if name not in (*names, *worse)]:
+        parts.append(f"Not shown to be within the margin: {', '.join(others)}.")
     if missing := [name for name in NAMES if name not in found.schedules]:
         parts.append(f"Without a measured value: {', '.join(_left_out(found, missing))}.")
     parts.append(f"Figure: {found.figure}.")
     parts.append(f"What it cannot show: {found.limits}")
-    return Choice(tuple(names), tuple(found.cost(name) for name in names), " ".join(parts))
+    return Choice(tuple(names), tuple(found.cost(name) for name in names), " ".join(parts), bool(safe))
+
+
+def _ordered(found: Measurement, safe: Sequence[str], priority: str) -> list[str]:
+    """Order by mean, by cost, or by the sum of the two ranks; of equal sums the cheaper one is first."""
+    by_cost = sorted(safe, key=found.cost)
+    if priority == "balanced":
+        return sorted(safe, key=lambda name: (safe.index(name) + by_cost.index(name), found.cost(name)))
+    return list(safe) if priority == "quality" else by_cost
+
+
+def _least_risk(found: Measurement, within: Sequence[str], rivals: Sequence[str], allowed: float) -> list[str]:
+    """Order by the largest loss that is not ruled out, those whose mean is within the margin; or else the first."""
+    risky = sorted(within, key=lambda name: (found.loss(name, rivals), -found.quality(name)))
+    top = max(map(found.quality, rivals))
+    return [name for name in risky if top - found.quality(name) <= allowed] or risky[:1]
+
+
+def _rule(found: Measurement, first: str, reference: str, priority: str) -> str:
+    show = found.signed(margin(found))[1:]
+    role = {"quality": "has the best mean", "balanced": "has the smallest sum of ranks by mean and by cost"}
+    text = f"{first} {role.get(priority, 'is the cheapest')} of those that lose at most {show}"
+    text += f" against {reference}, by the 95 % interval: {_value(found, first)}."
+    return text if first == reference else f"{text} Less {reference}: {_list(found, [first], reference)}."
+
+
+def _not_known(found: Measurement, names: Sequence[str], rivals: Sequence[str]) -> str:
+    show, loss = found.signed(margin(found))[1:], found.loss(names[0], rivals)
+    against = found.static if list(rivals) == [found.static] else "every other one"
+    text = f"Not known: none is shown to lose at most {show} against {against}, by the 95 % interval. "
+    if found.static not in found.schedules:
+        text += f"{found.static.capitalize()} was not measured. "
+    if math.isinf(loss):
+        return text + f"Fewer than {FEWEST} seeds rule out no loss. {names[0]} is only the first to try."
+    text += f"The smallest loss that is not ruled out is {found.signed(loss)[1:]}, of {names[0]}: "
+    return text + f"{_value(found, names[0])}. It is the first to try; more seeds would tell."
 
 
 def also(others: Sequence[Measurement]) -> str:
@@ -156,49 +231,6 @@ def why_not(family: str, q_min: int, q_max: int, budget: object) -> str:
         f'The family "{family}" was measured at (q_min, q_max) = {pairs}, not at ({q_min}, {q_max}), so this is by the '
         "cost formula alone."
     )
-
-
-def _quality(found: Measurement, alike: Sequence[str]) -> str:
-    best, *others = alike
-    text = f"{best} has the best mean: {_value(found, best)}."
-    if others:
-        text += f" The 95 % interval cannot tell it apart from {_list(found, others, best)}."
-    return text
-
-
-def _savings(found: Measurement, within: Sequence[str], alike: Sequence[str]) -> tuple[list[str], str]:
-    """Order by cost what is not measurably worse than static q_max; or than the best, where all are worse."""
-    static = f"static {found.q_max}"
-    kept = [name for name in within if not found.worse(name, static)] if static in found.schedules else []
-    reference, why = static, ""
-    if not kept:
-        reference, kept = within[0], list(alike)
-        lack = "was not measured" if static not in found.schedules else "is measurably better than all of them"
-        why = f" ({static} {lack}, so the best of them is the measure)"
-    names = sorted(kept, key=found.cost)
-    first = names[0]
-    text = f"{first} is the cheapest that is not measurably worse than {reference}{why}: {_value(found, first)}."
-    if first != reference:
-        value, low, high = found.difference(first, reference)
-        harm = low if found.better == "higher" else high
-        text += f" Less {reference} it is {found.signed(value)} ({found.signed(low)} to {found.signed(high)})"
-        bad = harm < 0 if found.better == "higher" else harm > 0
-        text += f"; a loss of {found.signed(abs(harm))[1:]} is not ruled out." if bad else "."
-    return names, text
-
-
-def _balanced(found: Measurement, alike: Sequence[str]) -> tuple[list[str], str]:
-    """Order by the sum of two ranks, by mean and by cost; of equal sums the cheaper one is first."""
-    by_cost = sorted(alike, key=found.cost)
-    names = sorted(alike, key=lambda name: (alike.index(name) + by_cost.index(name), found.cost(name)))
-    best = alike[0]
-    text = (
-        f"Of those that are not measurably worse than the best, {best}, the smallest sum of ranks by mean and by cost "
-        f"has {names[0]}: {_value(found, names[0])}."
-    )
-    if names[0] != best:
-        text += f" {best}: {_value(found, best)}; the difference is {_list(found, [names[0]], best)}."
-    return names, text
 
 
 def _task(found: Measurement) -> str:

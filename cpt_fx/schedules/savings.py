@@ -6,6 +6,7 @@ what was measured is in :mod:`cpt_fx.schedules.measured`, and :func:`recommend` 
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -47,8 +48,9 @@ class StepCost:
 class Recommendation:
     """Schedules to try, in order, what each costs relative to static q_max, and why.
 
-    ``measured`` says whether measurements chose them, or the cost formula alone; ``figure`` is where the measurements
-    are drawn, in the repository.
+    ``measured`` says whether measurements chose them, or the cost formula alone; ``known`` whether these measurements
+    show that the first one loses no more than a margin. Where they do not, the reason says "Not known", and the names
+    are only what to try first. ``figure`` is where the measurements are drawn, in the repository.
     """
 
     names: tuple[str, ...]
@@ -57,6 +59,11 @@ class Recommendation:
     reason: str
     measured: bool = False
     figure: str | None = None
+    known: bool = False
+
+    def __str__(self) -> str:
+        """Return the first schedule with the reason; without the name where it is not known."""
+        return self.reason if self.measured and not self.known else f"{self.names[0]}. {self.reason}"
 
     @property
     def relative_cost(self) -> float:
@@ -120,14 +127,16 @@ def recommend(
 
     ``priority`` is "quality", "balanced" or "savings"; ``budget`` the largest cost allowed, relative to static q_max.
     With a ``family`` ("cnn", "detector", "gnn", "rnn", "transformer") that was measured at these widths, the answer
-    comes from the measurements: for quality the best means, for savings the cheapest that are not measurably worse than
-    static q_max, balanced by both. Otherwise it comes from the cost formula alone, and the reason says so.
+    comes from the measurements: for quality the best mean, for savings the cheapest that is shown to lose at most a
+    margin against static q_max, balanced by both; or it is "Not known", where too few or too different seeds show
+    nothing. The margin is 0.01 of accuracy, or 1 % by other metrics. Otherwise the answer comes from the cost formula
+    alone, and the reason says so.
     """
     wanted = _PRIORITIES[check_choice("priority", priority, _PRIORITIES)]
     if family is not None:
         check_choice("family", family, _PUBLISHED)
     low, high = check_range(q_min, q_max)
-    costs = {name: relative_cost(named(name, q_min=low, q_max=high, total_steps=64_000)) for name in NAMES}
+    costs = _costs(low, high)
     limit = _check_budget(budget, min(costs.values()))
     unmeasured = ""
     if family is not None:
@@ -137,7 +146,9 @@ def recommend(
             others = measured.also(found[1:])
             reason = choice.reason + others
             group = savings_group(choice.names[0])
-            return Recommendation(choice.names, group, choice.relative_costs, reason, True, found[0].figure)
+            return Recommendation(
+                choice.names, group, choice.relative_costs, reason, True, found[0].figure, choice.known
+            )
         unmeasured = measured.why_not(family, low, high, budget)
     order = ["small", "medium", "large"]
     # The group asked for, or else the first one that saves more and fits.
@@ -150,6 +161,11 @@ def recommend(
     if family is not None:
         reason += f" {unmeasured} Published runs: {_PUBLISHED[family]}."
     return Recommendation(names, group, chosen, reason)
+
+
+@cache
+def _costs(low: int, high: int) -> dict[str, float]:
+    return {name: relative_cost(named(name, q_min=low, q_max=high, total_steps=64_000)) for name in NAMES}
 
 
 def _check_budget(budget: object, cheapest: float) -> float:
