@@ -15,6 +15,10 @@ from cpt_fx.study.statistics import Correlation, Estimate
 FULL = "full precision"
 GROUPS = ("small", "medium", "large")
 """The savings groups, from the most compute to the least."""
+FEWEST_POINTS = 4
+"""Three points are in perfect order, up or down, once in three by chance; four once in twelve."""
+_BY_CHANCE = {4: 1.0, 5: 1.0, 6: 0.886, 7: 0.786, 8: 0.738, 9: 0.7, 10: 0.649}
+"""Points -> Spearman's rho that chance reaches once in twenty (of four points, perfect order); above, by Student's t."""
 EXPERIMENTS = ("schedules", "deficit", "window", "first-cycle", "delayed")
 
 
@@ -169,6 +173,15 @@ def correlation(rows: Sequence[Row], x: Sequence[float], better: str) -> Correla
             rho=None, rho_interval=None, tau=None, tau_interval=None, points=0, runs=0, reason="no run has a value"
         )
     return statistics.rank_correlation([place for place, _ in kept], values)
+
+
+def is_trend(found: Correlation) -> bool:
+    """Say whether an order of points is more than their seeds, and points so few, show by chance."""
+    if found.rho is None or found.rho_interval is None or found.points < FEWEST_POINTS:
+        return False
+    t = statistics.t_quantile(found.points - 2)
+    bound = _BY_CHANCE.get(found.points, t / math.sqrt(found.points - 2 + t**2))
+    return abs(found.rho) >= bound - 1e-9 and not found.rho_interval.covers(0.0)
 
 
 def _group(label: str) -> str:

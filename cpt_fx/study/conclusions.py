@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cpt_fx.study.analysis import (
+    FEWEST_POINTS,
     GROUPS,
     Panel,
     Row,
@@ -14,6 +15,7 @@ from cpt_fx.study.analysis import (
     cost_correlation,
     group_differences,
     groups,
+    is_trend,
     verdict,
 )
 from cpt_fx.study.critical_rows import beside, first_cycles, low_steps, reference, undisturbed
@@ -151,6 +153,12 @@ def _window(panel: Panel) -> Iterator[str]:
     rows = sorted(((low[0], row) for low, row in found if low is not None and low[1]), key=lambda item: item[0])
     yield from _order(panel, [row for _, row in rows], [start for start, _ in rows], "A later window")
     yield from _each(panel, [row for _, row in rows])
+    for row in (row for low, row in found if low is not None and low[1] == row.total_steps):
+        yield (
+            f"{row.label} ends at {panel.q_min} bits and is evaluated at {panel.q_max}: if the net has batch norm, its "
+            "statistics are those of the low width, unless they were estimated anew. So this number is of the window "
+            "and of that."
+        )
 
 
 def _delayed(panel: Panel) -> Iterator[str]:
@@ -163,13 +171,16 @@ def _delayed(panel: Panel) -> Iterator[str]:
 
 def _order(panel: Panel, rows: Sequence[Row], x: Sequence[float], subject: str) -> Iterator[str]:
     found = correlation(rows, x, panel.better)
+    if found.points < FEWEST_POINTS:
+        yield f"{subject}: {found.points} points are too few for a trend, which takes {FEWEST_POINTS}."
+        return
     if found.rho is None or found.rho_interval is None:
         return
     rho, interval, _, _ = correlated(found)
-    if found.rho_interval.covers(0.0):
-        word = "shows no order of quality that these seeds can show"
-    else:
+    if is_trend(found):
         word = f"goes with {'better' if found.rho > 0 else 'worse'} quality"
+    else:
+        word = "shows no order of quality that these seeds and points can show"
     yield f"{subject} {word}: rank correlation {rho} (95 % interval {interval}), {found.points} points."
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from cpt_fx.study.analysis import Panel, Row, correlation
+from cpt_fx.study.analysis import FEWEST_POINTS, Panel, Row, correlation
 from cpt_fx.study.critical_rows import beside, low_steps, undisturbed
 from cpt_fx.study.figure_style import COLOURS, INK, MARKERS, SOFT, caption, heading, new
 from cpt_fx.study.wording import correlated, without_value
@@ -108,6 +108,8 @@ def _baseline(ax: Axes, panel: Panel) -> list[Line2D]:
 
 def _order(rows: Sequence[Row], x: Sequence[float], panel: Panel, name: str) -> str:
     found = correlation(rows, x, panel.better)
+    if found.points < FEWEST_POINTS:
+        return f"{found.points} points are too few for a trend."
     rho, interval, _, _ = correlated(found)
     if found.rho is None:
         return f"Too few or too equal points for a rank correlation of {name} and quality."

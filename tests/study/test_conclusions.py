@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cpt_fx.schedules import NAMES, savings_group
+from cpt_fx.study import analysis
 from cpt_fx.study.analysis import panels
 from cpt_fx.study.conclusions import conclusions
 from cpt_fx.study.records import Record
@@ -83,6 +84,27 @@ def test_critical_periods() -> None:
     assert "shows no order of quality" in said(made_up.deficits(harm=0.0, noise=0.01))
     assert "longer by its deficit" not in text
     assert "Each run is longer by its deficit" in said(made_up.deficits(noise=1e-4, longer=True))
+
+
+def test_three_points_are_no_trend() -> None:
+    for text in (said(made_up.deficits((0, 100, 200), noise=1e-4)), said(made_up.windows((0, 200, 400)))):
+        assert "3 points are too few for a trend, which takes 4." in text
+        assert "goes with" not in text and "rank correlation" not in text
+    # Five points out of order by one place: chance does that more often than once in twenty.
+    found = analysis.correlation(
+        [row for row in panels(made_up.windows((0, 200, 300, 400, 600)))[0].rows if row.label != "static 8"],
+        [2.0, 1.0, 3.0, 4.0, 5.0],
+        "higher",
+    )
+    assert found.rho == pytest.approx(0.9) and found.rho_interval is not None and not found.rho_interval.covers(0.0)
+    assert not analysis.is_trend(found)
+
+
+def test_a_window_at_the_end_says_what_it_is_evaluated_with() -> None:
+    assert "evaluated at" not in said(made_up.windows((0, 200, 400)))
+    text = said(made_up.windows((0, 600)))
+    assert "window 600 ends at 3 bits and is evaluated at 8: if the net has batch norm" in text
+    assert text.count("evaluated at") == 1
 
 
 def test_equal_cost_different_beginnings() -> None:
