@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from cpt_fx.inspection import inspect as inspect
     from cpt_fx.overrides import Override as Override
     from cpt_fx.pipeline import Pipeline as Pipeline
+    from cpt_fx.recalibrating import recalibrate as recalibrate
     from cpt_fx.schedules import Bits as Bits
 
 _HOMES = {
@@ -49,6 +50,7 @@ _HOMES = {
     "Format": "cpt_fx.formats",
     "Override": "cpt_fx.overrides",
     "Pipeline": "cpt_fx.pipeline",
+    "recalibrate": "cpt_fx.recalibrating",
     "TransformError": "cpt_fx.errors",
     "VerificationError": "cpt_fx.inspection",
     "graphs": "cpt_fx.api",

@@ -91,6 +91,8 @@ class Reminder:
         if self.reverted or (self.called and session is None):
             return ""
         state = None if session is None else session.state
+        if session is not None and session.root.training:
+            session.trained_at = session.state.in_training
         if state is not None and state.schedule is not None:
             self._count(optimizer, state.schedule)
         if not self.called:

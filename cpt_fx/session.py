@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from cpt_fx.capture.captured import WHOLE, Capture, Entry, traced_view
 from cpt_fx.capture.expected import expect_ranges, look_at_ranges
 from cpt_fx.capture.tree import Places
 from cpt_fx.errors import TransformError
+from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.frames import has_proxies, imported_aside, is_compiler_around, refuse_tools, skip_frame
 from cpt_fx.graph_module import QuantizedGraphModule
 from cpt_fx.history import LOGGER, History, check_coverage
@@ -27,11 +29,14 @@ from cpt_fx.pass_base import Report, unique
 from cpt_fx.pipeline import Pipeline
 from cpt_fx.reminders import Reminder
 from cpt_fx.result import PART, adopt, part_of, plain_class
-from cpt_fx.runtime import Precision
+from cpt_fx.runtime import Precision, Widths
 
 if TYPE_CHECKING:
     from cpt_fx.dynamo.engine import Engine
 
+
+LAGGING = 4
+"""The width up to which evaluation with running statistics of batch norm may say something else than with new ones."""
 
 ACTIVE: list[Session] = []
 """The results whose own code runs at this moment: what it multiplies, in whichever thread, they see to."""
@@ -88,11 +93,14 @@ class Session:
         self._evaluates = False
         self.has_lost_ranges = False
         """Whether parameters were loaded without the ranges that belong to them."""
+        self.trained_at: Widths | None = None
+        """The widths of the latest training step, unless batch norm's statistics were made anew since."""
+        self.told_norms = False
         self.reminder = Reminder()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process."""
-        derived = ("running", "watching", "views", "_engine", "_evaluates", "reminder")
+        derived = ("running", "watching", "views", "_engine", "_evaluates", "trained_at", "told_norms", "reminder")
         state = {key: value for key, value in self.__dict__.items() if key not in derived}
         # What has changed since it was traced is traced again by the copy.
         state["traced"] = {entry: found for entry, found in self.traced.items() if not found.is_outdated()}
@@ -223,6 +231,7 @@ class Session:
             self._evaluates = True
             with nets_asleep():
                 look_at_ranges(self)
+            self._look_at_norms()
         return view
 
     def refuse_to_drop(self, view: QuantizedGraphModule) -> None:
@@ -336,6 +345,25 @@ class Session:
         for _, *tensors in ranges(self.root):
             for tensor in tensors:
                 tensor.detach().zero_()
+
+    def _look_at_norms(self) -> None:
+        """Warn, once, where evaluation is about to use statistics of batch norm that low widths have left behind."""
+        if self.trained_at is None or self.told_norms:
+            return
+        dials = self.state.dials
+        widths = [width for name, width in self.trained_at.values.items() if width and dials[name].role != "gradient"]
+        if min(widths, default=FULL_PRECISION) > LAGGING:
+            return
+        from cpt_fx.recalibrating import learns_statistics  # which needs sessions
+
+        if learns_statistics(self.root):
+            self.told_norms = True
+            warnings.warn(
+                f"{self.kind} is evaluated right after training at {min(widths)} bits, where batch norm's running "
+                "statistics lag behind: accuracy can come out far too low. Evaluate inside "
+                "`with cpt_fx.recalibrate(model, batches):  # some ten training batches`",
+                stacklevel=2,
+            )
 
 
 def _frontend(root: nn.Module, capture: str) -> str:

@@ -64,6 +64,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cpt_fx.inspection",
         "cpt_fx.costs",
         "cpt_fx.evaluating",
+        "cpt_fx.recalibrating",
         "cpt_fx.range_test",
         "cpt_fx.dynamo",
         "cpt_fx.history",

@@ -45,6 +45,7 @@ SIGNATURES: dict[str, tuple[Callable[..., Any], str]] = {
     "cost": (cpt_fx.cost, "(model, schedule, example_inputs, *, example_kwargs=None, count='paper', steps=None)"),
     "inspect": (cpt_fx.inspect, "(result)"),
     "at_bits": (cpt_fx.at_bits, "(model, bits)"),
+    "recalibrate": (cpt_fx.recalibrate, "(model, batches, bits=None, *, call=None, exclude=())"),
     "revert": (cpt_fx.revert, "(model)"),
     "graphs": (cpt_fx.graphs, "(model)"),
     "single_graph": (
@@ -66,7 +67,7 @@ def test_names() -> None:
     assert cpt_fx.__all__ == [
         "Bits", "CaptureError", "ExportError", "Format", "Override", "Pipeline", "TransformError",
         "VerificationError", "at_bits", "cost", "export", "functional", "graphs", "inspect", "ort", "passes",
-        "recipes", "revert", "schedules", "single_graph", "study", "transform",
+        "recalibrate", "recipes", "revert", "schedules", "single_graph", "study", "transform",
     ]  # fmt: skip
     assert schedules.NAMES == ("CR", "LR", "ER", "RR", "CT", "LT", "ETV", "ETH", "RTV", "RTH")
     assert schedules.Bits._fields == ("weight", "activation", "gradient")

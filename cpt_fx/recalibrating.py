@@ -1,0 +1,318 @@
+"""Batch norm's statistics as they are at another width: `with cpt_fx.recalibrate(model, batches): ...`.
+
+Running statistics are averages over the latest training steps, at the widths of those steps. Evaluation is at another
+one, and after low widths they fit it badly.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from cpt_fx.evaluating import at_bits
+from cpt_fx.meta import module_stack
+from cpt_fx.overrides import Pattern, Patterns, as_patterns
+from cpt_fx.result import sessions_in
+from cpt_fx.schedules.bits import Bits, as_bits
+from cpt_fx.session import Session
+from cpt_fx.trial import eager_model, tensors_in, trial, unchanged_attributes
+
+LOGGER = logging.getLogger("cpt_fx")
+FORMS = "a tensor, a tuple or list whose first item is the input, or a dict of keywords; pass call= for anything else"
+TOO_FEW = "Expected more than 1 value per channel"
+"""What torch's batch norm says of a batch with a single value per channel."""
+
+
+class Recalibration:
+    """New statistics of batch norm, in force. `with` or `restore()` puts the old ones back; otherwise they stay."""
+
+    def __init__(self, layers: dict[str, _BatchNorm], found: dict[str, Tensor], sessions: list[Session]) -> None:
+        self.layers = tuple(found)
+        """Names of the layers that have new statistics."""
+        self._old = [(layers[name], torch.stack(_statistics(layers[name]))) for name in found]
+        self._lags = [(session, session.trained_at) for session in sessions]
+        for name, values in found.items():
+            _write(layers[name], values)
+        for session in sessions:
+            session.trained_at = None
+
+    def restore(self) -> None:
+        """Put the old statistics back, once."""
+        while self._old:
+            _write(*self._old.pop())
+        while self._lags:
+            session, widths = self._lags.pop()
+            session.trained_at = session.trained_at or widths
+
+    def __enter__(self) -> Recalibration:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+
+
+def recalibrate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    bits: int | Bits | None = None,
+    *,
+    call: Callable[[nn.Module, Any], object] | None = None,
+    exclude: Pattern | Iterable[Pattern] = (),
+) -> Recalibration:
+    """Estimate batch norm's statistics anew from training data, at the width that evaluation has.
+
+    It works at once, and in place. `with cpt_fx.recalibrate(model, batches):` is for an evaluation: on leaving, the old
+    statistics are back, and training goes on as if nothing had been. So does `.restore()` of what it returns; where
+    neither is used, the new statistics stay.
+
+    A layer gets the mean over the batches of the means, and of the variances, that it sees; a batch counts by its size.
+    All but batch norm is in evaluation mode, nothing learns, and nothing else stays changed: modes, buffers, counters,
+    random numbers. Layers that `model.train()` leaves frozen keep their statistics. In a process group statistics are
+    averaged over it: call it in every process.
+
+    Args:
+        model: what `transform` returned, or any module, also inside torch.compile or DistributedDataParallel.
+        batches: training data, all of it, so that ten batches are `list(itertools.islice(loader, 10))`. A batch is a
+            tensor, a tuple or list whose first item is the model's input, or a dict of keyword arguments. One in which
+            batch norm finds a single value per channel is skipped.
+        bits: None for the width that evaluation has now; otherwise as for `at_bits`.
+        call: a function of the model and a batch that runs the model on any other kind of batch.
+        exclude: names, globs or types of modules whose batch norm is left as it is.
+    """
+    if bits is not None:
+        as_bits("bits", bits)
+    if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
+        raise TypeError(f"batches must be several batches, got a {type(batches).__name__}: put one batch into a list")
+    wrapper = next((one for one in model.modules() if isinstance(one, DistributedDataParallel)), None)
+    model = eager_model(model)
+    sessions = [session for _, session in sessions_in(model)]
+    layers, found = batch_norms(model, exclude), dict[str, Tensor]()
+    unborn = [name for name, layer in layers.items() if is_lazy(layer.running_mean)]  # type: ignore[arg-type]
+    if unborn:
+        raise ValueError(f"{unborn[0]} does not know its channels yet: run the model once before recalibrate")
+    if layers:
+        with ExitStack() as stack:
+            contexts: list[AbstractContextManager[Any]] = [
+                torch.inference_mode(False), torch.no_grad(), _uncached_autocast(), _same_random_numbers(batches),
+                trial(model), unchanged_attributes(model), *(_unnoticed(session) for session in sessions),
+            ]  # fmt: skip
+            for context in contexts:
+                stack.enter_context(context)
+            layers = _alone_in_training(model, layers)
+            if layers:
+                if bits is not None:
+                    stack.enter_context(at_bits(model, bits))
+                found = _averages(_sums(model, layers, batches, call or _call), wrapper)
+    for place in dict.fromkeys(place for session in sessions for place in _without_layer(session)):
+        LOGGER.warning("batch norm in the code of %s is a function, not a layer: its statistics stay", place)
+    return Recalibration(layers, found, [session for session in sessions if isinstance(session, Session)])
+
+
+def batch_norms(model: nn.Module, exclude: Pattern | Iterable[Pattern] = ()) -> dict[str, _BatchNorm]:
+    """Return the layers that have running statistics, by name."""
+    patterns = Patterns(as_patterns(exclude), "exclude")
+    modules = list(model.named_modules(remove_duplicate=False))
+    kinds = {path: type(module) for path, module in modules}
+    layers, excluded = dict[int, tuple[str, _BatchNorm]](), set[int]()
+    for path, module in modules:
+        if isinstance(module, _BatchNorm) and module.running_mean is not None:
+            layers.setdefault(id(module), (path, module))
+            places = [place for place in kinds if place in ("", path) or path.startswith(f"{place}.")]
+            if patterns.matches(path, [(place, kinds[place]) for place in places]):
+                excluded.add(id(module))
+    patterns.check((), kinds.items())
+    for pattern in patterns.patterns:
+        if pattern not in patterns.used:
+            LOGGER.warning("exclude %r selects no batch norm: no effect", pattern)
+    return {path: module for key, (path, module) in layers.items() if key not in excluded}
+
+
+def learns_statistics(model: nn.Module) -> bool:
+    """Whether batch norm of a model gathers statistics in training."""
+    modes = [(module, module.training) for module in model.modules()]
+    with unchanged_attributes(model):
+        model.train()
+        found = any(layer.training for layer in batch_norms(model).values())
+    for module, mode in modes:
+        module.training = mode
+    return found
+
+
+def _alone_in_training(model: nn.Module, layers: dict[str, _BatchNorm]) -> dict[str, _BatchNorm]:
+    """Let the layers train that the model itself would let, and nothing else; return them."""
+    model.train()
+    layers = {name: layer for name, layer in layers.items() if layer.training}
+    model.eval()
+    for layer in layers.values():
+        layer.training = True
+        # Otherwise it stays as it is: Dynamo would remember that it changed, and make a variable of it from then on.
+        layer.momentum = 1.0 if layer.momentum == 0 else layer.momentum
+    return layers
+
+
+def _sums(
+    model: nn.Module, layers: dict[str, _BatchNorm], batches: Iterable[Any], call: Callable[[nn.Module, Any], object]
+) -> dict[str, Tensor]:
+    """Run all batches; return for each layer the sums of weights and of weighted statistics, as three rows."""
+    sums = {name: torch.zeros(3, len(_statistics(layer)[0]), dtype=torch.float64) for name, layer in layers.items()}
+    sizes = []
+    for batch in batches:
+        for layer in layers.values():
+            for value in (*_statistics(layer), *_counter(layer)):
+                value.zero_()
+        size = _size(batch)
+        try:
+            call(model, batch)
+        except ValueError as error:
+            if TOO_FEW not in str(error):
+                raise
+            size = 0
+        sizes.append(size)
+        for name, layer in layers.items():
+            mean, variance = (value.cpu().double() for value in _statistics(layer))
+            # A layer of the user's own may not count.
+            runs = max(int(bool(mean.any() or variance.any())), *map(int, _counter(layer)), 0)
+            if runs and size:
+                # How much of what began at zero is by now an average of the calls.
+                whole = 1 if layer.momentum is None else 1 - (1 - layer.momentum) ** runs
+                sums[name] += size * torch.stack([torch.ones_like(mean), mean / whole, variance / whole])
+    if 0 in sizes:
+        LOGGER.warning(
+            "recalibrate skipped %d of %d batches: batch norm needs more than one value per channel",
+            sizes.count(0), len(sizes),
+        )  # fmt: skip
+    return sums
+
+
+def _averages(sums: dict[str, Tensor], wrapper: DistributedDataParallel | None) -> dict[str, Tensor]:
+    """Return mean and variance of each layer that ran, over the whole process group."""
+    group = None if wrapper is None else wrapper.process_group
+    if sums and distributed.is_available() and distributed.is_initialized() and distributed.get_world_size(group) > 1:
+        device = torch.device("cuda" if distributed.get_backend(group) == "nccl" else "cpu")
+        flat = torch.cat([rows.flatten() for rows in sums.values()]).to(device)
+        distributed.all_reduce(flat, group=group)
+        parts = flat.cpu().split([rows.numel() for rows in sums.values()])
+        sums = {name: part.view(3, -1) for name, part in zip(sums, parts, strict=True)}
+    found = {name: rows[1:] / rows[0] for name, rows in sums.items() if rows[0].any()}
+    if not found:
+        raise ValueError("recalibrate needs batches that batch norm can learn from: there were none")
+    broken = [name for name, values in found.items() if not values.isfinite().all()]
+    if broken:
+        raise ValueError(f"batch norm in {broken[0]} sees values that are not finite in these batches")
+    idle = [name for name in sums if name not in found]
+    if idle:
+        LOGGER.warning("%s did not run in any batch: the statistics there stay", ", ".join(idle))
+    return found
+
+
+def _statistics(layer: _BatchNorm) -> tuple[Tensor, Tensor]:
+    mean, variance = layer.running_mean, layer.running_var
+    assert mean is not None and variance is not None
+    return mean, variance
+
+
+def _counter(layer: _BatchNorm) -> tuple[Tensor, ...]:
+    return () if layer.num_batches_tracked is None else (layer.num_batches_tracked,)
+
+
+def _write(layer: _BatchNorm, values: Tensor) -> None:
+    for buffer, value in zip(_statistics(layer), values, strict=True):
+        with torch.no_grad(), torch.inference_mode(buffer.is_inference()):
+            buffer.copy_(value)
+
+
+def _call(model: nn.Module, batch: Any) -> None:
+    if isinstance(batch, Mapping):
+        model(**batch)
+    elif isinstance(batch, (tuple, list)) and batch:
+        model(batch[0])
+    elif isinstance(batch, Tensor):
+        model(batch)
+    else:
+        raise TypeError(f"a batch must be {FORMS}, got {type(batch).__name__}")
+
+
+def _size(batch: Any) -> int:
+    """Return how many examples a batch holds, 1 where nothing shows it."""
+    if isinstance(batch, (tuple, list)) and batch and isinstance(batch[0], (tuple, list)):
+        # Several inputs, or images of several sizes: as many as the labels that come with them.
+        labels = batch[1] if len(batch) > 1 else batch[0]
+        return len(labels) if isinstance(labels, (tuple, list)) else _size(labels)
+    return next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), 1)
+
+
+def _without_layer(session: Session) -> Iterator[str]:
+    """Walk over the modules in whose code batch norm is a function, as far as there are graphs of it."""
+    for node in (node for graph in session.graphs() for node in graph.graph.nodes if node.op == "call_function"):
+        path, kind = (module_stack(node) or [("", None)])[-1]
+        if "batch_norm" in getattr(node.target, "__name__", "") and not (kind and issubclass(kind, _BatchNorm)):
+            yield path or session.kind
+
+
+@contextmanager
+def _unnoticed(session: Session) -> Iterator[None]:
+    """Evaluate without being noticed, where the root may be outside of what runs."""
+    mode, session.root.training = session.root.training, False
+    noticed = isinstance(session, Session)
+    if noticed:
+        before = session._evaluates, session.reminder.awake
+        session._evaluates = session.reminder.awake = True
+    try:
+        yield
+    finally:
+        session.root.training = mode
+        if noticed:
+            session._evaluates, session.reminder.awake = before
+
+
+@contextmanager
+def _uncached_autocast() -> Iterator[None]:
+    """Keep weights that are cast without gradients from the autocast around, which would go on with them."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+@contextmanager
+def _same_random_numbers(batches: object) -> Iterator[None]:
+    """Put generators back that torch's own fork leaves out: Python's, numpy's, and those that make the batches."""
+    undo: list[Callable[[], Any]] = [
+        partial(random.setstate, random.getstate()),
+        partial(np.random.set_state, np.random.get_state()),
+    ]
+    for found in _generators(batches, 3):
+        if isinstance(found, torch.Generator):
+            undo.append(partial(found.set_state, found.get_state()))
+        elif isinstance(found, random.Random):
+            undo.append(partial(found.setstate, found.getstate()))
+        else:
+            undo.append(partial(setattr, found.bit_generator, "state", found.bit_generator.state))
+    try:
+        yield
+    finally:
+        for put_back in undo:
+            put_back()
+
+
+def _generators(holder: object, depth: int) -> Iterator[Any]:
+    """Walk over generators of random numbers in the attributes of a loader, its sampler and its dataset."""
+    for value in getattr(holder, "__dict__", {}).values():
+        if isinstance(value, (torch.Generator, random.Random, np.random.Generator)):
+            yield value
+        elif depth and not isinstance(value, (type, ModuleType)):
+            yield from _generators(value, depth - 1)
