@@ -22,6 +22,7 @@ from cpt_fx.api import transform
 from cpt_fx.costs import cost
 from cpt_fx.errors import check_choice, check_int
 from cpt_fx.inspection import Inspection, Verification
+from cpt_fx.recalibrating import recalibrate
 from cpt_fx.report import page, picture, table
 from cpt_fx.schedules import NAMES, Schedule, Static, named
 from cpt_fx.study import figure_style
@@ -209,10 +210,10 @@ def train(name: str, schedule: Schedule, settings: Settings, digits: Digits, adv
 
 
 def accuracy(model: nn.Module, digits: Digits) -> float:
-    """Return the share of the test images recognised, in eval mode: at q_max bits, whatever the schedule says now."""
+    """Return the share of the test images recognised at q_max bits, with the statistics of batch norm at that width."""
     training = model.training
     model.eval()
-    with torch.no_grad():
+    with recalibrate(model, digits.train_images[: 10 * BATCH].split(BATCH)), torch.no_grad():
         right = (model(digits.test_images).argmax(dim=1) == digits.test_labels).float().mean().item()
     model.train(training)
     return float(right)
@@ -294,8 +295,8 @@ def _charts(runs: tuple[Run, Run], settings: Settings) -> list[str]:
                f"{settings.q_max} bits in both runs. Vertical lines: where a cycle starts.", bits, runs, settings),
         _chart("Training loss", "loss", f"Cross entropy, on a logarithmic scale: the mean of {window} steps, and "
                "faintly that of each batch.", loss, runs, settings),
-        _chart("Test accuracy", "accuracy, %", "On images not trained on, always evaluated at "
-               f"{settings.q_max} bits. The axis starts at {floor:g} %.", accuracy, runs, settings),
+        _chart("Test accuracy", "accuracy, %", f"On images not trained on, always evaluated at {settings.q_max} bits, "
+               f"with batch norm's statistics at that width. The axis starts at {floor:g} %.", accuracy, runs, settings),
     ]  # fmt: skip
 
 

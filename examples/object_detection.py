@@ -115,6 +115,10 @@ class ObjectDetection(Task):
         anchors = self.anchors.of(images.shape[2], images.shape[3])
         return losses(scores, codes, anchors, [(scene.boxes, scene.labels) for scene in batch])
 
+    def run(self, model: nn.Module, batch: Any) -> object:
+        """Run the model on images alone: torchvision's have no loss in evaluation."""
+        return model([_colours(scene) for scene in batch] if self.library else self._stacked(batch))
+
     def after_backward(self, model: nn.Module) -> None:
         """Clip the gradients' norm."""
         if self.options.clip:

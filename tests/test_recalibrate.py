@@ -1,4 +1,4 @@
-"""`cpt_fx.recalibrate`: batch norm's statistics at the evaluation width, what they are, and how one gets rid of them."""
+"""`cpt_fx.recalibrate`: what the new statistics are, of which layers, and how one gets rid of them."""
 
 from __future__ import annotations
 
@@ -397,7 +397,7 @@ def test_exclude_a_part_and_another_name() -> None:
 
 def test_exclude_names_near_misses(caplog: pytest.LogCaptureFixture) -> None:
     result = transformed()
-    with pytest.raises(ValueError, match="exclude: 'norn' matches no module. Did you mean \"norm\""):
+    with pytest.raises(ValueError, match=r"exclude: 'norn' matches no module\. Did you mean \"norm\""):
         cpt_fx.recalibrate(result, few(), exclude="norn")
     with pytest.raises(ValueError, match="exclude: no module is a BatchNorm3d"):
         cpt_fx.recalibrate(result, few(), exclude=nn.BatchNorm3d)

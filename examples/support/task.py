@@ -38,6 +38,10 @@ class Task(ABC):
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the training loss."""
 
+    def run(self, model: nn.Module, batch: Any) -> object:
+        """Run the model on a training batch as in evaluation, for batch norm's statistics; by way of the loss."""
+        return self.loss(model, batch)
+
     @abstractmethod
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Return metrics on held-out data. The model is in evaluation mode, and gradients are off."""

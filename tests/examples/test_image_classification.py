@@ -160,7 +160,9 @@ def test_a_run_that_broke_down_resumes_exactly(tmp_path: Path) -> None:
 def test_train_is_what_a_study_calls() -> None:
     torch.set_num_threads(1)
     metrics = train(Static(4, 8, total_steps=5), 0, fast=True)
-    assert set(metrics) == {"accuracy", "loss"}
+    assert set(metrics) == {"accuracy", "loss", "recalibrated accuracy", "recalibrated loss"}
+    other = train(Static(4, 8, total_steps=5), 0, fast=True, recipe="default")
+    assert list(other) == ["accuracy", "loss", "unrecalibrated accuracy", "unrecalibrated loss"]
     assert metrics == train(Static(4, 8, total_steps=5), 0, fast=True)
 
 
