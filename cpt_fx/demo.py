@@ -296,7 +296,8 @@ def _charts(runs: tuple[Run, Run], settings: Settings) -> list[str]:
         _chart("Training loss", "loss", f"Cross entropy, on a logarithmic scale: the mean of {window} steps, and "
                "faintly that of each batch.", loss, runs, settings),
         _chart("Test accuracy", "accuracy, %", f"On images not trained on, always evaluated at {settings.q_max} bits, "
-               f"with batch norm's statistics at that width. The axis starts at {floor:g} %.", accuracy, runs, settings),
+               f"with batch norm's statistics at that width. The axis starts at {floor:g} %.", accuracy,
+               runs, settings),
     ]  # fmt: skip
 
 
