@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from cpt_fx.formats import Format
@@ -181,3 +182,9 @@ def get_attribute(root: nn.Module, path: str) -> Any:
         inside = value._modules.get(name) if isinstance(value, nn.Module) else None
         value = getattr(value, name) if inside is None else inside
     return getattr(value, last)
+
+
+def is_transposed(value: Any) -> bool:
+    """Whether a tensor looks at a stored matrix with its two dims exchanged."""
+    base = value._base if isinstance(value, torch.Tensor) else None
+    return base is not None and base.ndim == value.ndim == 2 and value.stride() == base.stride()[::-1]

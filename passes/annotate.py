@@ -27,6 +27,7 @@ from cpt_fx.meta import (
     Uncovered,
     around,
     get_attribute,
+    is_transposed,
     module_path,
     module_stack,
 )
@@ -361,6 +362,8 @@ class _Walk:
 
     def _is_transposed(self, value: fx.Node) -> bool:
         """Whether a value is a stored matrix with its two dims exchanged."""
+        if value.op == "placeholder":
+            return is_transposed(self._tensor(value))
         source = value.args[0] if value.args else None
         if not isinstance(source, fx.Node) or not self._is_read(source):
             return False

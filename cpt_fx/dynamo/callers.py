@@ -17,6 +17,8 @@ from cpt_fx.names import RESUMED
 
 _OURS = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
+_BETWEEN = (_OURS, *(f"{_TORCH}/{part}" for part in ("_dynamo", "_compile.py", "utils/checkpoint.py")))
+"""Whose frames say nothing about a place in the model's code, and may differ from call to call."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ def caller_of(places: Places) -> Caller:
     function = None
     while frame is not None:
         code = frame.f_code
-        if not code.co_filename.startswith(_OURS):
+        if not code.co_filename.startswith(_BETWEEN):
             first: Any = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
             lines.append(f'  File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}\n')
             steps.append(frame.f_lasti)
@@ -47,6 +49,12 @@ def caller_of(places: Places) -> Caller:
                 function = code.co_qualname.rpartition(".")[0] if hasattr(code, "co_qualname") else code.co_name
             if isinstance(first, nn.Module) and id(first) in places.modules:
                 return Caller(places.modules[id(first)], "".join(reversed(lines)), tuple(steps), function)
+        elif isinstance(outside := frame.f_locals.get("called_by"), Caller):
+            # A checkpoint's code, in the forward pass or once more in the backward pass: called from the same place.
+            return Caller(
+                outside.path, outside.trace + "".join(reversed(lines)), (*steps, *outside.steps),
+                function or outside.function,
+            )  # fmt: skip
         frame = frame.f_back
     return Caller("", "".join(reversed(lines[:1])), tuple(steps[:1]), function)
 

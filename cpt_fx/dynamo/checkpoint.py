@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, fx
 from torch.utils import checkpoint as home
 
+from cpt_fx.dynamo.callers import caller_of
+
 if TYPE_CHECKING:
     from cpt_fx.dynamo.engine import Engine
 
@@ -63,13 +65,17 @@ def quantized_again(engine: Engine) -> Iterator[None]:
 
 
 def _remembering(engine: Engine, function: Callable[..., Any]) -> Callable[..., Any]:
-    if not engine.runs_here():
-        return function
+    if not engine.runs_here() or engine.net.resting:
+        return function  # not the model's own code, or part of a rewritten graph: its products have their quantizers
+
+    called_by = caller_of(engine.places)
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        _ = called_by  # where the walk up from a product ends (`callers`): the backward pass is called by no module
         if engine.runs_here():
             return function(*args, **kwargs)
-        with engine.net:
+        # As in the forward pass: modules inside run their own code, and each product goes through the net.
+        with engine.entered(), engine.net, quantized_again(engine):
             return function(*args, **kwargs)
 
     return run

@@ -11,12 +11,13 @@ from torch import Tensor, fx, nn
 from torch._dynamo.eval_frame import skip_code
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from cpt_fx.capture.tree import Places
 from cpt_fx.capture.views import over
 from cpt_fx.dynamo.callers import Caller, caller_of
 from cpt_fx.graph_module import QuantizedGraphModule
-from cpt_fx.meta import WEIGHT
+from cpt_fx.meta import WEIGHT, is_transposed
 from cpt_fx.names import NTH
 from cpt_fx.optable import ALIASES, FUSED, SPECS
 from cpt_fx.regions import TRANSFORMED
@@ -38,6 +39,7 @@ class Net(TorchFunctionMode):
         self.owner = owner
         self.resting = 0
         self._graphs: dict[Hashable, dict[Hashable, QuantizedGraphModule]] = {}
+        self._weights: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._neighbours: dict[Hashable, dict[tuple[int, ...], int]] = {}
 
     @contextmanager
@@ -51,9 +53,25 @@ class Net(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Rewrite calls that multiply."""
-        if func in KNOWN and not torch.compiler.is_compiling() and not self.resting:
-            return _quantized(self, func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        if torch.compiler.is_compiling() or self.resting:
+            return func(*args, **(kwargs or {}))
+        result = _quantized(self, func, args, kwargs or {}) if func in KNOWN else func(*args, **(kwargs or {}))
+        self._note(result, args, kwargs)
+        return result
+
+    def _note(self, result: Any, args: Any, kwargs: Any) -> None:
+        """Note of what is computed from parameters alone that it is a weight: seen in a graph, it would be one."""
+        first = args[0] if args else None
+        if not self.is_weight(first[0] if isinstance(first, (list, tuple)) and first else first):
+            return
+        if all(self.is_weight(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)):
+            self._weights.update((made, True) for made in pytree.tree_leaves(result) if isinstance(made, Tensor))
+        elif isinstance(first, Tensor) and (result is None or result is first):
+            self._weights.pop(first, None)  # something else was written to it
+
+    def is_weight(self, value: Any) -> bool:
+        """Whether a value is a parameter, or computed from parameters alone."""
+        return isinstance(value, nn.Parameter) or (isinstance(value, Tensor) and value in self._weights)
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operator through a graph made for it: the first time at this place, it is made."""
@@ -68,7 +86,7 @@ class Net(TorchFunctionMode):
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         graphs = self._graphs.setdefault((func, caller), {})
-        key = (spec, tuple(_kind(leaf, places) for leaf in leaves))
+        key = (spec, tuple(self._kind(leaf, places) for leaf in leaves))
         view = graphs.get(key)
         if view is not None:
             return self._run(view, tensors)
@@ -99,7 +117,9 @@ class Net(TorchFunctionMode):
         graph = fx.Graph()
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         inputs = iter([graph.placeholder(f"x{place}") for place in range(len(tensors))])
-        values = [_value(graph, leaf, next(inputs), places) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        values = [
+            self._value(graph, leaf, next(inputs), places) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+        ]
         names = [places.tensor(leaf) for leaf in tensors if isinstance(leaf, nn.Parameter)]
         path = caller.path or next((name.rpartition(".")[0] for name in names if name), "")
         args, kwargs = pytree.tree_unflatten(values, spec)
@@ -116,6 +136,22 @@ class Net(TorchFunctionMode):
             made.meta.pop("example_value", None)  # an activation, and with it all that led to it
         return view
 
+    def _value(self, graph: fx.Graph, tensor: Tensor, node: fx.Node, places: Places) -> fx.Node:
+        """Return the node for an operand: a parameter by its name, anything else as the input it is."""
+        name = places.tensor(tensor)
+        if name is not None:
+            return graph.create_node("get_attr", name)
+        node.meta["example_value"] = tensor
+        if self.is_weight(tensor):
+            node.meta[WEIGHT] = True
+        return node
+
+    def _kind(self, leaf: Any, places: Places) -> Hashable:
+        """Return what makes two calls of an operator the same graph: the model's tensors, dims, options."""
+        if isinstance(leaf, Tensor):
+            return places.tensor(leaf) or (leaf.ndim, leaf.dtype, self.is_weight(leaf) and 1 + is_transposed(leaf))
+        return leaf if isinstance(leaf, Hashable) else repr(leaf)
+
 
 # Dynamo looks through the mode while it traces; the frame itself is nothing to capture.
 skip_code(Net.__torch_function__.__code__)
@@ -125,21 +161,3 @@ skip_code(Net.__torch_function__.__code__)
 def _quantized(net: Net, func: Any, args: Any, kwargs: Any) -> Any:
     """Leave the tracing of compilers: what happens here is not part of a graph."""
     return net.call(func, args, kwargs)
-
-
-def _value(graph: fx.Graph, tensor: Tensor, node: fx.Node, places: Places) -> fx.Node:
-    """Return the node for an operand: a parameter by its name, anything else as the input it is."""
-    name = places.tensor(tensor)
-    if name is not None:
-        return graph.create_node("get_attr", name)
-    node.meta["example_value"] = tensor
-    if isinstance(tensor, nn.Parameter):
-        node.meta[WEIGHT] = True
-    return node
-
-
-def _kind(leaf: Any, places: Places) -> Hashable:
-    """Return what makes two calls of an operator the same graph: the model's tensors, dims, options."""
-    if isinstance(leaf, Tensor):
-        return places.tensor(leaf) or (leaf.ndim, leaf.dtype, isinstance(leaf, nn.Parameter))
-    return leaf if isinstance(leaf, Hashable) else repr(leaf)
