@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
+from collections.abc import Mapping
+from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from cpt_fx.bodies import calls_of, graphs_of
+from cpt_fx.meta import CALLED
 from cpt_fx.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_LEARNED, FAKE_QUANTIZE_OBSERVED, QUANTIZE_GRADIENT
-from cpt_fx.optable import FUSED, SPECS
+from cpt_fx.optable import FUSED, SPECS, is_opaque
 
 VIEWS: frozenset[Any] = frozenset({
     "view", "reshape", "transpose", "permute", "t", "flatten", "unflatten", "squeeze", "unsqueeze", "expand",
@@ -35,18 +41,68 @@ FRESH: frozenset[Any] = frozenset({
 })  # fmt: skip
 """Operators whose result is always a new tensor, or a number, unless they are told to write in place."""
 
-_OPERATORS = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift",
-              "irshift", "imatmul", "setitem")  # fmt: skip
+_UPDATES = frozenset({"setitem"} | {f"i{name}" for name in (
+    "add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul",
+)})  # fmt: skip
+"""`x += y` and its like, by the names that Python has for them."""
+_ALWAYS = ("out", "running_mean", "running_var")
+"""Arguments that are overwritten whatever a schema says: that of batch norm does not tell."""
 
 
-def writes_in_place(node: fx.Node, modules: dict[str, nn.Module]) -> bool:
-    """Whether a node overwrites its first argument."""
+def overwritten(node: fx.Node, modules: Mapping[str, nn.Module]) -> list[fx.Node]:
+    """Return the values that a node overwrites, by its name, its schema and its signature."""
+    if node.op not in ("call_module", "call_function", "call_method"):
+        return []
+    first = node.args[0] if node.args else next(iter(node.kwargs.values()), None)
     if node.op == "call_module":
-        return bool(getattr(modules.get(str(node.target)), "inplace", False))
-    if node.op not in ("call_function", "call_method"):
-        return False
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name in _OPERATORS or node.kwargs.get("inplace") is True or (name.endswith("_") and not name.endswith("__"))
+        return _nodes([first] if getattr(modules.get(str(node.target)), "inplace", False) else [])
+    target: Any = node.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    updates = name.strip("_") in _UPDATES or (name.endswith("_") and not name.endswith("__"))
+    found = [node.kwargs.get("out"), first if updates else None]
+    # A function or method of torch has the schemas of ATen's operator of that name.
+    schemas = target if isinstance(target, _OPERATORS) else getattr(torch.ops.aten, name, None) if name else None
+    found += _by_schema(schemas, node) if isinstance(schemas, _OPERATORS) else []
+    return _nodes(found + (_by_signature(target, node) if isinstance(target, FunctionType) else []))
+
+
+_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+
+
+def _by_schema(operator: Any, node: fx.Node) -> list[Any]:
+    if operator.__module__.endswith("cpt_fx"):
+        return []  # ranges and records are no values of the model
+    overloads = [operator] if isinstance(operator, torch._ops.OpOverload) else map(
+        operator.__getattr__, operator.overloads())  # fmt: skip
+    found: list[Any] = []
+    for schema in (overload._schema for overload in overloads):
+        for place, argument in enumerate(schema.arguments):
+            if argument.name in _ALWAYS or (argument.alias_info is not None and argument.alias_info.is_write):
+                by_place = place < len(node.args) and not argument.kwarg_only
+                found.append(node.args[place] if by_place else node.kwargs.get(argument.name))
+    return found
+
+
+_signature = cache(inspect.signature)
+
+
+def _by_signature(function: FunctionType, node: fx.Node) -> list[Any]:
+    try:
+        given = _signature(function).bind(*node.args, **node.kwargs).arguments
+    except (TypeError, ValueError):
+        return []
+    found = [given.get(name) for name in _ALWAYS]
+    if given.get("inplace", False) is not False:
+        found.append(next(iter(given.values())))
+    if given.get("max_norm") is not None:
+        found.append(given.get("weight"))  # an embedding shortens its rows
+    return found
+
+
+def _nodes(values: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.node.map_arg(values, found.append)
+    return found
 
 
 class Versions:
@@ -58,6 +114,7 @@ class Versions:
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
+        self._module = module
         self._modules = dict(module.named_modules())
         self._parents: dict[fx.Node, fx.Node] = {}
         self._writes: dict[fx.Node, int] = {}
@@ -66,17 +123,24 @@ class Versions:
         """Take the next node of the graph into account."""
         if not node.op.startswith("call_"):
             return
-        out = node.kwargs.get("out")
-        writes = isinstance(out, fx.Node) or writes_in_place(node, self._modules)
-        inputs = [out] if isinstance(out, fx.Node) else node.all_input_nodes
-        if (writes or node.target in VIEWS) and node.args and isinstance(node.args[0], fx.Node):
-            inputs = inputs[:1]
+        written = self._overwritten(node)
+        inputs = written or node.all_input_nodes
+        if not written and node.target in VIEWS and node.args and isinstance(node.args[0], fx.Node):
+            inputs = [node.args[0]]
         # A module's path may be the name of a function: only functions and methods are known by their target.
-        if writes or node.op == "call_module" or node.target not in FRESH:
+        if written or node.op == "call_module" or node.target not in FRESH:
             for value in inputs:
                 self._join(node, value)
-        if writes:
+        if written:
             self._writes[self._root(node)] = self.of(node) + 1
+
+    def _overwritten(self, node: fx.Node) -> list[fx.Node]:
+        """Return the same, and everything that goes into code that is not seen, or into a graph that writes."""
+        bodies = [graph for call in calls_of(self._module, node) for graph in graphs_of(call.body)]
+        unseen = CALLED in node.meta or (node.op == "call_function" and not bodies and is_opaque(node.target))
+        if unseen or any(overwritten(inner, {}) for body in bodies for inner in body.graph.nodes):
+            return node.all_input_nodes
+        return overwritten(node, self._modules)
 
     def of(self, node: fx.Node) -> int:
         """Return how often the memory behind a node has been overwritten up to here."""

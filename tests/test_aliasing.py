@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from cpt_fx.aliasing import Versions, writes_in_place
+from cpt_fx.aliasing import Versions, overwritten
 from cpt_fx.ops import FAKE_QUANTIZE, QUANTIZE_GRADIENT
 
 MODULES: dict[str, nn.Module] = {"relu": nn.ReLU(), "relu_": nn.ReLU(inplace=True)}
@@ -113,5 +113,5 @@ def test_versions_only_grow() -> None:
 def test_names_with_two_underscores_are_no_writes() -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
-    assert not writes_in_place(graph.call_method("__len__", (x,)), {})
-    assert not writes_in_place(x, {})
+    assert not overwritten(graph.call_method("__len__", (x,)), {})
+    assert not overwritten(x, {})

@@ -18,7 +18,7 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cpt_fx.aliasing import writes_in_place
+from cpt_fx.aliasing import overwritten
 from cpt_fx.capture.base import CaptureError
 
 PLAIN = (bool, int, float, str, type(None))
@@ -106,9 +106,8 @@ def watching_attributes() -> Iterator[None]:
     def checked(module: nn.Module, name: str, value: Any) -> None:
         before = module.__dict__.get(name, _ABSENT)
         if isinstance(value, fx.Proxy):
-            source = value.node.args[0] if value.node.args else None
-            in_place = name in module._buffers and writes_in_place(value.node, {})
-            if in_place and isinstance(source, fx.Node) and str(source.target).rpartition(".")[2] == name:
+            written = overwritten(value.node, {}) if name in module._buffers else []
+            if any(str(source.target).rpartition(".")[2] == name for source in written):
                 return
         elif _holds_proxy(value):
             pass

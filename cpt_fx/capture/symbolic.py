@@ -16,7 +16,7 @@ import numpy
 import torch
 from torch import fx, nn
 
-from cpt_fx.aliasing import writes_in_place
+from cpt_fx.aliasing import overwritten
 from cpt_fx.capture.base import CaptureError
 from cpt_fx.capture.containers import unchanged_containers
 from cpt_fx.capture.guards import (
@@ -196,9 +196,8 @@ def _check_constants(graph: fx.Graph, root: nn.Module) -> None:
                 "forward computes with parameters that it did not take from an attribute of their module: torch.fx "
                 "would hold the result as a constant"
             )
-        if writes_in_place(node, {}):
-            first = node.args[0] if node.args else None
-            if isinstance(first, fx.Node) and first.op == "get_attr" and "_tensor_constant" in str(first.target):
+        for value in overwritten(node, {}):
+            if value.op == "get_attr" and "_tensor_constant" in str(value.target):
                 raise CaptureError(
                     f"{node.format_node()} updates a tensor that the code makes on every call, but that the trace "
                     "holds as a constant. Make it with torch.zeros / x.new_zeros inside forward"

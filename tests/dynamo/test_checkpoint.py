@@ -77,7 +77,7 @@ def of_a_function(model: Any, x: Tensor, again: Again) -> Any:
 def in_a_row(model: Any, x: Tensor, again: Again) -> Any:
     parts = [model.head, nn.Tanh(), model.part, model.head]
     if isinstance(again, partial):
-        return checkpoint_sequential(parts, 2, x, use_reentrant=again.keywords["use_reentrant"])  # type: ignore[no-untyped-call]
+        return checkpoint_sequential(parts, 2, x, use_reentrant=again.keywords["use_reentrant"])
     return nn.Sequential(*parts)(x)
 
 
