@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -60,27 +60,26 @@ def overwritten(node: fx.Node, modules: Mapping[str, nn.Module]) -> list[fx.Node
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     updates = name.strip("_") in _UPDATES or (name.endswith("_") and not name.endswith("__"))
     found = [node.kwargs.get("out"), first if updates else None]
-    # A function or method of torch has the schemas of ATen's operator of that name.
-    schemas = target if isinstance(target, _OPERATORS) else getattr(torch.ops.aten, name, None) if name else None
-    found += _by_schema(schemas, node) if isinstance(schemas, _OPERATORS) else []
+    found += [value for schema in _schemas(target, name) for value in _by_schema(schema, node)]
     return _nodes(found + (_by_signature(target, node) if isinstance(target, FunctionType) else []))
 
 
-_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+def _schemas(target: Any, name: str) -> Iterable[Any]:
+    """Return the schemas of an operator; a function or method of torch has those of ATen's operator of that name."""
+    if isinstance(target, torch._ops.OpOverload):
+        return [] if target.namespace == "cpt_fx" else [target._schema]  # ranges and records are none of the model's
+    known = target._qualified_op_name if isinstance(target, torch._ops.OpOverloadPacket) else f"aten::{name}"
+    return _schemas_of(known)
 
 
-def _by_schema(operator: Any, node: fx.Node) -> list[Any]:
-    if operator.__module__.endswith("cpt_fx"):
-        return []  # ranges and records are no values of the model
-    overloads = [operator] if isinstance(operator, torch._ops.OpOverload) else map(
-        operator.__getattr__, operator.overloads())  # fmt: skip
-    found: list[Any] = []
-    for schema in (overload._schema for overload in overloads):
-        for place, argument in enumerate(schema.arguments):
-            if argument.name in _ALWAYS or (argument.alias_info is not None and argument.alias_info.is_write):
-                by_place = place < len(node.args) and not argument.kwarg_only
-                found.append(node.args[place] if by_place else node.kwargs.get(argument.name))
-    return found
+_schemas_of = cache(torch._C._jit_get_schemas_for_operator)
+
+
+def _by_schema(schema: Any, node: fx.Node) -> Iterator[Any]:
+    for place, argument in enumerate(schema.arguments):
+        if argument.name in _ALWAYS or (argument.alias_info is not None and argument.alias_info.is_write):
+            by_place = place < len(node.args) and not argument.kwarg_only
+            yield node.args[place] if by_place else node.kwargs.get(argument.name)
 
 
 _signature = cache(inspect.signature)

@@ -37,7 +37,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cpt_fx.optable",
         "cpt_fx.meta",
         "cpt_fx.aliases",
-        "cpt_fx.aliasing",
         "cpt_fx.graph_sites",
         "cpt_fx.overrides",
         "cpt_fx.names",
@@ -45,6 +44,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cpt_fx.aten",
     ),
     (
+        "cpt_fx.aliasing",
         "cpt_fx.bodies",
         "cpt_fx.opening",
         "cpt_fx.pass_base",
