@@ -42,7 +42,7 @@ def fake_quantize(
     """
     bits, options = _checked(x, bits, keep, over, rounding, scheme, exponent, specials, block)
     if range is None:
-        return _fresh(x, FAKE_QUANTIZE(x, bits, **options))
+        return _fresh(x, FAKE_QUANTIZE(_in_ranges(x, options), bits, **options).view_as(x))
     if block:
         raise ValueError(f"range= cannot be combined with block={block}: every block has its own range")
     try:
@@ -72,8 +72,16 @@ def quantize_gradient(
     through it is quantized; the op in a rewritten graph sits on the layer's own output and copies nothing.
     """
     bits, options = _checked(x, bits, keep, over, rounding, scheme, exponent, specials, block)
-    result: Tensor = QUANTIZE_GRADIENT(x.clone(), bits, **options)
-    return result
+    result: Tensor = QUANTIZE_GRADIENT(_in_ranges(x.clone(), options), bits, **options)
+    return result.view_as(x)
+
+
+def _in_ranges(x: Tensor, options: dict[str, object]) -> Tensor:
+    """Return a vector as rows of one element where each is to have a range of its own: in a graph none has."""
+    if x.ndim != 1 or not (options["keep"] or options["over"] == []):
+        return x
+    options.update(keep=[0], over=None)
+    return x[:, None]
 
 
 def _ends(value: Tensor | float, x: Tensor) -> Tensor:
@@ -87,7 +95,7 @@ def _ends(value: Tensor | float, x: Tensor) -> Tensor:
 
 def _fresh(x: Tensor, result: Tensor) -> Tensor:
     """Never hand out the argument itself, which the op does at full precision: a caller may write to the result."""
-    return x.clone() if result is x else result
+    return x.clone() if result is x or result._base is x else result
 
 
 def _checked(

@@ -51,11 +51,16 @@ def working_dtype(x: Tensor) -> torch.dtype:
 
 
 def reduced_dims(ndim: int, keep: tuple[int, ...], over: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Return the dims that one range spans: all but `keep`, or, where given, exactly `over`."""
-    if over is not None:
-        return tuple(sorted({dim % ndim for dim in over if -ndim <= dim < ndim}))
-    kept = {dim % ndim for dim in keep} if ndim else set()
-    return tuple(dim for dim in range(ndim) if dim not in kept)
+    """Return the dims that one range spans: all but `keep`, or, where given, exactly `over`.
+
+    A tensor that has not got all of these dims has one range, and so has a vector: a range for every element would be
+    none at all.
+    """
+    named = keep if over is None else over
+    if ndim < 2 or any(not -ndim <= dim < ndim for dim in named):
+        return tuple(range(ndim))
+    dims = {dim % ndim for dim in named}
+    return tuple(dim for dim in range(ndim) if (dim in dims) is (over is not None))
 
 
 def extent_of(x: Tensor, keep: tuple[int, ...], over: tuple[int, ...] | None) -> Extent:

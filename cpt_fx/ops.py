@@ -190,7 +190,9 @@ def _for_any_tensor(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return _with_range_near(run, x, bits, held, training, options)
         if not x.is_complex():
             return kernel(x, bits, *args, **options)
-        return torch.view_as_complex(kernel(torch.view_as_real(x), bits, *args, **options | _with_parts(options)))
+        return torch.view_as_complex(
+            kernel(torch.view_as_real(x), bits, *args, **options | _with_parts(options, x.ndim))
+        )
 
     return run
 
@@ -207,8 +209,10 @@ def _with_range_near(
     return result
 
 
-def _with_parts(options: dict[str, Any]) -> dict[str, Any]:
+def _with_parts(options: dict[str, Any], ndim: int) -> dict[str, Any]:
     """Return the dims of an option as they are with the parts as a last dim: those counted from the end move on."""
+    if ndim < 2:
+        return {"keep": [], "over": None}  # a vector has one range
     keep, over = options.get("keep", ()), options.get("over")
     moved: dict[str, Any] = {"keep": [dim - (dim < 0) for dim in keep]}
     if over is not None:
@@ -234,7 +238,7 @@ def _quantize_gradient(x: Tensor, bits: Tensor, *, record: Tensor | None = None,
     if x.is_leaf:
         # A hook on a leaf would outlive this call and pile up with every step.
         x = x.view_as(x)
-    grid = _grid_of(options | _with_parts(options) if x.is_complex() else options, "stochastic")
+    grid = _grid_of(options | _with_parts(options, x.ndim) if x.is_complex() else options, "stochastic")
 
     def hook(gradient: Tensor) -> Tensor:
         if gradient.layout is not torch.strided:

@@ -53,12 +53,12 @@ def _conv(name: str, *, transposed: bool = False) -> OpSpec:
     return OpSpec("conv", name, arguments, operands, ((1, ((output_axis,), None)),))
 
 
-def _product(name: str, *, addend: bool = False) -> OpSpec:
+def _product(name: str, *, addend: bool = False, right: int = -2) -> OpSpec:
     arguments = ("input", "mat1", "mat2") if addend else ("input", "other")
     first = 1 if addend else 0
     operands = ((first, "either"), (first + 1, "either"))
-    # Rank-free: the left operand's output axis is its rows, the right one's its columns, batched or not.
-    channels: tuple[tuple[int, Groups], ...] = ((first, ((), (-1,))), (first + 1, ((), (-2,))))
+    # Rank-free: the left operand's output axis is its rows, the right one's its columns, batched or not, or its rows.
+    channels: tuple[tuple[int, Groups], ...] = ((first, ((), (-1,))), (first + 1, ((), (right,))))
     return OpSpec("matmul", name, arguments, (((0, "bias"),) if addend else ()) + operands, channels)
 
 
@@ -101,7 +101,7 @@ SPECS: dict[Target, OpSpec] = {
     torch.bmm: _product("bmm"),
     torch.mv: _product("mv"),
     torch.dot: _product("dot"),
-    torch.inner: _product("inner"),
+    torch.inner: _product("inner", right=-1),
     torch.outer: _product("outer"),
     torch.addmm: _product("addmm", addend=True),
     **{getattr(torch.Tensor, name): _product(name, addend=True) for name in _ADDED_IN_PLACE},
@@ -110,7 +110,7 @@ SPECS: dict[Target, OpSpec] = {
     torch.addmv: _product("addmv", addend=True),
     torch.addr: _product("addr", addend=True),
     torch.vdot: _product("vdot"),
-    torch.linalg.vecdot: _product("vecdot"),
+    torch.linalg.vecdot: _product("vecdot", right=-1),
     torch.kron: _either("kron"),
     torch.tensordot: _either("tensordot"),
     # Products of experts: rows of the left operand meet the matrix of their group.

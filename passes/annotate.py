@@ -310,6 +310,8 @@ class _Walk:
         groups = group_of(spec, index, fitting)
         if spec.name == "einsum" and isinstance(index, int) and isinstance(node.args[0], str):
             groups = einsum_group(node.args[0], index - 1, fitting) or groups
+        if spec.name == "vecdot" and fitting.group is Group.CHANNEL:
+            groups = ((), (node.kwargs.get("dim", -1),))  # type: ignore[assignment]
         if fitting.group is Group.ROW and is_weight and self._is_transposed(value):
             # As stored, dim 0: after a transpose it is the last.
             groups = ((-1,), None)
@@ -317,7 +319,7 @@ class _Walk:
         return Operand(index, name, role, fitting, keep, over)
 
     def _fitting(self, chosen: Format, value: fx.Node) -> Format:
-        """Give a vector one range: a range per element would leave it unquantized."""
+        """Say of a vector that it has one range, as every vector has (`reduced_dims`), where it is known to be one."""
         if self._is_read(value) and chosen.group in (Group.ROW, Group.CHANNEL) and not chosen.block:
             tensor = self._tensor(value)
             if isinstance(tensor, torch.Tensor) and tensor.ndim < 2:
