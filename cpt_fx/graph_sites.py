@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
+from cpt_fx.meta import module_path
 from cpt_fx.optable import ADDS, DIVIDES, FILLED, MULTIPLIES, SUBTRACTS, SUMS, OpSpec, spec_of
 from cpt_fx.recipes import Recipe
 
@@ -18,6 +22,25 @@ EDGE_SCORE = OpSpec("linear", "mul", ("input", "other"), ((0, "either"), (1, "ei
 """A product with a vector of parameters that is summed over the features: a linear layer, as GAT scores edges."""
 NEIGHBOUR_BAG = OpSpec("aggregation", "embedding_bag", ("indices", "table"), ((1, "input"),))
 NEIGHBOURHOOD_SUM = OpSpec("aggregation", "sum", ("input", "dim"), ((0, "input"),))
+
+
+MAKERS = ("_SpectralNorm", "_Orthogonal", "SpectralNorm")
+"""Torch's own parametrizations that multiply: torch.fx does not look inside."""
+
+
+def parametrization_of(node: fx.Node, kinds: Mapping[str, type[nn.Module] | None]) -> tuple[str, str] | None:
+    """Return the parametrization that a node is part of, as (path, class), if it is part of one."""
+    if node.op not in ("call_module", "call_function", "call_method"):
+        return None
+    path = str(node.target) if node.op == "call_module" else module_path(node)[0]
+    parts = path.split(".")
+    for place in range(1, len(parts)):
+        if issubclass(kinds.get(".".join(parts[:place])) or nn.Module, ParametrizationList):
+            made_by = ".".join(parts[: place + 1])
+            return made_by, getattr(kinds.get(made_by), "__name__", "parametrization")
+    if os.path.join("nn", "utils", "spectral_norm.py") in (node.meta.get("stack_trace") or ""):
+        return path, "SpectralNorm"  # a hook, as it was before there were parametrizations
+    return None
 
 
 def elementwise_spec(node: fx.Node, recipe: Recipe, weights: set[fx.Node], trained: set[fx.Node]) -> OpSpec | None:

@@ -8,12 +8,21 @@ from typing import Any, ClassVar
 
 import torch
 from torch import fx, nn
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from cpt_fx.aliases import Aliases
 from cpt_fx.aten import hides_product
 from cpt_fx.bodies import AUTHORS_OWN, Call, calls_of, given_quantized, multiplies, outermost
 from cpt_fx.formats import Format, Group
-from cpt_fx.graph_sites import bag_spec, carries_no_message, elementwise_spec, normalizes_softmax, result_of
+from cpt_fx.graph_sites import (
+    MAKERS,
+    bag_spec,
+    carries_no_message,
+    elementwise_spec,
+    normalizes_softmax,
+    parametrization_of,
+    result_of,
+)
 from cpt_fx.meta import (
     CALLED,
     FAMILY,
@@ -52,6 +61,7 @@ from cpt_fx.result import plain_class
 from cpt_fx.runtime import Precision
 from cpt_fx.schedules import Bits
 
+MAKES_A_WEIGHT = "part of a parametrization: it makes a weight, which is quantized where a layer multiplies it"
 OF_SOFTMAX = "part of a softmax over neighbours, which stays in full precision: it sums scores, not messages"
 
 
@@ -153,6 +163,8 @@ class _Walk:
             self.weights.add(node)
         if self._is_trained(node):
             self.trained.add(node)
+        if self._makes_a_weight(node):
+            return
         spec = spec_of(node) or elementwise_spec(node, self.recipe, self.weights, self.trained)
         if spec is None:
             self._report_hidden(node)
@@ -187,6 +199,22 @@ class _Walk:
             return
         self._decide(node, spec, family, layer, rule, changes)
         self._note_effects(node, selecting)
+
+    def _makes_a_weight(self, node: fx.Node) -> bool:
+        """Whether a node is part of a parametrization, which is listed where it multiplies."""
+        found = parametrization_of(node, self._kinds)
+        if found is None:
+            return False
+        self.weights.add(node)
+        if spec_of(node) or node.target in FUSED or found[1] in MAKERS:
+            self._list_maker(*found)
+        return True
+
+    def _list_maker(self, layer: str, kind: str) -> None:
+        self.layers.append(layer)
+        item = Uncovered(layer, kind, MAKES_A_WEIGHT, by_choice=True)
+        if item not in self.uncovered:
+            self.uncovered.append(item)
 
     def _note_effects(self, node: fx.Node, selecting: list[Pattern]) -> None:
         """Take note of which widths that overrides give to single roles have a quantizer to go to."""
@@ -384,8 +412,10 @@ class _Walk:
     def _report_hidden(self, node: fx.Node) -> None:
         """Report calls that multiply, or may multiply, where no quantizer can reach."""
         path, _ = module_path(node)
+        layer = self.module.get_submodule(str(node.target)) if node.op == "call_module" else self.module
+        if CALLED in node.meta and any(isinstance(hook, SpectralNorm) for hook in layer._forward_pre_hooks.values()):
+            self._list_maker(str(node.target), SpectralNorm.__name__)
         if node.op == "call_module" and CALLED not in node.meta:
-            layer = self.module.get_submodule(str(node.target))
             inside = sorted({type(child).__name__ for child in layer.modules() if isinstance(child, HIDING)})
             if inside:
                 self.layers.append(str(node.target))

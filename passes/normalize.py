@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx, nn
 
+from cpt_fx.errors import TransformError
 from cpt_fx.meta import CALLED, get_attribute
 from cpt_fx.optable import ALIASES, METHODS, OPENED, spec_of
 from cpt_fx.pass_base import Pass, Report
@@ -37,14 +38,14 @@ class Normalize(Pass):
 
 
 class _OneCall(fx.Tracer):
-    """Traces one call of a layer, hooks included; modules inside it (parametrizations) are traced through as well."""
+    """Traces one call of a layer, hooks included, and through modules inside it: parametrizations of the user's own."""
 
     def __init__(self, call: fx.Node) -> None:
         super().__init__()
         self.call = call
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return False
+        return type(m).__module__ == "torch.nn.utils.parametrizations"
 
     def create_args_for_root(self, *_: Any, **__: Any) -> tuple[Callable[..., Any], list[Any]]:
         """Give the layer what this call gives it: a placeholder for each value, everything else as it is."""
@@ -62,7 +63,10 @@ def _open(module: fx.GraphModule, node: fx.Node) -> bool:
     if not isinstance(layer, OPENED) or CALLED in node.meta:
         return False
     layer = plain_layer(layer)
-    inner = _OneCall(node).trace(layer)
+    try:
+        inner = _OneCall(node).trace(layer)
+    except fx.proxy.TraceError as error:
+        raise TransformError(f"the code of {path or type(layer).__name__} cannot be traced: {error}") from error
     stack = node.meta.get("nn_module_stack") or {path: (path, type(layer))}
     values: dict[fx.Node, Any] = {}
     inputs = {used.name: used for used in node.all_input_nodes}
