@@ -4,7 +4,8 @@
 `record[32 + b]` the relative rounding error seen there, in parts per billion. Levels and error are measured on a
 sample, the first time a quantizer runs at a width, and only where that needs no synchronisation with a device.
 At 32 bits there is no error, and `record[ARMED]` says of a gradient quantizer whether a forward pass went through it: 1
-where no gradient was to be expected, 2 once it waited for one.
+where no gradient was to be expected, 2 once it waited for one. `record[SKIPPED]` counts batches that were not finite,
+from which a running range has learned nothing.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.numerics import reduced_dims
 from cpt_fx.widths import is_free
 
-RECORD_LENGTH = 1 + 2 * FULL_PRECISION
+RECORD_LENGTH = 2 + 2 * FULL_PRECISION
 ARMED = 2 * FULL_PRECISION
+SKIPPED = ARMED + 1
 SAMPLE = 8192
 """Elements looked at: far more than 2**8 levels, so an unquantized tensor cannot pass for an 8-bit one."""
 _SOURCE = "witness.cpp"

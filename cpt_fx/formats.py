@@ -59,7 +59,7 @@ class Range(str, Enum):
     PERCENTILE = "percentile"
     """Like observer, without the tails beyond `Format.percentile`."""
     LEARNED = "learned"
-    """Two parameters, set by the first tensor they see and then trained with the model."""
+    """Two parameters, set by the first finite tensor they see and then trained with the model."""
 
 
 class Specials(str, Enum):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cpt_fx import compile_cache, eager
-from cpt_fx.evidence import ARMED, witness
+from cpt_fx.evidence import ARMED, SKIPPED, witness
 from cpt_fx.formats import FULL_PRECISION, Rounding, Scheme, Specials
 from cpt_fx.learned import LearnedRange
 from cpt_fx.native.simulate import Learner
@@ -273,14 +273,14 @@ def _fake_quantize_observed(
     if mode is not None:
         # Recalled first: learning overwrites.
         recalled = _recall(x, running, corrected, percentile)
-        used = _by_mode(mode, _learn(x, bits, running, how, mode), recalled)
+        used = _by_mode(mode, _learn(x, bits, running, how, record, mode), recalled)
     elif training:
         if percentile >= 100:
             learner = Learner(*running, -1.0 if is_recomputing() else momentum)
             served = _by_kernel(x, bits, grid, None, record, learner)
             if served is not None:
                 return served
-        used = _learn(x, bits, running, how)
+        used = _learn(x, bits, running, how, record)
     else:
         used = _recall(x, running, corrected, percentile)
     return _straight_through(x, bits, grid, used, record)
@@ -303,8 +303,13 @@ class _Learning(NamedTuple):
 
 
 @torch.no_grad()
-def _learn(x: Tensor, bits: Tensor, running: Running, how: _Learning, mode: Tensor | None = None) -> Extent:
-    """Return the batch's own range, and let the running one learn from it; with a mode, only where that is True."""
+def _learn(
+    x: Tensor, bits: Tensor, running: Running, how: _Learning, record: Tensor | None, mode: Tensor | None = None
+) -> Extent:
+    """Return the batch's own range, and let the running one learn from it; with a mode, only where that is True.
+
+    A batch that is not finite teaches nothing, and counts for nothing: it is one that the training loop skips.
+    """
     if x.numel() == 0:
         return Extent(running.zero_point, running.range)
     batch = _extent(x, how.percentile)
@@ -313,12 +318,20 @@ def _learn(x: Tensor, bits: Tensor, running: Running, how: _Learning, mode: Tens
     on = torch.ones_like(bits, dtype=torch.bool) if how.when_off else bits > 0
     if mode is not None:
         on = on & mode
-    values = (batch.zero_point, batch.range, torch.ones_like(running.weight))
-    for state, value in zip(running, values, strict=True):
+    values = (batch.zero_point.to(running.zero_point.dtype), batch.range.to(running.range.dtype))
+    finite = _is_finite(*values)
+    if record is not None:
+        record.select(0, SKIPPED).add_(on & ~finite)
+    for state, value in zip(running, (*values, torch.ones_like(running.weight)), strict=True):
         # The published expression, in its order: float addition does not commute with rearrangement.
-        updated = state * how.momentum + value.to(state.dtype) * (1 - how.momentum)
-        _write(state, torch.where(on, updated, state))
+        updated = state * how.momentum + value * (1 - how.momentum)
+        _write(state, torch.where(on & finite, updated, state))
     return batch
+
+
+def _is_finite(zero_point: Tensor, range: Tensor) -> Tensor:
+    """Whether a range holds neither a NaN nor an infinity, as the state that it goes to would hold it."""
+    return (zero_point + range).isfinite()
 
 
 def _write(state: Tensor, value: Tensor) -> None:
@@ -368,9 +381,14 @@ def _fake_quantize_learned(
     if x.numel():
         with torch.no_grad():
             batch, started = extent_of(x, (), None), weight > 0
-            _write(zero_point, torch.where(started, zero_point, batch.zero_point.to(zero_point.dtype)))
-            _write(range, torch.where(started, range, batch.range.to(range.dtype)))
-            weight.fill_(1)
+            values = (batch.zero_point.to(zero_point.dtype), batch.range.to(range.dtype))
+            starts = ~started & _is_finite(*values)
+            for state, value in zip((zero_point, range, weight), (*values, torch.ones_like(weight)), strict=True):
+                _write(state, torch.where(starts, value, state))
+            if record is not None:
+                record.select(0, SKIPPED).add_(~started & ~starts)
+            known = torch.where(started | starts, 0.0, torch.nan).to(range.dtype)
+        range = range + known  # while there is none, what is not finite stays visible
     result: Tensor = LearnedRange.apply(x, zero_point, range, bits, grid)  # type: ignore[no-untyped-call]
     if record is not None:
         _note(record, x, result, bits, grid)

@@ -44,6 +44,8 @@ class Recipe:
 
     `bias_add` is a separate addition of a parameter, `scale` a product of two activations element by element: the
     published graph layers quantize both.
+    `not_finite`: running ranges never learn from a batch with a NaN or an infinity. `"skip"` passes over it and reads
+    nothing back; `"raise"` lets `schedule.step()` raise FloatingPointError, which costs one read of the device a step.
     """
 
     name: str
@@ -56,9 +58,11 @@ class Recipe:
     embedding: Rule | None = None
     bias_add: Rule | None = None
     scale: Rule | None = None
+    not_finite: str = "skip"
 
     def __post_init__(self) -> None:
         """Refuse rules that are not rules."""
+        check_choice("Recipe.not_finite", self.not_finite, ("skip", "raise"))
         for family in FAMILIES:
             value = getattr(self, family)
             if value is not None and not isinstance(value, Rule):
@@ -75,7 +79,7 @@ class Recipe:
         return replace(self, **{family: replace(self.rule(family) or Rule(), **changes)})  # type: ignore[arg-type]
 
 
-FAMILIES = tuple(field.name for field in fields(Recipe) if field.name != "name")
+FAMILIES = tuple(field.name for field in fields(Recipe) if field.name not in ("name", "not_finite"))
 
 
 def paper(

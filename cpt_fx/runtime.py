@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cpt_fx.evidence import RECORD_LENGTH
+from cpt_fx.evidence import RECORD_LENGTH, SKIPPED
 from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.integer.counts import COUNTS
 from cpt_fx.layer_state import alike, device_of, has_value, home_of, home_of_layer, moved, zeros
@@ -85,6 +85,10 @@ class Precision(_State):
         self.schedule: Schedule | None = None
         self.forced: Bits | int | None = None
         """What stands in for the schedule: its widths inside `at_bits`, or one width for all dials."""
+        self.raises = False
+        """Whether a batch that is not finite is an error: the recipe's `not_finite`."""
+        self.skipped: dict[str, int] = {}
+        """How many such batches each record had counted when it was looked at last."""
         self.pinned: frozenset[str] = frozenset()
         self.device = torch.device("cpu")
         self.update()
@@ -202,6 +206,21 @@ class Precision(_State):
         with alike(home_of(self.root)):
             self.__dict__["in_training"] = self._widths(training=True)
             self.__dict__["in_evaluation"] = self._widths(training=False)
+
+    def look(self, step: int) -> None:
+        """Raise where a running range met a batch that was not finite, if the recipe says so: one read for all."""
+        records = {name: one for name, one in self.records.named_buffers() if self.raises and has_value(one)}
+        if not records:
+            return
+        places = [one[SKIPPED].to(self.device) for one in records.values()]
+        before, self.skipped = self.skipped, dict(zip(records, torch.stack(places).tolist(), strict=True))
+        found = [self.layers[f"records.{name}"] for name, now in self.skipped.items() if now > before.get(name, 0)]
+        if found:
+            layers = ", ".join(map(repr, dict.fromkeys(found)))
+            raise FloatingPointError(
+                f"step {step}: a NaN or an infinity came to {layers}. Running ranges did not learn from it; "
+                "not_finite='skip' in the recipe goes on without a word"
+            )
 
     def _widths(self, *, training: bool) -> Widths:
         return Widths({name: self.width(dial, training=training) for name, dial in self.dials.items()}, self.device)

@@ -104,6 +104,7 @@ def hold_state(module: QuantizedGraphModule, state: Precision) -> None:
     """Give a graph a state of its own: the widths of the model's dials, records of its own runs."""
     own = Held()
     own.stand_on(state.device)
+    own.raises = state.raises
     module.add_module(STATE, own)
     for dial in state.dials.values():
         own.add_dial(dial)

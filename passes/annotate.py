@@ -12,7 +12,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from cpt_fx.aliases import Aliases
 from cpt_fx.aten import hides_product
-from cpt_fx.bodies import AUTHORS_OWN, Call, calls_of, given_quantized, multiplies, outermost
+from cpt_fx.bodies import AUTHORS_OWN, Call, calls_of, given_quantized, multiplies, outermost, state_of
 from cpt_fx.formats import Format, Group
 from cpt_fx.graph_sites import (
     MAKERS,
@@ -85,7 +85,10 @@ class Annotate(Pass):
         """Walk the graph once, in order, into every body where it is run."""
         aliases = Aliases(outermost(module))
         overrides = self.overrides or {}
-        walk = _Walk(module, self.recipe or default(), Patterns(self.exclude or (), "exclude", aliases),
+        recipe = self.recipe or default()
+        if recipe.not_finite == "raise":
+            state_of(module).raises = True
+        walk = _Walk(module, recipe, Patterns(self.exclude or (), "exclude", aliases),
                      Patterns(overrides, "overrides", aliases), overrides)  # fmt: skip
         walk.graph(module)
         notes = tuple(note for patterns in (walk.exclude, walk.changes) for note in _judged(module, walk, patterns))

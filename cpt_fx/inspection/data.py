@@ -18,8 +18,8 @@ def as_data(inspection: Inspection) -> dict[str, Any]:
         "capture": {"frontend": capture.frontend, "notes": list(capture.notes), "breaks": list(capture.breaks)},
         "graphs": len(inspection.graphs),
         "quantizers": [
-            fields(view, "layer", "layers", "role", "op", "operand", "format", "group", "bits", "times_run", "levels",
-                   "error", "range", "node", "graph")
+            fields(view, "layer", "layers", "role", "op", "operand", "format", "group", "bits", "times_run", "skipped",
+                   "levels", "error", "range", "node", "graph")
             for view in inspection.quantizers
         ],
         "products": [

@@ -113,7 +113,7 @@ def _try(
             for _, quantizer in quantizer_nodes(module.graph):
                 get_attribute(module, quantizer.record).zero_()
         forward_and_backward(model, args, kwargs, gradients=gradients)
-        problems = _bad_ranges(inspection)
+        problems = [*_bad_ranges(inspection), *_not_finite(inspection)]
         with ExitStack() as stack:
             for state in {id(found): found for found in map(state_of, modules)}.values():
                 stack.enter_context(state.at(PROBE))
@@ -154,6 +154,14 @@ def _bad_ranges(inspection: Inspection) -> list[str]:
         f"{view.layer}: the running range of {view.operand} is {view.range}: a NaN or an infinity went through it"
         for view in views_in(inspection.model)
         if view.range is not None and not all(map(math.isfinite, view.range))
+    ]
+
+
+def _not_finite(inspection: Inspection) -> list[str]:
+    return [
+        f"{view.layer}: the running range of {view.operand} is as it was: a NaN or an infinity came to it"
+        for view in views_in(inspection.model)
+        if view.skipped
     ]
 
 
@@ -226,6 +234,9 @@ def _summary(
         notes.append("every width stands at full precision: nothing was rounded")
     if any(bits > PROVABLE for bits in widths):
         notes.append(f"levels are counted in {SAMPLE} elements: that proves widths up to {PROVABLE} bits, not above")
+    skipped = [f"{view.layer} ({view.operand}, {view.skipped})" for view in working if view.skipped]
+    if skipped:
+        notes.append(f"batches that were not finite, from which no running range learned, came to {', '.join(skipped)}")
     if idle:
         why = "nothing before them is trained, or no loss depends on them" if gradients else "not asked for"
         notes.append(f"{len(idle)} gradient quantizers left out: {why}")

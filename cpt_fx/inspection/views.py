@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from cpt_fx.bodies import outermost
-from cpt_fx.evidence import ARMED
+from cpt_fx.evidence import ARMED, SKIPPED
 from cpt_fx.formats import FULL_PRECISION, Format
 from cpt_fx.layer_state import PARTS, has_value
 from cpt_fx.meta import QUANTIZER, STATE, Dial, Quantizer, get_attribute
@@ -49,6 +49,8 @@ class QuantizerView:
     """The running (lowest, highest) value, where the format has an observer that has seen something."""
     waited: int = 0
     """Of a gradient quantizer: 1 once a forward pass went through it, 2 once it waited for a gradient."""
+    skipped: int = 0
+    """How many batches its running range learned nothing from, since they were not finite."""
     graph: int = 0
     """Index of its graph in `cpt_fx.graphs(result)`."""
 
@@ -134,6 +136,7 @@ def _view(module: fx.GraphModule, node: fx.Node, quantizer: Quantizer, index: in
         dial=quantizer.dial,
         times_run=record[0],
         waited=record[ARMED] if quantizer.role == "gradient" else 0,
+        skipped=record[SKIPPED],
         levels=levels,
         error={bits: record[FULL_PRECISION + bits] / 1e9 for bits in levels},
         range=_range(module, quantizer),

@@ -126,13 +126,15 @@ void share(int64_t count, int part, int parts, int64_t& begin, int64_t& end) {
 }
 
 constexpr int kMostThreads = 256;
+constexpr int kSkipped = 65;  // evidence.SKIPPED
 
 }  // namespace
 
 extern "C" {
 
 // Ranges are given (three arrays of one number per group: minimum, width, maximum) or measured, and then written there.
-// `running` (minimum, width, weight) learns from the measured range of a single group if `momentum` is not negative.
+// `running` (minimum, width, weight) learns from the measured range of a single group if `momentum` is not negative, and
+// if that range is finite; if not, `record` counts it.
 // Rounds at random where `seed` is given. Counts the run in `record`, if there is one, and returns whether nothing is
 // noted there about this width.
 int cpt_fx_quantize(const float* x, float* out, int64_t outer, int64_t groups, int64_t inner, int scheme, int bits,
@@ -188,7 +190,10 @@ int cpt_fx_quantize(const float* x, float* out, int64_t outer, int64_t groups, i
       }
     }
   }
-  if (zero_point && momentum >= 0) {
+  const bool learns = zero_point && momentum >= 0;
+  const bool finite = std::fabs(low[0] + range[0]) <= std::numeric_limits<float>::max();
+  if (learns && !finite && record) ++record[kSkipped];
+  if (learns && finite) {
     // The published expression, in its order: state * momentum + value * (1 - momentum).
     const float kept = static_cast<float>(momentum), taken = static_cast<float>(1 - momentum);
     *zero_point = *zero_point * kept + low[0] * taken;

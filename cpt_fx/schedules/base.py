@@ -156,7 +156,11 @@ class Schedule(ABC):
         self.position = 0
 
     def step(self, n: int = 1) -> None:
-        """Advance by ``n`` optimizer steps and update the models bound."""
+        """Advance by ``n`` optimizer steps and update the models bound.
+
+        With ``not_finite="raise"`` in a model's recipe, FloatingPointError where a batch since the last step was not.
+        """
+        over = self._position
         if check_int("n", n, 0):
             self._note(self._held, 1)
             self._note(None, n - 1)
@@ -170,6 +174,9 @@ class Schedule(ABC):
                 stacklevel=2,
             )
         self._update()
+        for controller in list(self._controllers):
+            if hasattr(controller, "look"):
+                controller.look(over)
 
     def _widths_that_ran(self) -> list[tuple[Bits, int]]:
         """Return the widths of the steps behind the position, each with how many steps it held.

@@ -28,6 +28,7 @@ KINDS = [Kind(scheme, rounding) for scheme in list(Scheme)[:3] for rounding in R
     for exponent, specials in FLOATS
     for rounding in Rounding
 ]
+SPOILED = ((8, torch.nan), (2, torch.inf), (3, -torch.inf))
 KEEPS: tuple[tuple[int, ...], ...] = ((), (0,), (0, 1), (0, 1, 2))
 SEED = torch.tensor([123456789, -987654321], dtype=torch.int32)
 
@@ -108,7 +109,7 @@ def test_blocks(rounding: Rounding, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("corrected", [False, True])
 @pytest.mark.parametrize("scheme", list(Scheme)[:3])
 def test_running_ranges(scheme: Scheme, corrected: bool, when_off: bool, percentile: float) -> None:
-    """They learn like those of the torch operator, and are read like them."""
+    """They learn like those of the torch operator, from finite batches only, and are read like them."""
     kind = Kind(scheme, source="Observed", percentile=percentile, corrected=corrected, when_off=when_off)
     tail = {"percentile": (1 - percentile / 100) / 2} if percentile < 100 else {}
     learns = session(functions.function(kind), {"kept": 0.9, "taken": 1 - 0.9} | tail)
@@ -117,8 +118,9 @@ def test_running_ranges(scheme: Scheme, corrected: bool, when_off: bool, percent
     state = [torch.zeros(()) for _ in range(3)]
     theirs = [part.numpy().copy() for part in state]
     names = ("zero_point", "range", "weight")
-    for bits in (8, 3, 0, 32, 4):
+    for bits, bad in ((8, 0.0), (3, 0.0), (0, torch.nan), (0, 0.0), (32, 0.0), *SPOILED, (4, 0.0)):
         x = torch.randn(11, 23) + 0.3
+        x[3, 9] += bad
         width = torch.tensor(bits)
         given = {"x": x.numpy(), "bits": np.array(bits)}
         recalled = ops.FAKE_QUANTIZE_OBSERVED(x, width, *state, False, **options)

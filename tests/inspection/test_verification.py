@@ -136,6 +136,9 @@ def test_a_running_range_that_is_not_finite(bad: float) -> None:
     x = images()
     x[0, 0, 0, 0] = bad
     model(x)
+    assert "from which no running range learned, came to stem (input, 1)" in str(cpt_fx.inspect(model).verify())
+    with torch.no_grad():
+        model.get_buffer("stem.cpt_fx_input_range_min").fill_(bad)
     with pytest.raises(VerificationError, match=r"stem: the running range of input is .*(nan|inf)"):
         cpt_fx.inspect(model).verify()
 
@@ -144,7 +147,7 @@ def test_a_nan_that_only_the_trial_brings() -> None:
     model = trained()
     x = images()
     x[:] = float("nan")
-    with pytest.raises(VerificationError, match="stem: the running range of input is"):
+    with pytest.raises(VerificationError, match="stem: the running range of input is as it was: a NaN or an infinity"):
         cpt_fx.inspect(model).verify(x)
     cpt_fx.inspect(model).verify()
 
