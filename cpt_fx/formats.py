@@ -93,7 +93,8 @@ class Format:
     elements which share a power-of-two scale (the MX formats). `percentile` is the part of the elements, in percent,
     that `range="percentile"` covers. `corrected` divides the running average by its
     accumulated weight, so that the first batches count fully; the published observers start at zero without it.
-    `observe_when_off` keeps the running range going at 0 bits, as published linear layers do.
+    `observe_when_off` keeps the running range going at 0 bits, as published linear layers do. `floored` gives grids of
+    `scheme="affine"` steps of at least 1e-8, as published: what is small in its unit is rounded away.
     """
 
     scheme: Scheme = Scheme.AFFINE
@@ -107,6 +108,7 @@ class Format:
     momentum: float = 0.9
     corrected: bool = True
     observe_when_off: bool = False
+    floored: bool = False
 
     def __post_init__(self) -> None:
         """Coerce strings to enums and refuse combinations that have no meaning."""
@@ -121,6 +123,11 @@ class Format:
         check_grid(self.scheme, self.exponent, self.block)
         if self.specials is not Specials.NONE and self.scheme is not Scheme.FLOAT:
             raise ValueError(f"Format.specials belongs to scheme='float', got scheme={self.scheme.value!r}")
+        if self.floored and (self.scheme is not Scheme.AFFINE or self.range is Range.LEARNED):
+            raise ValueError(
+                "Format.floored belongs to measured ranges of scheme='affine', got "
+                f"scheme={self.scheme.value!r}, range={self.range.value!r}"
+            )
         if not 0.0 <= self.momentum < 1.0:
             raise ValueError(f"Format.momentum must be in [0, 1), got {self.momentum!r}")
         if not 0.0 < self.percentile <= 100.0:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cpt_fx.formats import FULL_PRECISION
-from cpt_fx.numerics import SCALE_FLOOR, Extent, Grid, quantize_or_pass, working_dtype
+from cpt_fx.numerics import Extent, Grid, affine_scale, divisor, quantize_or_pass, working_dtype
 
 
 class LearnedRange(torch.autograd.Function):
@@ -28,7 +28,8 @@ class LearnedRange(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         """Keep the tensor: which elements were clamped is decided again in the backward pass."""
-        x, zero_point, range, bits, _ = inputs
+        x, zero_point, range, bits, grid = inputs
+        ctx.floored = grid.floored
         # Copies: a layer that is called twice, or an optimizer, may write the range before the backward pass.
         ctx.save_for_backward(x, zero_point.clone(), range.clone(), bits.clone())
 
@@ -40,7 +41,7 @@ class LearnedRange(torch.autograd.Function):
         width = bits.to(torch.int64)
         passes = (width >= FULL_PRECISION) | (width <= 0)
         levels = (torch.bitwise_left_shift(torch.ones_like(width), width.clamp(1, FULL_PRECISION)) - 1).to(dtype)
-        u = (x.to(dtype) - zero_point) / (range / levels).clamp_min(SCALE_FLOOR)
+        u = (x.to(dtype) - zero_point) / divisor(affine_scale(range, levels, floored=ctx.floored))
         above, below = u > levels, u < 0
         inside = ~(above | below)
         upstream = gradient.to(dtype)

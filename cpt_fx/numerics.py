@@ -15,7 +15,7 @@ from cpt_fx.formats import FULL_PRECISION, Rounding, Scheme, Specials
 from cpt_fx.noise import new_seed, uniform
 
 SCALE_FLOOR = 1e-8
-"""Smallest affine step, as published: a constant group divides by this instead of by zero."""
+"""Smallest step of a grid with `floored`, as published. What has spread, but not enough of it, falls to one value."""
 
 
 class Grid(NamedTuple):
@@ -28,6 +28,7 @@ class Grid(NamedTuple):
     exponent: int = 0
     specials: Specials = Specials.NONE
     block: int = 0
+    floored: bool = False
 
 
 class Extent(NamedTuple):
@@ -106,7 +107,7 @@ def quantize(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None = None) 
         scale = amplitude(extent) / float_maximum(bits, grid, values.dtype)
         result = _floating(values, bits, grid, scale)
     else:
-        result = _UNIFORM[grid.scheme](values, bits, grid.rounding, extent)
+        result = _UNIFORM[grid.scheme](values, bits, grid, extent)
     return result.to(x.dtype)
 
 
@@ -161,34 +162,48 @@ def _once(value: Tensor) -> Tensor:
     return value.as_strided(value.shape, value.stride())
 
 
-def _affine(x: Tensor, bits: Tensor, rounding: Rounding, extent: Extent) -> Tensor:
+def affine_scale(range: Tensor, levels: Tensor, *, floored: bool) -> Tensor:
+    """Return the step between two levels."""
+    return (range / levels).clamp_min(SCALE_FLOOR if floored else 0)
+
+
+def divisor(scale: Tensor) -> Tensor:
+    """Return what to divide by: a step that is zero or no normal number has no inverse.
+
+    Only the division needs it. With a floor in the product, zeros would become subnormal numbers, and what is equal
+    but for its unit would not be rounded alike.
+    """
+    return scale.clamp_min(torch.finfo(scale.dtype).tiny)
+
+
+def _affine(x: Tensor, bits: Tensor, grid: Grid, extent: Extent) -> Tensor:
     levels = _levels(bits, x.dtype)
-    scale = _once((extent.range / levels).clamp_min(SCALE_FLOOR))
+    scale = _once(affine_scale(extent.range, levels, floored=grid.floored))
     zero_point = _once(extent.zero_point)
-    codes = (x - zero_point).div_(scale)
-    return _round_(codes, rounding, torch.zeros_like(levels), _once(levels)).mul_(scale).add_(zero_point)
+    codes = (x - zero_point).div_(_once(divisor(scale)))
+    return _round_(codes, grid.rounding, torch.zeros_like(levels), _once(levels)).mul_(scale).add_(zero_point)
 
 
-def _affine_integer(x: Tensor, bits: Tensor, rounding: Rounding, extent: Extent) -> Tensor:
+def _affine_integer(x: Tensor, bits: Tensor, grid: Grid, extent: Extent) -> Tensor:
     levels = _levels(bits, x.dtype)
     low = extent.zero_point.clamp_max(0)
     high = extent.maximum().clamp_min(0)
-    scale = _once(((high - low) / levels).clamp_min(SCALE_FLOOR))
+    scale = _once((high - low) / levels)
+    step = _once(divisor(scale))
     # NaN survives minimum/maximum, so a poisoned group stays visibly poisoned.
-    offset = torch.minimum((-low / scale).round().clamp_min(0), levels)
-    codes = x / scale
+    offset = torch.minimum((-low / step).round().clamp_min(0), levels)
+    codes = x / step
     # Clamping the shifted codes instead of adding the offset to each of them keeps zero exactly at zero.
-    return _round_(codes, rounding, _once(-offset), _once(levels - offset)).mul_(scale)
+    return _round_(codes, grid.rounding, _once(-offset), _once(levels - offset)).mul_(scale)
 
 
-def _symmetric(x: Tensor, bits: Tensor, rounding: Rounding, extent: Extent) -> Tensor:
+def _symmetric(x: Tensor, bits: Tensor, grid: Grid, extent: Extent) -> Tensor:
     # At one bit the only symmetric grid of two levels is -a, +a: the codes sit half a step off zero.
     half = _once((bits == 1).to(x.dtype) * 0.5)
     reach = torch.bitwise_left_shift(torch.ones_like(bits), (bits - 1).clamp(0, FULL_PRECISION)).to(x.dtype) - 1
     scale = _once(amplitude(extent) / (reach + half))
-    # Only the division needs a floor: with one in the product, zeros at one bit would become subnormal numbers.
-    codes = (x / _once(scale.clamp_min(torch.finfo(x.dtype).tiny))).sub_(half)
-    return _round_(codes, rounding, _once(-reach - 2 * half), _once(reach)).add_(half).mul_(scale)
+    codes = (x / _once(divisor(scale))).sub_(half)
+    return _round_(codes, grid.rounding, _once(-reach - 2 * half), _once(reach)).add_(half).mul_(scale)
 
 
 _UNIFORM = {Scheme.AFFINE: _affine, Scheme.AFFINE_INTEGER: _affine_integer, Scheme.SYMMETRIC: _symmetric}
@@ -259,7 +274,7 @@ def _in_blocks(x: Tensor, bits: Tensor, grid: Grid) -> Tensor:
         top = _floor_to_power_of_two(float_maximum(bits, grid, values.dtype))
         result = _floating(values, bits, grid, _floor_to_power_of_two(amplitude(extent)) / top)
     else:
-        result = _UNIFORM[grid.scheme](values, bits, grid.rounding, extent)
+        result = _UNIFORM[grid.scheme](values, bits, grid, extent)
     flat = result.flatten(-2).narrow(-1, 0, length).reshape(moved.shape)
     inverse = sorted(range(x.ndim), key=order.__getitem__)
     # The operator and not the method, which looks for a device that fake tensors only name.

@@ -29,7 +29,7 @@ from cpt_fx.widths import host_value, on_device
 
 _GRID = (
     "int[] keep=[], int[]? over=None, str scheme='affine', str rounding='{rounding}', int exponent=0, "
-    "str specials='none', int block=0"
+    "str specials='none', int block=0, bool floored=True"
 )
 SCHEMAS = {
     "fake_quantize": (
@@ -54,9 +54,9 @@ SCHEMAS = {
 @cache
 def _grid(
     keep: tuple[int, ...], over: tuple[int, ...] | None, scheme: str, rounding: str, exponent: int, specials: str,
-    block: int,
+    block: int, floored: bool,
 ) -> Grid:  # fmt: skip
-    return Grid(keep, over, Scheme(scheme), Rounding(rounding), exponent, Specials(specials), block)
+    return Grid(keep, over, Scheme(scheme), Rounding(rounding), exponent, Specials(specials), block, floored)
 
 
 def _grid_of(options: dict[str, Any], rounding: str) -> Grid:
@@ -70,6 +70,7 @@ def _grid_of(options: dict[str, Any], rounding: str) -> Grid:
         options.get("exponent", 0),
         options.get("specials", "none"),
         options.get("block", 0),
+        options.get("floored", True),
     )
 
 
@@ -377,7 +378,7 @@ def _fake_quantize_learned(
     x: Tensor, bits: Tensor, zero_point: Tensor, range: Tensor, weight: Tensor, training: bool, *,
     mode: Tensor | None = None, record: Tensor | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
-    grid = _grid_of(options, "nearest")
+    grid = _grid_of(options | {"floored": False}, "nearest")
     if x.numel():
         with torch.no_grad():
             batch, started = extent_of(x, (), None), weight > 0

@@ -100,10 +100,10 @@ def paper(
     check_choice("family", family, ("dense", "graph"))
     check_choice("aggregation", aggregation, ("fp", "q"))
     rounding = Rounding(check_choice("gradient_rounding", gradient_rounding, ("stochastic", "nearest")))
-    whole = Format(scheme=Scheme.AFFINE)
+    whole = Format(scheme=Scheme.AFFINE, floored=True)
     rows = replace(whole, group=Group.ROW)
     vectors = replace(whole, group=Group.VECTOR)
-    inner = Format(scheme=Scheme.AFFINE, group=Group.INNER, rounding=rounding)
+    inner = replace(whole, group=Group.INNER, rounding=rounding)
     if family == "graph":
         messages = Rule(input=rows, gradient=inner, messages_only=True) if aggregation == "q" else None
         return Recipe(
@@ -117,7 +117,7 @@ def paper(
     if aggregation == "q" or quantize_norm:
         raise ValueError("aggregation='q' and quantize_norm=True belong to family='graph', got family='dense'")
     channels = replace(whole, group=Group.CHANNEL)
-    observed = Format(scheme=Scheme.AFFINE, range=Range.OBSERVER, corrected=False)
+    observed = replace(whole, range=Range.OBSERVER, corrected=False)
     linear = Rule(input=replace(observed, observe_when_off=True), weight=channels, bias=whole, gradient=inner)
     products = Rule(input=vectors, weight=vectors, gradient=inner, return_quantized=True)
     return Recipe(
@@ -126,7 +126,7 @@ def paper(
             input=observed,
             weight=channels,
             bias=whole,
-            gradient=Format(scheme=Scheme.AFFINE, rounding=rounding),
+            gradient=replace(whole, rounding=rounding),
             gradient_with_forward=True,
         ),
         linear=linear,

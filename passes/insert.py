@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from cpt_fx.bodies import OUTER, given_quantized, nodes_of, outermost, state_of
-from cpt_fx.formats import Format, Range
+from cpt_fx.formats import Format, Range, Scheme
 from cpt_fx.layer_state import PARTS, add_range
 from cpt_fx.meta import PASS, QUANTIZER, SITE, STATE, Dial, Operand, Quantizer, Site
 from cpt_fx.ops import QUANTIZE_GRADIENT
@@ -186,6 +186,8 @@ def _options(format: Format, groups: Groups) -> dict[str, Any]:
         options |= {"exponent": format.exponent, "specials": format.specials.value}
     if format.block:
         options["block"] = format.block
+    if format.scheme is Scheme.AFFINE and format.range is not Range.LEARNED and not format.floored:
+        options["floored"] = False
     return options
 
 

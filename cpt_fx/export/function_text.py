@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from cpt_fx.formats import FULL_PRECISION, Rounding, Scheme, Specials
 from cpt_fx.noise import FIRST, GOLDEN, SECOND
-from cpt_fx.numerics import SCALE_FLOOR
 
 ROUND = "ROUND"
 """Stands in a grid for how codes are rounded."""
+FLOOR = "FLOOR"
+"""Stands in a grid for its smallest step."""
 TINY = 1.1754943508222875e-38
 
 MEASURE = """
@@ -37,17 +38,18 @@ _LEVELS = f"""
 GRIDS = {
     Scheme.AFFINE: f"""
         {_LEVELS}
-        scale = Max(span / levels, {SCALE_FLOOR})
-        clipped = Clip((x - low) / scale, 0.0, levels)
+        scale = Max(span / levels, FLOOR)
+        clipped = Clip((x - low) / Max(scale, {TINY}), 0.0, levels)
         ROUND
         values = codes * scale + low
     """,
     Scheme.AFFINE_INTEGER: f"""
         {_LEVELS}
         bottom = Min(low, 0.0)
-        scale = Max((Max(high, 0.0) - bottom) / levels, {SCALE_FLOOR})
-        offset = Min(Max(Round(-bottom / scale), 0.0), levels)
-        clipped = Min(Max(x / scale, -offset), levels - offset)
+        scale = (Max(high, 0.0) - bottom) / levels
+        divisor = Max(scale, {TINY})
+        offset = Min(Max(Round(-bottom / divisor), 0.0), levels)
+        clipped = Min(Max(x / divisor, -offset), levels - offset)
         ROUND
         values = codes * scale
     """,
@@ -146,7 +148,7 @@ def recall(*, corrected: bool) -> str:
 # What `learned.LearnedRange` says of the gradients.
 LEARNED_GRADIENT = f"""
     {_LEVELS}
-    u = (x - low) / Max(span / levels, {SCALE_FLOOR})
+    u = (x - low) / Max(span / levels, {TINY})
     above = u > levels
     outside = above or u < 0.0
     inside = not outside

@@ -18,6 +18,7 @@ from onnx import parser
 from cpt_fx.export.expressions import onnx_text
 from cpt_fx.export.function_text import (
     FILL,
+    FLOOR,
     GRIDS,
     LEARNED_GRADIENT,
     MEASURE,
@@ -32,6 +33,7 @@ from cpt_fx.export.function_text import (
     recall,
 )
 from cpt_fx.formats import Rounding, Scheme, Specials
+from cpt_fx.numerics import SCALE_FLOOR
 
 DOMAIN = "cpt_fx"
 OPSET = 18
@@ -62,8 +64,8 @@ class Kind(NamedTuple):
 
     `source` is where the range comes from: "" (the tensor at hand), "Observed" (that, while a running range learns),
     "Recalled" (the running range) or "Learned" (parameters). `percentile` leaves out tails; `exponent`, `specials`,
-    `corrected` and `when_off` are those of `Format`. `blocks`: groups share a scale that is a power of two; "Filled"
-    blocks are filled up to the end with the last element of their row first.
+    `corrected`, `when_off` and `floored` are those of `Format`. `blocks`: groups share a scale that is a power of two;
+    "Filled" blocks are filled up to the end with the last element of their row first.
     """
 
     scheme: Scheme = Scheme.AFFINE
@@ -75,6 +77,7 @@ class Kind(NamedTuple):
     exponent: int = 0
     specials: Specials = Specials.NONE
     blocks: str = ""
+    floored: bool = False
 
     @property
     def name(self) -> str:
@@ -97,7 +100,7 @@ class Kind(NamedTuple):
 
     def _format(self) -> str:
         if self.scheme is not Scheme.FLOAT:
-            return _SUFFIX[self.scheme]
+            return _SUFFIX[self.scheme] + "Floored" * self.floored
         specials = "" if self.specials is Specials.NONE else self.specials.value.capitalize()
         return f"Float{self.exponent}{specials}{self.blocks}"
 
@@ -130,6 +133,7 @@ def function(kind: Kind) -> onnx.FunctionProto:
         body += NOISE
     floating = kind.scheme is Scheme.FLOAT
     grid = floating_grid(kind.exponent, kind.specials, blocks=bool(kind.blocks)) if floating else GRIDS[kind.scheme]
+    grid = grid.replace(FLOOR, str(SCALE_FLOOR if kind.floored else 0.0))
     body += grid.replace(ROUND, ROUNDINGS[kind.rounding]) + "\ny = Where(passes, x, values)\n"
     if kind.blocks == FILLED:
         inputs.append("length")

@@ -114,7 +114,7 @@ class Lowering(TorchFunctionMode):
         mode: Tensor | None = None, **options: Any,
     ) -> Tensor:  # fmt: skip
         """Quantize over parameters. They have their first values by now: see `check_learned`."""
-        kind = kind_of(options, Rounding.NEAREST)._replace(source="Learned")
+        kind = kind_of(options, Rounding.NEAREST)._replace(source="Learned", floored=False)
         self.placed.append(Placed(kind, False, name))
         return call(kind.name, (x, zero_point, range, bits, *self._seed_of(kind)), x)
 
@@ -154,12 +154,14 @@ def integer(number: int) -> Tensor:
 
 def kind_of(options: dict[str, Any], rounding: Rounding) -> Kind:
     """Return the kind that a quantizer's options name."""
+    scheme = Scheme(options.get("scheme", "affine"))
     return Kind(
-        Scheme(options.get("scheme", "affine")),
+        scheme,
         Rounding(options.get("rounding", rounding.value)),
         exponent=options.get("exponent", 0),
         specials=Specials(options.get("specials", "none")),
         blocks=BLOCKS if options.get("block") else "",
+        floored=options.get("floored", True) and scheme is Scheme.AFFINE,
     )
 
 

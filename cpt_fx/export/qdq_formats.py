@@ -12,7 +12,7 @@ from torch import Tensor
 from cpt_fx.errors import ExportError
 from cpt_fx.export.qdq_probe import Seen, Tagged
 from cpt_fx.formats import Format, Range, Rounding, Scheme
-from cpt_fx.numerics import SCALE_FLOOR, Extent, amplitude, extent_of, reduced_dims
+from cpt_fx.numerics import Extent, amplitude, extent_of, reduced_dims
 from cpt_fx.optable import SPECS
 
 EXACT, CONVERTED, FLOAT = "exact", "converted", "float"
@@ -152,7 +152,7 @@ def _affine_grid(extent: Extent, bits: int) -> Activation:
     levels = torch.tensor(2**bits - 1, dtype=torch.float32)
     low = extent.zero_point.to(torch.float32).clamp_max(0)
     high = extent.maximum().to(torch.float32).clamp_min(0)
-    scale = ((high - low) / levels).clamp_min(SCALE_FLOOR)
+    scale = _safe((high - low) / levels)
     offset = torch.minimum((-low / scale).round().clamp_min(0), levels)
     return Activation(scale.reshape(()), int(offset), 0, int(levels), bits)
 

@@ -19,7 +19,7 @@ constexpr int kLanes = 32;
 constexpr float kScaleFloor = 1e-8f;
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
-enum Scheme { kAffine = 0, kAffineInteger = 1, kSymmetric = 2 };
+enum Scheme { kAffine = 0, kAffineInteger = 1, kSymmetric = 2, kAffineFloored = 3 };
 
 struct Extent {
   float low = std::numeric_limits<float>::infinity();
@@ -55,6 +55,12 @@ Extent measure(const float* x, int64_t count) {
   return extent;
 }
 
+// A step that is zero or no normal number has no inverse.
+float divisor_of(float scale) {
+  const float tiny = std::numeric_limits<float>::min();
+  return scale < tiny ? tiny : scale;
+}
+
 // One group's grid: codes lie in [bottom, top], `half` a step off zero, and stand for code * scale + zero_point.
 struct Grid {
   float scale, divisor, bottom, top, half, zero_point;
@@ -67,22 +73,21 @@ Grid grid_of(int scheme, int bits, float low, float range, float high) {
     float amplitude = -low > high || low != low ? -low : high;
     amplitude = amplitude < 0.0f ? 0.0f : amplitude;
     const float scale = amplitude / (reach + half);
-    const float tiny = std::numeric_limits<float>::min();
-    return {scale, scale < tiny ? tiny : scale, -reach - 2 * half, reach, half, 0.0f};
+    return {scale, divisor_of(scale), -reach - 2 * half, reach, half, 0.0f};
   }
   const float levels = static_cast<float>((int64_t{1} << bits) - 1);
-  if (scheme == kAffine) {
-    const float scale = range / levels;
-    const float floored = scale < kScaleFloor ? kScaleFloor : scale;
-    return {floored, floored, 0.0f, levels, 0.0f, low};
+  if (scheme == kAffine || scheme == kAffineFloored) {
+    const float floor = scheme == kAffineFloored ? kScaleFloor : 0.0f;
+    float scale = range / levels;
+    scale = scale < floor ? floor : scale;
+    return {scale, divisor_of(scale), 0.0f, levels, 0.0f, low};
   }
   const float bottom = low > 0.0f ? 0.0f : low, ceiling = high < 0.0f ? 0.0f : high;
-  float scale = (ceiling - bottom) / levels;
-  scale = scale < kScaleFloor ? kScaleFloor : scale;
-  float offset = std::nearbyint(-bottom / scale);
+  const float scale = (ceiling - bottom) / levels, divisor = divisor_of(scale);
+  float offset = std::nearbyint(-bottom / divisor);
   offset = offset < 0.0f ? 0.0f : offset;
   offset = offset > levels ? levels : offset;
-  return {scale, scale, -offset, levels - offset, 0.0f, 0.0f};
+  return {scale, divisor, -offset, levels - offset, 0.0f, 0.0f};
 }
 
 struct Seed {
@@ -140,7 +145,7 @@ extern "C" {
 int cpt_fx_quantize(const float* x, float* out, int64_t outer, int64_t groups, int64_t inner, int scheme, int bits,
                     const int32_t* seed, float* extents, int given, float* zero_point, float* width, float* weight,
                     double momentum, int64_t* record, int threads) {
-  const Kernel kernel = kKernels[scheme][seed != nullptr];
+  const Kernel kernel = kKernels[scheme == kAffineFloored ? kAffine : scheme][seed != nullptr];
   const Seed noise = seed ? Seed{static_cast<uint32_t>(seed[0]), static_cast<uint32_t>(seed[1])} : Seed{0, 0};
   threads = std::max(1, std::min(threads, kMostThreads));
   float *low = extents, *range = extents + groups, *high = extents + 2 * groups;

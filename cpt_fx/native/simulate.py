@@ -16,6 +16,7 @@ from cpt_fx.noise import new_seed
 from cpt_fx.numerics import Extent, Grid, reduced_dims
 
 _SCHEMES = {Scheme.AFFINE: 0, Scheme.AFFINE_INTEGER: 1, Scheme.SYMMETRIC: 2}
+_AFFINE_FLOORED = 3
 _SOURCE = "simulate.cpp"
 _PLAIN = (Tensor, torch.nn.Parameter)
 _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int
@@ -116,4 +117,5 @@ def _layout(shape: torch.Size, grid: Grid) -> tuple[int, int, int, int] | None:
     if not dims or (kept and kept != list(range(kept[0], kept[-1] + 1))):
         return None
     first, last = (kept[0], kept[-1] + 1) if kept else (0, 0)
-    return _SCHEMES[grid.scheme], shape[:first].numel(), shape[first:last].numel(), shape[last:].numel()
+    scheme = _AFFINE_FLOORED if grid.floored and grid.scheme is Scheme.AFFINE else _SCHEMES[grid.scheme]
+    return scheme, shape[:first].numel(), shape[first:last].numel(), shape[last:].numel()

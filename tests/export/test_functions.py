@@ -23,11 +23,15 @@ from cpt_fx.numerics import Grid  # noqa: E402
 
 WIDTHS = (0, 1, 2, 3, 5, 8, 12, 24, 31, 32)
 FLOATS = [(exponent, specials) for exponent in (2, 4, 5, 8) for specials in Specials]
-KINDS = [Kind(scheme, rounding) for scheme in list(Scheme)[:3] for rounding in Rounding] + [
-    Kind(Scheme.FLOAT, rounding, exponent=exponent, specials=specials)
-    for exponent, specials in FLOATS
-    for rounding in Rounding
-]
+KINDS = (
+    [Kind(scheme, rounding) for scheme in list(Scheme)[:3] for rounding in Rounding]
+    + [*(Kind(Scheme.AFFINE, rounding, floored=True) for rounding in Rounding)]
+    + [
+        Kind(Scheme.FLOAT, rounding, exponent=exponent, specials=specials)
+        for exponent, specials in FLOATS
+        for rounding in Rounding
+    ]
+)
 SPOILED = ((8, torch.nan), (2, torch.inf), (3, -torch.inf))
 KEEPS: tuple[tuple[int, ...], ...] = ((), (0,), (0, 1), (0, 1, 2))
 SEED = torch.tensor([123456789, -987654321], dtype=torch.int32)
@@ -56,6 +60,7 @@ def tensors() -> list[torch.Tensor]:
         torch.rand(5, 7, 3) + 1,
         torch.zeros(5, 7, 3),
         -torch.rand(5, 7, 3) * 1e-7,
+        torch.randn(5, 7, 3) * 1e-15,
         torch.randn(5, 7, 9).exp() ** 6,
     ]
 
@@ -75,7 +80,7 @@ def test_the_same_bits(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
         for keep in KEEPS:
             axes = [dim for dim in range(3) if dim not in keep]
             for x in tensors():
-                grid = Grid(keep, None, kind.scheme, kind.rounding, kind.exponent, kind.specials)
+                grid = Grid(keep, None, kind.scheme, kind.rounding, kind.exponent, kind.specials, floored=kind.floored)
                 expected = numerics.quantize_or_pass(x, torch.tensor(bits), grid)
                 (found,) = run.run(None, feed(kind, x, bits, axes))
                 np.testing.assert_array_equal(found, expected.numpy(), err_msg=f"{bits} bits, keep {keep}")
@@ -115,6 +120,7 @@ def test_running_ranges(scheme: Scheme, corrected: bool, when_off: bool, percent
     learns = session(functions.function(kind), {"kept": 0.9, "taken": 1 - 0.9} | tail)
     recalls = session(functions.function(kind._replace(source="Recalled")), tail)
     options = {"scheme": scheme.value, "corrected": corrected, "percentile": percentile, "when_off": when_off}
+    options["floored"] = False
     state = [torch.zeros(()) for _ in range(3)]
     theirs = [part.numpy().copy() for part in state]
     names = ("zero_point", "range", "weight")
