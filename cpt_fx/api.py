@@ -15,6 +15,7 @@ from cpt_fx.capture.tree import own_tree, plain_tree
 from cpt_fx.errors import TransformError, check_choice
 from cpt_fx.history import History, joined
 from cpt_fx.layer_state import PREFIX
+from cpt_fx.memory import run_aside
 from cpt_fx.meta import STATE, Uncovered
 from cpt_fx.overrides import Pattern
 from cpt_fx.pipeline import EXECUTIONS, Pipeline
@@ -23,7 +24,7 @@ from cpt_fx.result import PART, adopt, plain_rest
 from cpt_fx.schedules.base import Schedule
 from cpt_fx.session import Session
 from cpt_fx.standalone import Standalone, standalone, the_one_in, transformed_in
-from cpt_fx.trial import eager_model, trial, unchanged_attributes
+from cpt_fx.trial import eager_model, trial
 
 WRAPPERS = ("OptimizedModule", "DataParallel")
 """Modules that go around a transformed model, not into it: by name, since torch's compiler is slow to import."""
@@ -107,8 +108,7 @@ def transform_with(
     root = own_tree(model)
     session = Session(root, pipeline.executing(execution).following(schedule), frontend, notes, strict=strict)
     adopt(root, session)
-    with unchanged_attributes(root):
-        session.begin(examples)
+    session.begin(examples)
     if PART not in root.__dict__:
         # Torch's own, with nothing in it that multiplies: no call of it would ever be looked at.
         raise TransformError(f"there is nothing to quantize in {session.kind}")
@@ -118,8 +118,8 @@ def transform_with(
     session.reminder.watch(session, model, root)
     if session.frontend == "dynamo" and examples is not None:
         session.examples = True
-        with trial(root), unchanged_attributes(root):
-            root(*examples.args, **examples.kwargs)
+        with trial(root):
+            run_aside(root, *examples)
             if frontend == "export":
                 session.engine.demand_one_graph(*examples)
         session.examples = False

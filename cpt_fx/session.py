@@ -22,6 +22,7 @@ from cpt_fx.frames import has_proxies, imported_aside, is_compiler_around, refus
 from cpt_fx.graph_module import QuantizedGraphModule
 from cpt_fx.history import LOGGER, History, check_coverage
 from cpt_fx.layer_state import place_for_widths, ranges
+from cpt_fx.memory import run_aside, unchanged
 from cpt_fx.meta import CALLED, ENTRY, Uncovered
 from cpt_fx.names import Names
 from cpt_fx.overrides import SELECTED, Patterns, Selected, check_before_capture
@@ -268,8 +269,8 @@ class Session:
 
     def trace(self, entry: Entry, examples: Examples | None = None) -> None:
         """Trace the code of a module with torch.fx, and rewrite the graph; then those of modules that it calls."""
-        with nets_asleep():
-            found = trace_module(self, entry.path, examples, every_module=entry.every_module)
+        with nets_asleep(), unchanged(self.root):
+            found = run_aside(trace_module, (self, entry.path, examples), {"every_module": entry.every_module})
         if found.loses and self.auto:
             raise CaptureError(found.loses)
         found.view.meta[ENTRY] = entry

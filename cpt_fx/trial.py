@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import random
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, fx, nn
 
+from cpt_fx.memory import run_aside, unchanged
 from cpt_fx.result import sessions_in
 
 
@@ -36,9 +38,13 @@ def trial(model: nn.Module) -> Iterator[None]:
     everything = {id(module): module for module in (*model.modules(), *hidden)}.values()
     modules = [(module, module._buffers.copy(), module.training) for module in everything]
     copies: dict[int, Tensor] = {}
-    values = [(parameter, parameter._version, parameter.detach().clone()) for parameter in model.parameters()]
-    devices = sorted({value.device.index for _, _, value in values if value.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices), torch.compiler.set_stance("force_eager"):
+    devices = sorted({value.device.index for value in model.parameters() if value.device.type == "cuda"})
+    with ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(numpy.random.set_state, numpy.random.get_state())
+        stack.enter_context(unchanged(model, values=True))
+        stack.enter_context(torch.random.fork_rng(devices=devices))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:
             for module, buffers, _ in modules:
                 # In the containers as they are: others may hold on to them.
@@ -50,47 +56,6 @@ def trial(model: nn.Module) -> Iterator[None]:
             for module, buffers, training in modules:
                 module._buffers.update(buffers)
                 module.training = training
-            with torch.no_grad():
-                for parameter, version, value in values:
-                    if parameter._version != version:
-                        parameter.copy_(value)
-
-
-@contextmanager
-def unchanged_attributes(model: nn.Module) -> Iterator[None]:
-    """Put Python attributes back as they were: counters, lists that fill, hooks, tensors that are no buffers."""
-    own = frozenset(key for key in vars(nn.Module()) if "hooks" not in key)
-    saved = [
-        (module, {key: (value, _copy(value)) for key, value in vars(module).items() if key not in own})
-        for module in model.modules()
-    ]
-    try:
-        yield
-    finally:
-        for module, before in saved:
-            for key in [key for key in vars(module) if key not in own and key not in before]:
-                del vars(module)[key]
-            for key, (value, copied) in before.items():
-                _put_back(value, copied)
-                vars(module)[key] = value
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return value.copy() if type(value) in (list, dict, set, OrderedDict) else None
-
-
-def _put_back(value: Any, copied: Any) -> None:
-    """Fill a container or a tensor again with what it held."""
-    if isinstance(value, Tensor):
-        with torch.no_grad():
-            value.copy_(copied)
-    elif type(value) is list:
-        value[:] = copied
-    elif type(value) in (dict, set, OrderedDict):
-        value.clear()
-        value.update(copied)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -131,7 +96,7 @@ def _called(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     # A graph module's own __call__ prints its generated code before it raises.
     call = nn.Module.__call__ if isinstance(model, fx.GraphModule) else type(model).__call__
     try:
-        return call(model, *args, **kwargs)
+        return run_aside(call, (model, *args), kwargs)
     except Exception as error:
         if len(args) == 1 and not kwargs and isinstance(args[0], (tuple, list)):
             raise TypeError("verify takes the model's arguments themselves: verify(x), not verify((x,))") from None

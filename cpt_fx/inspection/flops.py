@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cpt_fx.inspection.digraph import module_of
 from cpt_fx.inspection.views import named_below
+from cpt_fx.memory import run_aside
 from cpt_fx.meta import SITE, Site
 from cpt_fx.result import plain_rest
 from cpt_fx.standalone import transformed_in
@@ -85,7 +86,7 @@ def module_products(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
             own.setdefault(name, 0)
             hooks.callback(module.register_forward_pre_hook(enter).remove)
             hooks.callback(module.register_forward_hook(leave(name)).remove)
-        model(*args, **kwargs)
+        run_aside(model, args, kwargs)
     return [Product(name, flops) for name, flops in own.items()]
 
 
@@ -125,7 +126,7 @@ def graph_products(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     _check_inputs(eager_model(model), args, kwargs)
     with _counting(model) as counter, ExitStack() as restored:
         # Once before: Dynamo may need other graphs for evaluation.
-        eager_model(model)(*args, **kwargs)
+        run_aside(eager_model(model), args, kwargs)
         before = counter.get_total_flops()
         for path, result in transformed_in(model):
             for module in result.graphs():
@@ -134,7 +135,7 @@ def graph_products(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
                 module.__dict__["forward"] = _entrance(interpreter)
         for name, layer in plain_rest(model):
             _count_layer(name, layer, counter, products, restored)
-        eager_model(model)(*args, **kwargs)
+        run_aside(eager_model(model), args, kwargs)
         rest = counter.get_total_flops() - before - sum(product.flops for product in products)
     return [*products, Product("", rest)]
 

@@ -1,0 +1,257 @@
+"""What a model's code may change besides what it returns, kept and put back: attributes, hooks, classes, globals."""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import random
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import copy_context
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.nn.modules import module as torch_module
+
+from cpt_fx.layer_state import PREFIX
+from cpt_fx.result import PART
+
+_FOREIGN = frozenset({"torch", "numpy", "builtins", "functools", "logging", "threading", "abc", "typing", "cpt_fx"})
+"""Packages whose classes and objects are not looked into."""
+_MOST_ITEMS, _DEPTH = 1000, 8
+"""Larger containers are put back, but not looked into; a trainer that a module holds leads to whole datasets."""
+_ABSENT = object()
+_Undo = Callable[[], object]
+
+
+@contextmanager
+def unchanged(model: nn.Module, *, values: bool = False) -> Iterator[None]:
+    """Undo what code of a model does inside the block; what it does to the values of tensors in place, for `values`.
+
+    It covers modules, plain objects and containers that they lead to, closures, the classes of the modules and the
+    globals that their methods name. What is ours stays.
+    """
+    memory = _Memory(values)
+    memory.keep(model)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for undo in reversed(memory.undo):
+                undo()
+
+
+def run_aside(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call code of a model in a context of its own: what it sets in context variables ends with the call."""
+    return copy_context().run(function, *args, **kwargs)
+
+
+class _Memory:
+    """Everything that was seen, and how it is put back."""
+
+    def __init__(self, values: bool) -> None:
+        self.values = values
+        self.undo: list[_Undo] = []
+        self.known: dict[int, Any] = {}
+
+    def keep(self, model: nn.Module) -> None:
+        """Walk over all that a model leads to."""
+        rows = [(value, 0) for key, value in vars(torch_module).items() if key.startswith("_global_")]
+        rows += [(module, 0) for module in model.modules()]
+        while rows:
+            value, depth = rows.pop()
+            if id(value) in self.known or depth > _DEPTH:
+                continue
+            self.known[id(value)] = value
+            rows += [(inner, depth + 1) for inner in self._one(value)]
+
+    def _one(self, value: Any) -> Iterable[Any]:
+        """Keep one thing, and return what it leads to."""
+        if isinstance(value, (str, bytes, int, float, complex, ModuleType, CodeType)) or value is None:
+            return ()
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, (list, deque, set, dict)):
+            return self._container(value)
+        if isinstance(value, (tuple, frozenset)):
+            return value if len(value) <= _MOST_ITEMS else ()
+        if isinstance(value, type):
+            return self._class(value)
+        if isinstance(value, FunctionType):
+            return self._function(value)
+        if isinstance(value, (MethodType, staticmethod, classmethod)):
+            return (value.__func__, getattr(value, "__self__", None))
+        if isinstance(value, property):
+            return (value.fget, value.fset)
+        if isinstance(value, functools.partial):
+            return (value.func, value.args, value.keywords)
+        if isinstance(value, functools._lru_cache_wrapper):
+            return self._cached(value)
+        state = _generator_state(value)
+        if state is not None:
+            self.undo.append(state)
+        return self._object(value)
+
+    def _container(self, value: Any) -> Iterable[Any]:
+        before = list(value.items() if isinstance(value, dict) else value)
+        # The base's own methods: a subclass may do more.
+        kind = next(base for base in (OrderedDict, dict, list, deque, set) if isinstance(value, base))
+
+        def undo() -> None:
+            now = list(value.items() if isinstance(value, dict) else value)
+            if isinstance(value, dict):
+                ours = [(key, item) for key, item in now if _is_ours(key) and key not in dict(before)]
+                if not _same(now, [*before, *ours]):
+                    kind.clear(value)
+                    kind.update(value, [*before, *ours])
+            elif not (len(now) == len(before) and all(map(_is_one, now, before))):
+                kind.clear(value)
+                (kind.update if isinstance(value, set) else kind.extend)(value, before)
+
+        self.undo.append(undo)
+        if len(before) > _MOST_ITEMS:
+            return ()
+        return list(value.values()) if isinstance(value, dict) else before
+
+    def _attributes(self, held: Any, put: Callable[[str, Any], object], drop: Callable[[str], object]) -> list[Any]:
+        """Keep what stands in a mapping of attributes, which two functions write."""
+        before = dict(held)
+
+        def undo() -> None:
+            for key in [key for key in held if key not in before and key != PART]:
+                drop(key)
+            for key, item in before.items():
+                if key != PART and held.get(key, _ABSENT) is not item:
+                    put(key, item)
+
+        self.undo.append(undo)
+        return [item for key, item in before.items() if key != PART]
+
+    def _object(self, value: Any) -> Iterable[Any]:
+        kind = type(value)
+        if _is_foreign(kind) and not isinstance(value, nn.Module):
+            return ()
+        held = getattr(value, "__dict__", None)
+        found = [] if held is None else self._attributes(held, held.__setitem__, held.__delitem__)
+        slots = {name: getattr(value, name, _ABSENT) for name in copyreg._slotnames(kind)}  # type: ignore[attr-defined]
+
+        def undo() -> None:
+            for name, item in slots.items():
+                now = getattr(value, name, _ABSENT)
+                if now is not item:
+                    object.__delattr__(value, name) if item is _ABSENT else object.__setattr__(value, name, item)
+
+        if slots:
+            self.undo.append(undo)
+        return [*found, *slots.values(), kind]
+
+    def _class(self, value: type) -> Iterable[Any]:
+        bases = [base for base in value.__mro__[1:] if base is not object]
+        if _is_foreign(value):
+            return bases
+        held = vars(value)
+        put = functools.partial(type.__setattr__, value)
+        return [*self._attributes(held, put, functools.partial(type.__delattr__, value)), *bases]
+
+    def _function(self, value: FunctionType) -> Iterable[Any]:
+        if value.__module__ is None or value.__module__.partition(".")[0] in _FOREIGN:
+            return ()
+        cells = [(cell, _content(cell)) for cell in value.__closure__ or ()]
+        held = value.__globals__
+        # Attributes go by names of code, too: what is no global is none later, either.
+        named = {name: held.get(name, _ABSENT) for name in _names(value.__code__)}
+        named = {name: item for name, item in named.items() if not isinstance(item, (ModuleType, type, FunctionType))}
+
+        def undo() -> None:
+            for cell, item in cells:
+                if item is not _ABSENT and _content(cell) is not item:
+                    cell.cell_contents = item
+            for name, item in named.items():
+                if held.get(name, _ABSENT) is not item:
+                    held.pop(name) if item is _ABSENT else held.__setitem__(name, item)
+
+        self.undo.append(undo)
+        return [*(item for _, item in cells), *named.values(), value.__dict__, value.__defaults__, value.__kwdefaults__]
+
+    def _cached(self, value: Any) -> Iterable[Any]:
+        before = value.cache_info().currsize
+
+        def undo() -> None:
+            # What a trial has put there may be one of its copies. It is computed again.
+            if value.cache_info().currsize != before:
+                value.cache_clear()
+
+        self.undo.append(undo)
+        return (getattr(value, "__wrapped__", None),)
+
+    def _tensor(self, value: Tensor) -> Iterable[Any]:
+        if value.layout is not torch.strided or isinstance(value, FakeTensor):
+            return ()
+        # The same memory under another counter of changes: a backward pass that is to come may rely on the tensor's.
+        memory = value.detach() if value.is_inference() else value.data
+        wanted, is_leaf = value.requires_grad, value.is_leaf
+        copy = memory.clone() if self.values and not value.is_meta else None
+        gradient = value.grad if is_leaf else None
+
+        def undo() -> None:
+            if not value.is_set_to(memory):
+                value.data = memory
+            if copy is not None:
+                with torch.inference_mode(value.is_inference()):
+                    memory.copy_(copy)
+            if is_leaf and value.requires_grad is not wanted:
+                value.requires_grad_(wanted)
+            if is_leaf and value.grad is not gradient:
+                value.grad = gradient
+
+        self.undo.append(undo)
+        return (gradient,)
+
+
+def _is_ours(key: object) -> bool:
+    return isinstance(key, str) and key.startswith(PREFIX)
+
+
+def _is_foreign(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in _FOREIGN
+
+
+def _is_one(now: Any, before: Any) -> bool:
+    return now is before
+
+
+def _same(now: list[tuple[Any, Any]], before: list[tuple[Any, Any]]) -> bool:
+    pairs = zip(now, before, strict=False)
+    return len(now) == len(before) and all(one[0] is two[0] and one[1] is two[1] for one, two in pairs)
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return _ABSENT
+
+
+@functools.cache
+def _names(code: CodeType) -> frozenset[str]:
+    """Return the names that code, and what it defines, look up."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return frozenset(code.co_names).union(*map(_names, inner))
+
+
+def _generator_state(value: Any) -> _Undo | None:
+    """Return what puts a generator of random numbers back."""
+    if isinstance(value, torch.Generator):
+        return functools.partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random):
+        return functools.partial(value.setstate, value.getstate())
+    if isinstance(value, numpy.random.RandomState):
+        return functools.partial(value.set_state, value.get_state())
+    if isinstance(value, numpy.random.Generator):
+        return functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    return None
