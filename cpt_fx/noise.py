@@ -2,7 +2,10 @@
 
 torch's own generators give different numbers in eager code, in compiled code and in kernels of our own, and the one on
 CPU draws element after element on one core. Here the generator is asked for two numbers only, the seed; whoever rounds
-an element computes its noise from there: torch operators, code that a compiler makes of them, or `native/noise.h`.
+an element computes its noise from there: torch operators, code that a compiler makes of them, `native/noise.h`, or an
+exported graph. So the hash is made of sums and products that no integer of 64 bits overflows, and of divisions by
+powers of two: compilers may do what they like with a signed sum that overflows, and not every runtime has bitwise
+operators. Products of a number with itself are what mixes: without them all would be one linear function.
 """
 
 from __future__ import annotations
@@ -10,23 +13,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Multipliers of published mixers, as signed numbers, since torch multiplies int32 with wrapping.
-GOLDEN, FIRST, SECOND = 0x9E3779B9 - (1 << 32), 0x7FEB352D, 0x846CA68B - (1 << 32)
-_UNIT = 2.0**-24
+BITS, FOLD, DROPPED = 30, 15, 6
+"""Of a hash: its size, how far its upper half is moved to meet the lower one, and what is too regular to be used."""
+MASK = (1 << BITS) - 1
+STEP = 0x2545F491
+"""From one place to the next: odd, and far from a simple fraction of all hashes."""
+ROUNDS = 2
+_UNIT = 2.0 ** (DROPPED - BITS)
 
 
 def new_seed(device: torch.device) -> Tensor:
-    """Draw a seed, two numbers of 32 bits, from the generator that `torch.manual_seed` sets."""
-    return torch.randint(-(1 << 31), 1 << 31, (2,), dtype=torch.int32, device=device)
+    """Draw a seed, two numbers of 29 bits, from the generator that `torch.manual_seed` sets."""
+    return torch.randint(0, 1 << (BITS - 1), (2,), dtype=torch.int32, device=device)
 
 
 def uniform(seed: Tensor, like: Tensor) -> Tensor:
     """Return numbers in [0, 1), multiples of 2**-24, shaped like a tensor: number i belongs to its element i."""
     count = like.numel()
-    # Beyond 2**32 elements the numbers repeat; no index of 32 bits can tell such elements apart.
-    places = torch.arange(count, dtype=torch.int64 if count >= 1 << 31 else torch.int32, device=like.device)
-    mixed = places.to(torch.int32).view(like.shape) * GOLDEN + seed.select(0, 0)
-    mixed = (mixed ^ (mixed >> 16)) * FIRST ^ seed.select(0, 1)
-    mixed = (mixed ^ (mixed >> 15)) * SECOND
-    # The upper 24 bits, a signed number: every operation more is one for each element.
-    return (mixed >> 8).to(like.dtype) * _UNIT + 0.5
+    places = torch.arange(count, dtype=torch.int64, device=like.device).view(like.shape)
+    if count > MASK:
+        # Beyond 2**30 elements the numbers repeat.
+        places = places & MASK
+    start, factor = (seed.to(torch.int64) & MASK).unbind()
+    factor = (factor + (factor >> FOLD)) * 2 + 1
+    mixed = (places * STEP + start) & MASK
+    for _ in range(ROUNDS):
+        mixed = (mixed + (mixed >> FOLD)) * (mixed + mixed + factor) & MASK
+    return (mixed >> DROPPED).to(like.dtype) * _UNIT

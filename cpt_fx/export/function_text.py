@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cpt_fx.formats import FULL_PRECISION, Rounding, Scheme, Specials
-from cpt_fx.noise import FIRST, GOLDEN, SECOND
+from cpt_fx.noise import BITS, DROPPED, FOLD, ROUNDS, STEP
 
 ROUND = "ROUND"
 """Stands in a grid for how codes are rounded."""
@@ -65,23 +65,24 @@ GRIDS = {
 }
 
 
-def _folded(value: str, places: int) -> str:
-    """Return what mixes the upper bits of a hash into the lower ones.
-
-    torch shifts signed numbers with their sign, ONNX shifts unsigned ones: the sign is filled in.
-    """
-    sign = f"Where({value} < int32(0), int32({-(1 << (32 - places))}), int32(0))"
-    return f"({value} ^ (int32(uint32({value}) >> uint32({places})) | {sign}))"
+def _round(number: int) -> str:
+    """Return one round of the hash: the next number of it."""
+    value = f"hash_{number}"
+    folded = f"({value} + {value} / {1 << FOLD})"
+    return f"hash_{number + 1} = {folded} * ({value} + {value} + factor) % {1 << BITS}\n"
 
 
-# GatherND, since ORT's optimizer breaks on many Gather of one tensor (two nodes of one name).
+# GatherND, since ORT's optimizer breaks on many Gather of one tensor (two nodes of one name). Sums, products, quotients
+# and remainders of integers only: kernels for CUDA have no others.
 NOISE = f"""
-    start = int64(GatherND(seeds, Concat(draw, int64([0]), axis=0)))
-    line = Range(start, start + Size(x) * {GOLDEN}, {GOLDEN})
-    hash_0 = int32(Reshape(line, Shape(x)))
-    hash_1 = {_folded("hash_0", 16)} * int32({FIRST}) ^ GatherND(seeds, Concat(draw, int64([1]), axis=0))
-    hash_2 = {_folded("hash_1", 15)} * int32({SECOND})
-    noise = float32(hash_2 & int32(-256)) * {2.0**-32} + 0.5
+    start = int64(GatherND(seeds, Concat(draw, int64([0]), axis=0))) % {1 << BITS}
+    second_seed = int64(GatherND(seeds, Concat(draw, int64([1]), axis=0))) % {1 << BITS}
+    folded_seed = second_seed + second_seed / {1 << FOLD}
+    factor = folded_seed + folded_seed + 1
+    line = Range(start, start + Size(x) * {STEP}, {STEP})
+    hash_0 = Reshape(line, Shape(x)) % {1 << BITS}
+    {"".join(map(_round, range(ROUNDS)))}
+    noise = float32(hash_{ROUNDS} / {1 << DROPPED}) * {2.0 ** (DROPPED - BITS)}
 """
 ROUNDINGS = {
     Rounding.NEAREST: "codes = Round(clipped)",

@@ -36,8 +36,7 @@ struct Grid {
 };
 
 template <bool stochastic>
-void quantize(const float* x, int8_t* out, int64_t count, const Grid grid, uint32_t place, uint32_t first,
-              uint32_t second) {
+void quantize(const float* x, int8_t* out, int64_t count, const Grid grid, uint32_t place, cpt_fx::Seed seed) {
   const int32_t factor = grid.half > 0 ? 2 : 1, offset = factor - 1;
 #pragma omp simd
   for (int64_t i = 0; i < count; ++i) {
@@ -48,7 +47,7 @@ void quantize(const float* x, int8_t* out, int64_t count, const Grid grid, uint3
     int32_t whole = static_cast<int32_t>(nearest);
     if (stochastic) {
       const float below = nearest > code ? nearest - 1.0f : nearest;
-      const float noise = cpt_fx::uniform(place + static_cast<uint32_t>(i), first, second);
+      const float noise = cpt_fx::uniform(place + static_cast<uint32_t>(i), seed);
       whole = static_cast<int32_t>(below) + (noise < code - below ? 1 : 0);
     }
     out[i] = static_cast<int8_t>(whole * factor + offset);
@@ -94,11 +93,8 @@ void cpt_fx_codes(const float* x, int8_t* out, int64_t count, int bits, const in
       // Each thread quantizes what it measured: the end of its share is still in its cache.
       const Grid grid{step < tiny ? tiny : step, -reach - 2 * half, reach, half};
       const uint32_t place = static_cast<uint32_t>(begin);
-      if (seed)
-        quantize<true>(x + begin, out + begin, end - begin, grid, place, static_cast<uint32_t>(seed[0]),
-                       static_cast<uint32_t>(seed[1]));
-      else
-        quantize<false>(x + begin, out + begin, end - begin, grid, place, 0, 0);
+      const auto kernel = seed ? quantize<true> : quantize<false>;
+      kernel(x + begin, out + begin, end - begin, grid, place, cpt_fx::Seed(seed));
     } else {
       if (part == 0) *scale = std::numeric_limits<float>::quiet_NaN();
       std::memset(out + begin, 0, end - begin);

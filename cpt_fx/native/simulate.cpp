@@ -90,12 +90,8 @@ Grid grid_of(int scheme, int bits, float low, float range, float high) {
   return {scale, divisor, -offset, levels - offset, 0.0f, 0.0f};
 }
 
-struct Seed {
-  uint32_t first, second;
-};
-
 template <int scheme, bool stochastic>
-void quantize(const float* x, float* out, int64_t count, const Grid grid, uint32_t place, Seed seed) {
+void quantize(const float* x, float* out, int64_t count, const Grid grid, uint32_t place, cpt_fx::Seed seed) {
 #pragma omp simd
   for (int64_t i = 0; i < count; ++i) {
     float code = scheme == kAffine ? (x[i] - grid.zero_point) / grid.divisor : x[i] / grid.divisor;
@@ -106,7 +102,7 @@ void quantize(const float* x, float* out, int64_t count, const Grid grid, uint32
       // The floor, by way of the nearest: compilers have no vector instruction for std::floor everywhere.
       const float nearest = std::nearbyint(code);
       const float below = nearest > code ? nearest - 1.0f : nearest;
-      const float noise = cpt_fx::uniform(place + static_cast<uint32_t>(i), seed.first, seed.second);
+      const float noise = cpt_fx::uniform(place + static_cast<uint32_t>(i), seed);
       code = below + (noise < code - below ? 1.0f : 0.0f);
     } else {
       code = std::nearbyint(code);
@@ -116,7 +112,7 @@ void quantize(const float* x, float* out, int64_t count, const Grid grid, uint32
   }
 }
 
-using Kernel = void (*)(const float*, float*, int64_t, Grid, uint32_t, Seed);
+using Kernel = void (*)(const float*, float*, int64_t, Grid, uint32_t, cpt_fx::Seed);
 const Kernel kKernels[3][2] = {
     {quantize<kAffine, false>, quantize<kAffine, true>},
     {quantize<kAffineInteger, false>, quantize<kAffineInteger, true>},
@@ -146,7 +142,7 @@ int cpt_fx_quantize(const float* x, float* out, int64_t outer, int64_t groups, i
                     const int32_t* seed, float* extents, int given, float* zero_point, float* width, float* weight,
                     double momentum, int64_t* record, int threads) {
   const Kernel kernel = kKernels[scheme == kAffineFloored ? kAffine : scheme][seed != nullptr];
-  const Seed noise = seed ? Seed{static_cast<uint32_t>(seed[0]), static_cast<uint32_t>(seed[1])} : Seed{0, 0};
+  const cpt_fx::Seed noise(seed);
   threads = std::max(1, std::min(threads, kMostThreads));
   float *low = extents, *range = extents + groups, *high = extents + 2 * groups;
   const auto note = [=](int64_t group, const Extent& extent) {
