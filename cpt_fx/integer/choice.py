@@ -29,6 +29,7 @@ from cpt_fx.errors import check_choice
 from cpt_fx.files import replace
 from cpt_fx.integer import products, sizes
 from cpt_fx.integer.codes import Codes
+from cpt_fx.native.building import cache_folder
 
 _LOG = logging.getLogger("cpt_fx")
 _RULES = ("measured", "always", "never")
@@ -160,8 +161,7 @@ def _seconds(run: Callable[[], None]) -> float:
 
 
 def _file() -> Path:
-    folder = os.environ.get("CPT_FX_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(folder) / "cpt_fx" / "integer_choice.json"
+    return cache_folder() / "integer_choice.json"
 
 
 def _read() -> dict[str, float]:

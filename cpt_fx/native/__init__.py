@@ -1,7 +1,7 @@
 """Kernels in C++ for eager execution on CPU. Optional: whatever they do, torch operators do with the same bits.
 
-They are built when one is first needed, never at import, by the compiler driver that torch.compile uses, into the same
-cache; where there is no compiler, or `CPT_FX_NATIVE=0` is set, the torch operators run, and `status()` says so.
+They are built when one is first needed, never at import, into a private folder of the user's cache (`building.py`);
+where there is no compiler, or `CPT_FX_NATIVE=0` is set, the torch operators run, and `status()` says so.
 """
 
 from __future__ import annotations
@@ -9,19 +9,15 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 
 import torch
 
+from cpt_fx.native import building
+
 _LOG = logging.getLogger("cpt_fx")
-_FOLDER = Path(__file__).parent
-# Loops are vectorised by the compiler itself; sums keep their order and products stay apart from them (the driver's own
-# flags say so), which is what makes the results equal to those of torch's operators.
-_FLAGS = ("-ftree-loop-vectorize", "-mprefer-vector-width=512")
 _switched_off = False
 
 
@@ -53,25 +49,18 @@ def _built(name: str) -> ctypes.CDLL | None:
     if os.environ.get("CPT_FX_NATIVE", "1") == "0":
         return None
     try:
-        # Imported here: it takes as long as torch itself.
-        from torch._inductor.codecache import CppCodeCache
-
-        source = re.sub(
-            r'#include "(\w+\.h)"', lambda include: (_FOLDER / include[1]).read_text(), (_FOLDER / name).read_text()
-        )
-        library: ctypes.CDLL = CppCodeCache.load(source, extra_flags=_FLAGS)
-    except Exception as error:  # no compiler, a read-only cache, a platform the driver does not know: all are no harm
+        return building.library(name)
+    except Exception as error:  # no compiler, an unsafe or read-only folder, another kind of system: all are no harm
         _failures.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
-        _LOG.warning("native kernels cannot be built (%s): torch operators run instead, slower", _failures[-1])
+        _LOG.warning("native kernels cannot be used (%s): torch operators run instead, slower", _failures[-1])
         return None
-    return library
 
 
 _failures: list[str] = []
 
 
 def _why_not() -> str:
-    return f"cannot be built: {_failures[-1]}" if _failures else "switched off by CPT_FX_NATIVE=0"
+    return f"cannot be used: {_failures[-1]}" if _failures else "switched off by CPT_FX_NATIVE=0"
 
 
 def threads(count: int) -> int:

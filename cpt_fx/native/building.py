@@ -1,0 +1,160 @@
+"""Where kernels are built, kept and checked before they run in this process.
+
+A library is code, so it comes from a folder that nobody else can write to, and its name tells the hash of its content:
+one that was cut short, or is another's, is built again. It is built under another name first, so that any number of
+processes may do so at once, and may be killed while they do. For every instruction set there are objects of its own,
+and the processor is asked which it has each time: folders are copied between machines, and shared by them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Sums keep their order and products stay apart from them: so results are equal to those of torch's operators.
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fno-trapping-math", "-fno-signed-zeros", "-ffp-contract=off")
+_THREADS = ("-Xpreprocessor", "-fopenmp", "-lomp") if sys.platform == "darwin" else ("-fopenmp",)
+_SWITCHES = {
+    "avx2": ["-mavx2"], "fma3": ["-mfma"], "avx512_f": ["-mavx512f", "-mprefer-vector-width=512"],
+    "avx512_bw": ["-mavx512bw"], "avx512_dq": ["-mavx512dq"], "avx512_vl": ["-mavx512vl"],
+    "avx512_vnni": ["-mavx512vnni"],
+}  # fmt: skip
+"""What a compiler is told for an instruction that torch says a processor has."""
+_AVX2 = ("avx2", "fma3")
+_AVX512 = (*_AVX2, "avx512_f", "avx512_bw", "avx512_dq", "avx512_vl")
+SETS: dict[str, tuple[str, ...]] = {
+    "plain": (), "avx2": _AVX2, "avx512": _AVX512, "avx512_vnni": (*_AVX512, "avx512_vnni"),
+}  # fmt: skip
+"""The instructions that objects of each kind use beyond those of every processor of the architecture; best last."""
+
+
+def instructions(has: Mapping[str, Any], wanted: str = "") -> str:
+    """Return which objects a processor gets, by what it has: the best, or those wanted if it can run them."""
+    runs = [name for name, needed in SETS.items() if all(has.get(instruction) for instruction in needed)]
+    if not wanted:
+        return runs[-1]
+    if wanted not in runs:
+        raise ValueError(f"CPT_FX_NATIVE={wanted}: this processor runs {', '.join(runs)} (0 switches kernels off)")
+    return wanted
+
+
+def library(name: str) -> ctypes.CDLL:
+    """Return the library of one source of this folder, built if it was not, or if what is there is not sound."""
+    wanted = os.environ.get("CPT_FX_NATIVE", "1")
+    chosen = instructions(torch.cpu.get_capabilities(), "" if wanted in ("", "1") else wanted)
+    source = re.sub(r'#include "(\w+\.h)"', lambda header: _text(header[1]), _text(name))
+    flags = (*FLAGS, *chain.from_iterable(_SWITCHES[instruction] for instruction in SETS[chosen]))
+    libc = os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in getattr(os, "confstr_names", ()) else ""
+    key = hashlib.sha256(repr((source, flags, sys.platform, platform.machine(), libc)).encode()).hexdigest()[:16]
+    folder, stem = _folder(), f"{Path(name).stem}-{chosen}-{key}"
+    found = _found(folder, stem)
+    if found is None:
+        with _one_at_a_time(folder):
+            found = _found(folder, stem) or _build(source, flags, folder, stem)
+    return ctypes.CDLL(str(found))
+
+
+def _text(name: str) -> str:
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")
+
+
+def _found(folder: Path, stem: str) -> Path | None:
+    """Return a file whose content is what its name says; others are removed."""
+    for path in folder.glob(f"{stem}-*.so"):
+        state = path.lstat()
+        if stat.S_ISREG(state.st_mode) and not _open_to_others(state) and path.stem == f"{stem}-{_digest(path)}":
+            return path
+        path.unlink(missing_ok=True)
+    return None
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _build(source: str, flags: tuple[str, ...], folder: Path, stem: str) -> Path:
+    """Compile beside the place where it belongs, and move it there when it is whole."""
+    named = os.environ.get("CXX")
+    compiler = named or next(filter(shutil.which, ("g++", "c++", "clang++")), None)
+    if compiler is None:
+        raise FileNotFoundError("no C++ compiler: g++, c++ and clang++ are not on the path, and CXX is not set")
+    with tempfile.TemporaryDirectory(prefix="building-", dir=folder) as place:
+        made = Path(place) / "made.so"
+        for threads in (_THREADS, ()):
+            command = [*compiler.split(), "-xc++", "-", *flags, *threads, "-o", str(made)]
+            done = subprocess.run(command, input=source, capture_output=True, text=True, timeout=600, cwd=place)
+            if done.returncode == 0:
+                break
+        else:
+            raise RuntimeError(f"{compiler}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+        made.chmod(0o700)
+        return made.rename(folder / f"{stem}-{_digest(made)}.so")
+
+
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Let one process build at a time: the others find what it made."""
+    import fcntl  # not on every system; but where it is missing, no folder is accepted
+
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:  # a file system without locks: the work is done several times
+            yield
+            return
+        for left in folder.glob("building-*"):  # by processes that were killed
+            shutil.rmtree(left, ignore_errors=True)
+        yield
+
+
+def cache_folder() -> Path:
+    """Return where this package keeps what it found out or made, for all processes of a user."""
+    folder = os.environ.get("CPT_FX_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(folder) / "cpt_fx"
+
+
+def _folder() -> Path:
+    """Return the folder of libraries, made if it is not there; refuse one that somebody else can change."""
+    if not hasattr(os, "geteuid"):
+        raise OSError("this system does not tell who owns a folder that code is loaded from")
+    folder = cache_folder() / "native"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    folder = folder.resolve()
+    for place in (folder, *folder.parents):
+        state = place.stat()
+        ours = place == folder
+        if _open_to_others(state) if ours else _replaceable(state):
+            raise PermissionError(
+                f"{place} belongs to user {state.st_uid} and has mode {stat.S_IMODE(state.st_mode):o}: code that is "
+                f"loaded from {folder} could be another's. Make it yours and writable by you alone, or name another "
+                "folder in CPT_FX_CACHE"
+            )
+    return folder
+
+
+def _open_to_others(state: os.stat_result) -> bool:
+    return state.st_uid != os.geteuid() or bool(state.st_mode & 0o022)
+
+
+def _replaceable(state: os.stat_result) -> bool:
+    """Whether somebody else could put another folder in the place of one inside. A group of one's own is no other."""
+    if state.st_uid not in (0, os.geteuid()):
+        return True
+    others = stat.S_IWOTH | (stat.S_IWGRP if state.st_gid not in (0, os.getegid()) else 0)
+    return bool(state.st_mode & others) and not state.st_mode & stat.S_ISVTX
