@@ -192,8 +192,10 @@ void cpt_fx_convolve(const int8_t* x, const int8_t* w, float* out, int64_t image
     at += up(f.rows, kRows) * 4 * all[n].taps * p.groups();
   }
   const float scale = *first_scale * *second_scale;
-  // Without neighbours: one row, as long as the image, and of each pixel only itself is seen.
-  const bool flat = p.height == 1 && p.rows == 1 && p.columns == p.width && job_count == 1 && all[0].taps == 1 &&
+  // Without neighbours: the plane is the image as it lies, one row, and of each pixel only itself is seen, where it is.
+  const bool as_it_lies = p.height == 1 && p.rows == 1 && p.columns == p.width && p.top == 0 && p.left == 0 &&
+                          p.column_step == 1;
+  const bool flat = as_it_lies && job_count == 1 && all[0].taps == 1 && taps[2 * all[0].first_tap + 1] == 0 &&
                     all[0].columns == p.width;
   const int64_t piece = flat ? piece_of(p, p.columns) : p.columns;
   const int64_t pieces = (p.columns + piece - 1) / piece;
