@@ -79,16 +79,18 @@ def errors(shape: Shape, seed: int) -> list[float]:
             convolve = F.conv1d if len(shape.size) == 1 else F.conv2d
             values = [FAKE_QUANTIZE(part, BITS, scheme="symmetric") for part in leaves[:2]]
             out = QUANTIZE_GRADIENT(convolve(*values, third, *place), BITS, scheme="symmetric", rounding="nearest")
-        out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(seed + 1)))
+        out.backward(gradient := torch.randn(out.shape, generator=torch.Generator().manual_seed(seed + 1)))
         found.append([out.detach(), *(leaf.grad for leaf in leaves)])
     if counts[:, Outcome.INTEGER].tolist() != [1, 1, 1]:
         raise AssertionError(f"{shape}: not all of its products ran on integers")
-    return [_apart(one, two) for one, two in zip(*found, strict=True)]
+    # A bias gets a plain sum, and that may be next to nothing.
+    least = [0.0, 0.0, 0.0, float(gradient.abs().max())]
+    return [_apart(one, two, size) for one, two, size in zip(*found, least, strict=False)]
 
 
-def _apart(one: Tensor | None, two: Tensor | None) -> float:
+def _apart(one: Tensor | None, two: Tensor | None, least: float) -> float:
     assert one is not None and two is not None and one.shape == two.shape
-    size = float(two.abs().max()) if two.numel() else 0.0
+    size = max(float(two.abs().max()), least)
     return float((one - two).abs().max()) / size if size else float(one.abs().sum())
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+import torch
 
-from cpt_fx import native
+from cpt_fx.integer import products
 from cpt_fx.integer.choice import chosen
+from cpt_fx.integer.codes import Codes
+from cpt_fx.integer.reference import LONGEST_SUM
 from tests.fuzz_convolutions import ROUNDING, Shape, errors, wrong
+from tests.kernel_kinds import KINDS, kernels_of
 
 
 @pytest.mark.parametrize(
@@ -31,18 +31,18 @@ def test_kernels_of_one_pixel(shape: Shape) -> None:
         assert max(errors(shape, 0)) < ROUNDING
 
 
-@pytest.mark.parametrize("kernels", ["on", "off"])
-def test_any_geometry(kernels: str) -> None:
-    if kernels == "on":
-        assert wrong(700, seed=1) == []
-    else:
-        with native.disabled():
-            assert wrong(150, seed=2) == []
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_geometry(kind: str) -> None:
+    with kernels_of(kind):
+        assert wrong(700 if kind == KINDS[-1] else 250, seed=KINDS.index(kind)) == []
 
 
-@pytest.mark.skipif(native.status() != "used", reason=f"native kernels: {native.status()}")
-def test_any_geometry_without_vector_instructions() -> None:
-    command = [sys.executable, "-m", "tests.fuzz_convolutions", "400", "--seed", "3", "--here"]
-    done = subprocess.run(command, env={**os.environ, "CPT_FX_NATIVE": "plain"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "0 wrong; native kernels: used" in done.stdout
+@pytest.mark.parametrize("kind", KINDS)
+def test_extremes_at_the_longest_sum(kind: str) -> None:
+    """With 128 added to one of the operands, such sums pass 31 bits on the way."""
+    channels = LONGEST_SUM // 9
+    ends = Codes(torch.full((1, channels, 3, 3), 127, dtype=torch.int8), torch.tensor(1.0))
+    for sign in (1, -1):
+        with kernels_of(kind):
+            result = products.conv2d_forward(ends, Codes(sign * ends.values, ends.scale))
+        assert result.item() == sign * float(torch.tensor(float(127 * 127 * 9 * channels)))

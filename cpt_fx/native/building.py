@@ -27,7 +27,17 @@ from typing import Any
 import torch
 
 # Sums keep their order and products stay apart from them: so results are equal to those of torch's operators.
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fno-trapping-math", "-fno-signed-zeros", "-ffp-contract=off")
+FLAGS: tuple[str, ...] = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-shared",
+    "-fno-trapping-math",
+    "-fno-signed-zeros",
+    "-ffp-contract=off",
+)
+COMPILERS = ("g++", "c++", "clang++")
+"""Where CXX names none."""
 _THREADS = ("-Xpreprocessor", "-fopenmp", "-lomp") if sys.platform == "darwin" else ("-fopenmp",)
 _SWITCHES = {
     "avx2": ["-mavx2"], "fma3": ["-mfma"], "avx512_f": ["-mavx512f", "-mprefer-vector-width=512"],
@@ -90,9 +100,9 @@ def _digest(path: Path) -> str:
 def _build(source: str, flags: tuple[str, ...], folder: Path, stem: str) -> Path:
     """Compile beside the place where it belongs, and move it there when it is whole."""
     named = os.environ.get("CXX")
-    compiler = named or next(filter(shutil.which, ("g++", "c++", "clang++")), None)
+    compiler = named or next(filter(shutil.which, COMPILERS), None)
     if compiler is None:
-        raise FileNotFoundError("no C++ compiler: g++, c++ and clang++ are not on the path, and CXX is not set")
+        raise FileNotFoundError(f"no C++ compiler: none of {', '.join(COMPILERS)} is on the path, and CXX is not set")
     with tempfile.TemporaryDirectory(prefix="building-", dir=folder) as place:
         made = Path(place) / "made.so"
         for threads in (_THREADS, ()):

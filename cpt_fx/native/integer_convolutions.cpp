@@ -64,7 +64,7 @@ struct Filters {
 };
 
 // Pack filters for one job into [block of rows][tap][group][row][4], and count what the flip of the images adds.
-void pack_filters(const Filters& w, const Planes& p, const Job& job, const int64_t* taps, int8_t* out, int32_t* over) {
+void pack_filters(const Filters& w, const Planes& p, const Job& job, const int64_t* taps, int8_t* out, uint32_t* over) {
   for (int64_t block = 0; block < w.rows; block += kRows, over += kRows) {
     int32_t sums[kRows] = {};
     for (int64_t tap = job.first_tap; tap < job.first_tap + job.taps; ++tap)
@@ -75,7 +75,7 @@ void pack_filters(const Filters& w, const Planes& p, const Job& job, const int64
             *out = there ? w.data[(block + row) * w.row + channel * w.channel + taps[2 * tap]] : 0;
             sums[row] += *out++;
           }
-    for (int64_t row = 0; row < kRows; ++row) over[row] = 128 * sums[row];
+    for (int64_t row = 0; row < kRows; ++row) over[row] = 128u * static_cast<uint32_t>(sums[row]);
   }
 }
 
@@ -105,16 +105,16 @@ Landing landing_of(const Job& job, int64_t place, int64_t pitch, int64_t out_wid
   return landing;
 }
 
-void land(const int32_t* __restrict sums, int32_t over, float scale, float bias, const Landing& landing, float* out) {
+void land(const uint32_t* __restrict sums, uint32_t over, float scale, float bias, const Landing& landing, float* out) {
   if (landing.whole) {
     float* __restrict at = out + landing.offset[0];
 #pragma omp simd
-    for (int64_t j = 0; j < kColumns; ++j) at[j] = static_cast<float>(sums[j] - over) * scale + bias;
+    for (int64_t j = 0; j < kColumns; ++j) at[j] = static_cast<float>(without(sums[j], over)) * scale + bias;
     return;
   }
   alignas(64) float value[kColumns];
 #pragma omp simd
-  for (int64_t j = 0; j < kColumns; ++j) value[j] = static_cast<float>(sums[j] - over) * scale + bias;
+  for (int64_t j = 0; j < kColumns; ++j) value[j] = static_cast<float>(without(sums[j], over)) * scale + bias;
 #ifdef __AVX512VNNI__
   if (landing.together) {
     for (int64_t j = 0; j < kColumns; j += kLanes) {
@@ -139,8 +139,8 @@ int64_t piece_of(const Planes& p, int64_t places) {
 
 // All jobs of one image, or of a part of its places.
 void convolve(const int8_t* image, const Planes& p, const Filters& w, const Job* jobs, int64_t job_count,
-              const int64_t* taps, const int8_t* packed, const int32_t* over, float scale, const float* bias, float* out,
-              int64_t out_height, int64_t out_width, int64_t part, int64_t parts) {
+              const int64_t* taps, const int8_t* packed, const uint32_t* over, float scale, const float* bias,
+              float* out, int64_t out_height, int64_t out_width, int64_t part, int64_t parts) {
   uint8_t* planes = scratch(p.groups() * p.distance() + 1024, 1);
   spread(image, p, planes);
   std::vector<int64_t> starts;
@@ -184,7 +184,7 @@ void cpt_fx_convolve(const int8_t* x, const int8_t* w, float* out, int64_t image
   const Job* all = reinterpret_cast<const Job*>(jobs);
   int64_t bytes = 0;
   for (int64_t n = 0; n < job_count; ++n) bytes += up(f.rows, kRows) * 4 * all[n].taps * p.groups();
-  std::vector<int32_t> over(job_count * up(f.rows, kRows));
+  std::vector<uint32_t> over(job_count * up(f.rows, kRows));
   int8_t* packed = reinterpret_cast<int8_t*>(scratch(bytes, 0));
   int8_t* at = packed;
   for (int64_t n = 0; n < job_count; ++n) {

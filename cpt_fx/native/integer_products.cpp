@@ -54,13 +54,15 @@ void pack(const Matrix& m, int64_t first, int64_t count, int64_t width, int64_t 
 }
 
 // Take off what the 128 added to the right operand brought into the sums of a row.
-void excess(const int8_t* left, int64_t groups, int32_t out[kRows]) {
+void excess(const int8_t* left, int64_t groups, uint32_t out[kRows]) {
   int32_t sums[4 * kRows] = {};
   for (int64_t group = 0; group < groups; ++group, left += 4 * kRows)
 #pragma omp simd
     for (int i = 0; i < 4 * kRows; ++i) sums[i] += left[i];
-  for (int row = 0; row < kRows; ++row)
-    out[row] = 128 * (sums[4 * row] + sums[4 * row + 1] + sums[4 * row + 2] + sums[4 * row + 3]);
+  for (int row = 0; row < kRows; ++row) {
+    const int32_t* four = sums + 4 * row;
+    out[row] = 128u * static_cast<uint32_t>(four[0] + four[1] + four[2] + four[3]);
+  }
 }
 
 struct Result {
@@ -71,12 +73,12 @@ struct Result {
   bool raw;
 };
 
-void finish(const int32_t* __restrict sums, int32_t over, const Result& result, const float* __restrict bias,
+void finish(const uint32_t* __restrict sums, uint32_t over, const Result& result, const float* __restrict bias,
             char* __restrict at, int64_t columns, bool first, bool last) {
   alignas(64) int32_t total[kColumns];
   alignas(64) float value[kColumns];
 #pragma omp simd
-  for (int64_t j = 0; j < kColumns; ++j) total[j] = sums[j] - over;
+  for (int64_t j = 0; j < kColumns; ++j) total[j] = without(sums[j], over);
   if (!first) {
     std::memcpy(value, at, 4 * columns);
     for (int64_t j = 0; j < columns; ++j) {
@@ -101,7 +103,7 @@ void finish(const int32_t* __restrict sums, int32_t over, const Result& result, 
     std::memcpy(at, value, 4 * columns);
 }
 
-void put_down(const Sums& sums, const int32_t* over, const Result& result, int64_t row, int64_t rows, int64_t column,
+void put_down(const Sums& sums, const uint32_t* over, const Result& result, int64_t row, int64_t rows, int64_t column,
               int64_t columns, bool first, bool last) {
   char* at = result.data + 4 * (row * result.columns + column);
   for (int64_t i = 0; i < rows; ++i, at += 4 * result.columns)
@@ -118,7 +120,7 @@ void multiply(const Matrix& left, const uint8_t* right, const Result& result, in
   const Walk walk{&start, 1, groups, 4 * kColumns};
   for (int64_t row = row_from; row < row_to; row += height) {
     const int64_t stop = std::min(row_to, row + height);
-    int32_t* over = reinterpret_cast<int32_t*>(packed + height * 4 * groups);
+    uint32_t* over = reinterpret_cast<uint32_t*>(packed + height * 4 * groups);
     for (int64_t block = row; block < stop; block += kRows) {
       uint8_t* at = packed + (block - row) * 4 * groups;
       pack(left, block, std::min(kRows, stop - block), kRows, from, depth, 0, at);

@@ -19,7 +19,8 @@ constexpr int64_t kLeftBytes = 256 * 1024;  // of the left operand at a time: wh
 
 constexpr int64_t kLine = 64;
 
-using Sums = int32_t[kRows][kColumns];
+// Sums wrap around on the way: what is taken off at the end brings them back. Of signed numbers C++ does not allow it.
+using Sums = uint32_t[kRows][kColumns];
 
 // Where the groups of the right operand lie: `groups` of them at a constant distance, from every one of the taps on.
 struct Walk {
@@ -60,8 +61,9 @@ void tile(const int8_t* left, const uint8_t* right, const Walk& walk, Sums& sums
         const int8_t* four = left + 4 * row;
 #pragma omp simd
         for (int column = 0; column < kLanes * vectors; ++column)
-          sums[row][column] += four[0] * at[4 * column] + four[1] * at[4 * column + 1] +
-                               four[2] * at[4 * column + 2] + four[3] * at[4 * column + 3];
+          sums[row][column] +=
+              static_cast<uint32_t>(four[0] * at[4 * column] + four[1] * at[4 * column + 1] +
+                                    four[2] * at[4 * column + 2] + four[3] * at[4 * column + 3]);
       }
   }
 }
@@ -74,6 +76,9 @@ void tile_of(int64_t columns, const int8_t* left, const uint8_t* right, const Wa
   tile<1>(left, right, walk, sums);
 }
 int64_t up(int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; }
+
+// What a sum is without the excess that the 128 added to the right operand brought.
+inline int32_t without(uint32_t sum, uint32_t excess) { return static_cast<int32_t>(sum - excess); }
 
 // Interleave four lines of bytes: out[4 * i + j] = lines[j][i] ^ flip.
 void interleave(const int8_t* const lines[4], int64_t count, uint8_t flip, uint8_t* out) {

@@ -1,0 +1,39 @@
+"""Every kind of kernel that the processor at hand runs, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from cpt_fx import evidence, native
+from cpt_fx.native import building, simulate
+
+_HAS = torch.cpu.get_capabilities()
+_CACHES = (native._built, simulate._kernel, evidence._kernel)
+KINDS = ["0", *(name for name, needed in building.SETS.items() if all(map(_HAS.get, needed)))]
+"""What CPT_FX_NATIVE can be set to here; "0" are torch's operators, and the last one is what runs by default."""
+
+
+@contextmanager
+def kernels_of(kind: str) -> Iterator[None]:
+    """Run kernels for some instruction set inside a `with` block; skip the test where none can be built."""
+    if kind != "0" and native.status() != "used":
+        pytest.skip(f"native kernels: {native.status()}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CPT_FX_NATIVE", kind)
+        _forget()
+        try:
+            assert native.status() == ("used" if kind != "0" else "switched off by CPT_FX_NATIVE=0")
+            yield
+        finally:
+            patch.undo()
+            _forget()
+
+
+def _forget() -> None:
+    for cache in _CACHES:
+        cache.cache_clear()
+    native._failures.clear()
