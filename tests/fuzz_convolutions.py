@@ -13,7 +13,7 @@ import os
 import random
 import subprocess
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -76,7 +76,7 @@ def errors(shape: Shape, seed: int) -> list[float]:
             operands = [TO_INTEGER(part, BITS) for part in leaves[:2]]
             out = INTEGER_CONV(operands[0], BITS, operands[1], third, *place, rounding="nearest", counts=counts)
         else:
-            convolve = F.conv1d if len(shape.size) == 1 else F.conv2d
+            convolve: Any = F.conv1d if len(shape.size) == 1 else F.conv2d
             values = [FAKE_QUANTIZE(part, BITS, scheme="symmetric") for part in leaves[:2]]
             out = QUANTIZE_GRADIENT(convolve(*values, third, *place), BITS, scheme="symmetric", rounding="nearest")
         out.backward(gradient := torch.randn(out.shape, generator=torch.Generator().manual_seed(seed + 1)))

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -84,12 +84,12 @@ def _text(name: str) -> str:
 
 
 def _found(folder: Path, stem: str) -> Path | None:
-    """Return a file whose content is what its name says; others are removed."""
+    """Return the file whose content is what its name says."""
     for path in folder.glob(f"{stem}-*.so"):
-        state = path.lstat()
-        if stat.S_ISREG(state.st_mode) and not _open_to_others(state) and path.stem == f"{stem}-{_digest(path)}":
-            return path
-        path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # another process has removed it
+            state = path.lstat()
+            if stat.S_ISREG(state.st_mode) and not _open_to_others(state) and path.stem == f"{stem}-{_digest(path)}":
+                return path
     return None
 
 
@@ -98,7 +98,9 @@ def _digest(path: Path) -> str:
 
 
 def _build(source: str, flags: tuple[str, ...], folder: Path, stem: str) -> Path:
-    """Compile beside the place where it belongs, and move it there when it is whole."""
+    """Compile beside the place where it belongs, and move it there when it is whole; what is not sound goes."""
+    for bad in folder.glob(f"{stem}-*.so"):
+        bad.unlink()
     named = os.environ.get("CXX")
     compiler = named or next(filter(shutil.which, COMPILERS), None)
     if compiler is None:
@@ -143,13 +145,12 @@ def _folder() -> Path:
     if not hasattr(os, "geteuid"):
         raise OSError("this system does not tell who owns a folder that code is loaded from")
     folder = cache_folder() / "native"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(mode=0o700, exist_ok=True)
+    for place in (*reversed(folder.parents), folder):
+        place.mkdir(mode=0o700, exist_ok=True)
     folder = folder.resolve()
     for place in (folder, *folder.parents):
         state = place.stat()
-        ours = place == folder
-        if _open_to_others(state) if ours else _replaceable(state):
+        if _open_to_others(state) if place == folder else _replaceable(state):
             raise PermissionError(
                 f"{place} belongs to user {state.st_uid} and has mode {stat.S_IMODE(state.st_mode):o}: code that is "
                 f"loaded from {folder} could be another's. Make it yours and writable by you alone, or name another "
