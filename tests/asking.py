@@ -591,7 +591,7 @@ def by_iteration(self: Any, x: Tensor) -> Any:
 
 @asks(inputs=one)
 def by_truth(self: Any, x: Tensor) -> Any:
-    return self.fc(x) if x.sum() > 0 else x
+    return self.fc(x) if x.sum() > 0 else self.fc(-x)
 
 
 @asks(inputs=one)
@@ -820,7 +820,7 @@ def reading_the_state(self: Any, x: Tensor) -> Any:
 
 @asks(make=lambda: {**a_layer(), "scale": nn.Buffer(torch.ones(4))}, inputs=one)
 def reading_all_buffers(self: Any, x: Tensor) -> Any:
-    return self.fc(x) * sum(buffer.sum() for buffer in self.buffers())
+    return self.fc(x) * dict(self.named_buffers())["scale"].sum()
 
 
 @asks(make=lambda: {**a_layer(), "average": torch.ones(4)}, inputs=one)
@@ -925,12 +925,6 @@ def list_of_the_module(self: Any, x: Tensor) -> Any:
     y = self.fc(x)
     self.losses.append(y.mean())
     return y * len(self.losses)
-
-
-@asks(inputs=lambda: (torch.randn(3, 4), None))
-def required_argument_that_is_none(self: Any, x: Tensor, labels: Any) -> Any:
-    y = self.fc(x)
-    return y if labels is None else y * 2
 
 
 # What is answered truly

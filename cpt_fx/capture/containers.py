@@ -9,51 +9,73 @@ from typing import Any
 
 from torch import nn
 
-from cpt_fx.capture.base import MODULE_OWN, CaptureError
+from cpt_fx.capture.base import MODULE_OWN
+from cpt_fx.capture.refusals import file_of_class, is_the_models, place_of_forward, refuse
+from cpt_fx.capture.tree import is_plain_object
 
 CONTAINERS = (MutableMapping, MutableSequence, MutableSet, deque)
 
 
+class Kept:
+    """Containers as they were before the code ran: those of the model, and whatever else the code comes by."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[str, Any, list[Any]]] = {}
+
+    def add(self, value: Any, place: str, depth: int = 3) -> None:
+        """Remember a container, or an object of somebody's class, and those in it."""
+        if isinstance(value, nn.Module) or id(value) in self._before:
+            return
+        if isinstance(value, type):
+            # Its own attributes are watched where code sets them; containers in it belong to all of its objects.
+            for key, item in vars(value).items() if is_the_models(file_of_class(value)) else ():
+                if isinstance(item, CONTAINERS):
+                    self.add(item, f"{key} of {value.__name__}", depth - 1)
+            return
+        held = vars(value) if is_plain_object(value) and type(value) not in CONTAINERS else None
+        if isinstance(value, CONTAINERS) or held is not None:
+            kept = value if held is None else held
+            self._before[id(value)] = (place, kept, _content(kept))
+        if depth and isinstance(value if held is None else held, (tuple, *CONTAINERS)):
+            inside = value if held is None else held
+            for item in list(inside.values() if isinstance(inside, MutableMapping) else inside):
+                self.add(item, place, depth - 1)
+
+    def changed(self) -> str:
+        """Put everything back as it was; return the place of what had changed, if anything had."""
+        places = [place for place, found, content in self._before.values()
+                  if not _same(_content(found), content) and _put_back(found, content)]  # fmt: skip
+        return places[0] if places else ""
+
+
 @contextmanager
-def unchanged_containers(model: nn.Module) -> Iterator[None]:
+def unchanged_containers(model: nn.Module) -> Iterator[Kept]:
     """Refuse code that changes a container of a module on every call: a graph would not do it.
 
-    Whatever happens, the model's containers hold afterwards what they held before: no tracing value stays in them.
+    Whatever happens, the containers hold afterwards what they held before: no tracing value stays in them.
     """
-    before = {id(found): (place, found, _content(found)) for place, found in _containers(model)}
+    kept = Kept()
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            kept.add(value, f"{name} of module {path!r}" if path else f"self.{name}", 0 if name in MODULE_OWN else 3)
+        for kind in type(module).__mro__:
+            kept.add(kind, "", 2)
+        kept.add(vars(module), f"the attributes of module {path!r}" if path else "the attributes of self", 0)
     try:
-        yield
+        yield kept
     finally:
-        changed = [
-            place
-            for place, found, content in before.values()
-            if not _same(_content(found), content) and _put_back(found, content)
-        ]
+        changed = kept.changed()
     if changed:
-        raise CaptureError(
-            f"forward changes {changed[0]}, which a graph would not do on every call. Return the value instead; a "
-            "cache that one call of the model fills is fine once it is filled"
+        refuse(
+            f"forward{place_of_forward(model)} changes {changed}, which a graph would not do on every call. Return the "
+            "value instead; a cache that one call of the model fills is fine once it is filled"
         )
 
 
-def _containers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Find the containers in a model's attributes, nested ones too."""
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            if key not in MODULE_OWN:
-                yield from _nested(value, f"{key} of module {name!r}" if name else f"self.{key}", 3)
-
-
-def _nested(value: Any, place: str, depth: int) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, CONTAINERS) and not isinstance(value, nn.Module):
-        yield place, value
-    if depth and isinstance(value, (tuple, *CONTAINERS)) and not isinstance(value, nn.Module):
-        for item in value.values() if isinstance(value, MutableMapping) else value:
-            yield from _nested(item, place, depth - 1)
-
-
 def _content(container: Any) -> list[Any]:
-    return list(container.items()) if isinstance(container, MutableMapping) else list(container)
+    if not isinstance(container, MutableMapping):
+        return list(container)
+    return [item for item in container.items() if not str(item[0]).startswith("_tensor_constant")]  # torch.fx's own
 
 
 def _same(now: list[Any], then: list[Any]) -> bool:
@@ -68,10 +90,15 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _put_back(container: Any, content: list[Any]) -> bool:
-    container.clear()
-    if isinstance(container, (MutableMapping, MutableSet)):
-        for item in content:
-            container.__setitem__(*item) if isinstance(container, MutableMapping) else container.add(item)
+    if isinstance(container, MutableMapping):
+        before = dict(content)
+        for key in [key for key, _ in _content(container) if key not in before]:
+            del container[key]
+        container.update(before)
+    elif isinstance(container, MutableSet):
+        container.clear()
+        container.update(content)
     else:
+        container.clear()
         container.extend(content)
     return True

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dis
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
-from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,13 +16,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpt_fx.aliasing import overwritten
-from cpt_fx.capture.base import CaptureError
+from cpt_fx.capture.identity import facts_of
+from cpt_fx.capture.refusals import TRACE, is_the_models, refuse
 
 PLAIN = (bool, int, float, str, type(None))
 """Argument values that Python code branches on: they become constants of the graph."""
-
-INNER = (Path(__file__).parents[1], Path(torch.__file__).parent, Path(dis.__file__).parent)
-"""Where code lies that is not the model's own: this library, torch, Python."""
 
 _ABSENT = object()
 
@@ -55,21 +50,29 @@ def replaced(functions: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
 
 @contextmanager
 def refusing_what_is_lost() -> Iterator[None]:
-    """Refuse calls that leave nothing behind in a graph: a backward of one's own, seeds, autocast regions."""
+    """Refuse calls that leave nothing behind in a graph: seeds, autocast regions, threads, a backward of one's own."""
 
-    def manual_seed(seed: Any) -> Any:
-        raise CaptureError(f"forward calls torch.manual_seed({seed}), which a graph would not do on every call")
+    def lost(what: str) -> Callable[..., Any]:
+        return lambda *_, **__: refuse(f"forward {what}")
 
-    def enter(_: Any) -> Any:
-        raise CaptureError("forward enters torch.autocast: torch.fx would lose the region, also a disabled one")
+    switch = vars(torch.set_grad_enabled)["__init__"]
 
-    def enable(*_: Any) -> Any:
-        raise CaptureError("forward switches gradients on: where the model is called without them, a graph would not")
+    def set_grad_enabled(*args: Any, **kwargs: Any) -> None:
+        # Not the one inside of `no_grad`, which matters where operators are recorded in it.
+        if is_the_models(sys._getframe(2).f_code.co_filename):
+            refuse("forward calls torch.set_grad_enabled, which a graph would not do")
+        switch(*args, **kwargs)
 
+    random = "reads or sets the state of random numbers, which a graph would not do on every call"
+    gradients = "switches gradients on: where the model is called without them, a graph would not"
     refused = {
-        (torch, "manual_seed"): manual_seed,
-        (torch.autocast, "__enter__"): enter,
-        (torch.enable_grad, "__enter__"): enable,
+        (torch, "manual_seed"): lost("calls torch.manual_seed, which a graph would not do on every call"),
+        (torch.autocast, "__enter__"): lost("enters torch.autocast: torch.fx would lose the region, also a disabled one"),
+        (torch.enable_grad, "__enter__"): lost(gradients),
+        (torch.set_grad_enabled, "__init__"): set_grad_enabled,
+        (torch.random, "fork_rng"): lost(random),
+        **{(owner, name): lost(random) for owner in (torch, torch.random) for name in ("get_rng_state", "set_rng_state")},
+        (threading.Thread, "start"): lost("starts a thread, whose operators torch.fx would not tell from its own"),
     }
     with replaced(refused), _refusing_functions():
         yield
@@ -83,7 +86,7 @@ def _refusing_functions() -> Iterator[None]:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != thread:
             return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
-        raise CaptureError(
+        refuse(
             f"forward calls the autograd.Function {cls.__name__}: torch.fx would trace its forward, its backward "
             "would be lost"
         )
@@ -114,7 +117,7 @@ def watching_attributes() -> Iterator[None]:
         elif not isinstance(value, PLAIN) or (type(value) is type(before) and value == before):
             return original(module, name, value)  # type: ignore[arg-type]
         what = "a tensor" if _holds_proxy(value) else repr(value)
-        raise CaptureError(
+        refuse(
             f"the forward of {type(module).__name__} stores {what} in self.{name}, which a graph would not do on every "
             "call. Return it, or keep it in a buffer that is updated in place"
         )
@@ -124,66 +127,89 @@ def watching_attributes() -> Iterator[None]:
 
 
 def refuse_handlers() -> None:
-    """Refuse an operator that is recorded where exceptions are caught: values that are only traced raise none.
+    """Refuse an operator that is recorded where exceptions are caught, or in the function of a `with` statement.
 
-    Called while tracing: whoever called the operator is on the stack, up to the tracer itself.
+    Values that are only traced raise nothing, and what a `with` does around operators is not in the graph. Called while
+    tracing: whoever called the operator is on the stack, up to the tracer itself.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != TRACE:
         code = frame.f_code
-        if _is_the_models(code) and _catches(code):
-            raise CaptureError(
-                f"{code.co_name} ({code.co_filename}:{frame.f_lineno}) catches exceptions, and values that are only "
-                "traced raise none: a graph might take the way that the model does not"
+        facts = facts_of(code)
+        if facts and facts.catches:
+            refuse(
+                f"{code.co_name} ({code.co_filename}:{frame.f_lineno}) catches exceptions or has a `with` statement: a "
+                "graph might take the way that the model does not, and would not enter the context,"
             )
         frame = frame.f_back
 
 
-TRACE = "_trace_with_guards"
-"""Name of the function that starts a trace: below it on the stack is the user's program, which may catch anything."""
+class RefusingTensors(TorchDispatchMode):
+    """Refuse code that computes with a parameter or buffer it got hold of behind the tracer's back, or writes to one.
 
-
-@cache
-def _is_the_models(code: CodeType) -> bool:
-    name = code.co_filename
-    return not name.startswith("<") and not any(map(Path(name).is_relative_to, INNER))
-
-
-@cache
-def _catches(code: CodeType) -> bool:
-    """Whether a function has an `except` of its own: `with` statements have none."""
-    return any(step.opname in ("CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH") for step in dis.get_instructions(code))
-
-
-class RefusingWrites(TorchDispatchMode):
-    """Refuse code that writes to a parameter or buffer it got hold of behind the tracer's back.
-
-    Whoever walks over `self.parameters()` sees the real tensors: an update would happen once, while tracing, to the
-    model's own values, and never when the graph runs.
+    Whoever walks over `self.parameters()` sees the real tensors: what is done with them happens once, while tracing,
+    and never when the graph runs. The same holds for writes to a tensor that is a plain attribute.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        tensors = (*model.named_parameters(), *model.named_buffers())
-        self._names = {tensor.untyped_storage()._cdata: name for name, tensor in tensors}
+        self._plain = _memory(
+            (f"{path}.{name}" if path else name, value)
+            for path, module in model.named_modules()
+            for name, value in vars(module).items()
+            if isinstance(value, torch.Tensor)
+        )
+        self._names = _memory((*model.named_parameters(), *model.named_buffers()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look at what an operator is about to write."""
+        """Look at what an operator is about to read and write."""
         kwargs = kwargs or {}
-        if func._schema.is_mutable:
-            for place, argument in enumerate(func._schema.arguments):
-                value = args[place] if place < len(args) else kwargs.get(argument.name)
-                written = argument.alias_info is not None and argument.alias_info.is_write
-                for tensor in pytree.tree_leaves(value) if written else ():
-                    name = (
-                        self._names.get(tensor.untyped_storage()._cdata) if isinstance(tensor, torch.Tensor) else None
+        for place, argument in enumerate(func._schema.arguments):
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in pytree.tree_leaves(value):
+                memory = tensor.untyped_storage()._cdata if isinstance(tensor, torch.Tensor) else None
+                if written and (memory in self._names or memory in self._plain):
+                    refuse(
+                        f"forward updates {self._names.get(memory) or self._plain[memory]} in place, but not as an "
+                        "attribute of its module: torch.fx would run the update once, while tracing,"
                     )
-                    if name is not None:
-                        raise CaptureError(
-                            f"forward updates {name} in place, but not as an attribute of its module: torch.fx would "
-                            "run the update once, while tracing"
-                        )
+                if memory in self._names:
+                    refuse(
+                        f"forward computes with {self._names[memory]}, parameters that it did not take from an "
+                        "attribute of their module: torch.fx would hold the result as a constant,"
+                    )
         return func(*args, **kwargs)
+
+
+def _memory(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[Any, str]:
+    return {tensor.untyped_storage()._cdata: name for name, tensor in tensors}
+
+
+@contextmanager
+def unchanged_tensors(model: nn.Module) -> Iterator[None]:
+    """Refuse code that puts something else into a parameter or buffer, and put it back: a graph would not do it."""
+    before = [(name, tensor, tensor.detach(), tensor.requires_grad, tensor.grad, _hooks(tensor))
+              for name, tensor in (*model.named_parameters(), *model.named_buffers())]  # fmt: skip
+    changed = ""
+    try:
+        yield
+    finally:
+        for name, tensor, data, asked, grad, hooks in before:
+            if tensor.data_ptr() != data.data_ptr() or tensor.shape != data.shape or tensor.dtype != data.dtype:
+                tensor.data, changed = data, f"the data of {name}"
+            if tensor.requires_grad is not asked:
+                tensor.requires_grad, changed = asked, f"whether {name} asks for a gradient"
+            if tensor.grad is not grad:
+                tensor.grad, changed = grad, f"the gradient of {name}"
+            if _hooks(tensor) != hooks:
+                changed = f"the hooks of {name}"
+    if changed:
+        refuse(f"forward changes {changed}, which a graph would not do on every call")
+
+
+def _hooks(tensor: torch.Tensor) -> int:
+    return len(tensor._backward_hooks or ())
 
 
 def context() -> dict[str, object]:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
-
-from torch import fx
 
 NAMES = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift", "irshift")
 """Operators with an assignment. `@=` is not among them: tensors have no such update, Python makes a new one."""
@@ -26,19 +23,3 @@ def _function(name: str) -> Callable[[Any, Any], Any]:
 
 globals().update({name: _function(name) for name in NAMES})  # by these names graphs are pickled
 
-
-@contextmanager
-def recording_updates() -> Iterator[None]:
-    """Let traced values record in-place operators and `x[i] = y` while the block runs."""
-
-    def recorded(function: Callable[..., Any]) -> Callable[..., fx.Proxy]:
-        return lambda self, *args: self.tracer.create_proxy("call_function", function, (self, *args), {})
-
-    functions = {f"__{name}__": globals()[name] for name in NAMES} | {"__setitem__": operator.setitem}
-    try:
-        for name, function in functions.items():
-            setattr(fx.Proxy, name, recorded(function))
-        yield
-    finally:
-        for name in functions:
-            delattr(fx.Proxy, name)

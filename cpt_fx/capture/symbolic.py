@@ -5,11 +5,10 @@ from __future__ import annotations
 import inspect
 import random
 import threading
-import traceback
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy
@@ -21,13 +20,15 @@ from cpt_fx.capture.base import CaptureError
 from cpt_fx.capture.containers import unchanged_containers
 from cpt_fx.capture.guards import (
     PLAIN,
-    RefusingWrites,
+    RefusingTensors,
     refusing_what_is_lost,
+    unchanged_tensors,
     watching_attributes,
 )
-from cpt_fx.capture.in_place import recording_updates
 from cpt_fx.capture.modes import merge_modes
-from cpt_fx.capture.tracer import Tracer, expect
+from cpt_fx.capture.questions import refusing_questions
+from cpt_fx.capture.refusals import noting, place_of_error, place_of_forward
+from cpt_fx.capture.tracer import Tracer, expect, expect_given
 from cpt_fx.capture.tree import own_tree
 from cpt_fx.meta import get_attribute
 from cpt_fx.result import PART
@@ -52,35 +53,48 @@ class Traced(NamedTuple):
     notes: tuple[str, ...] = ()
     loses: str = ""
     """What the graph does without, or refuses when it is called: another frontend may keep it."""
+    asked: Mapping[str, str] = {}
+    """Arguments of which the code asks whether they are None, with the place."""
 
 
 def trace_symbolic(source: Source, examples: Examples | None = None) -> Traced:
     """Trace with torch.fx, or raise `CaptureError` where the graph would not do what the code does."""
     entry = source.entry
-    optional = _optional_arguments(entry)
-    if examples is not None:
-        fixed = _constants_of(entry, examples.args, examples.kwargs)
-        traced = _both_modes(source, fixed)
+    if examples is None:
+        fixed = _optional_arguments(entry)
     else:
-        # Code may test an optional argument. Where leaving it open and leaving it out give the same graph, it is
-        # open; otherwise the graph is the one for its default, and says so when it is given.
-        fixed = dict(optional)
-        traced = _both_modes(source, fixed)
-        for name in optional:
-            without = {key: value for key, value in fixed.items() if key != name}
-            try:
-                opened = _both_modes(source, without)
-            except CaptureError:
-                continue
-            if _same_but_for(opened.graph, traced.graph, name, optional[name]):
-                fixed, traced = without, opened
+        fixed = _constants_of(entry, examples.args, examples.kwargs)
+    # Code may branch on a plain argument. Where leaving it open gives the same graph, it is open; otherwise the graph
+    # is the one for its value, and says so when it is given another.
+    traced = _both_modes(source, fixed)
+    for name, value in list(fixed.items()):
+        without = {key: other for key, other in fixed.items() if key != name}
+        try:
+            opened = _both_modes(source, without)
+        except CaptureError:
+            continue
+        if name not in opened.asked and _same_but_for(opened.graph, traced.graph, name, value):
+            fixed, traced = without, opened
     _drop_dead_constants(traced.graph)
     notes = [f"captured for {name}={value!r}: the code branches on it" for name, value in fixed.items()]
-    loses = f"the code branches on {', '.join(fixed)}" if fixed else ""
+    loses = f"the code branches on {', '.join(fixed)}{place_of_forward(entry)}" if fixed else ""
+    for name, place in traced.asked.items():
+        _check_given(traced.graph, name)
+        notes.append(f"captured with {name} given: the code asks whether it is None")
+        if name in inspect.signature(entry.forward).parameters and inspect.signature(entry.forward).parameters[name].default is not inspect.Parameter.empty:
+            loses = f"the code asks whether {name} is None{place}"
     if traced.dropped_checkpoints:
         loses = "forward uses torch.utils.checkpoint"
         notes.append("torch.utils.checkpoint inside forward is not kept: activations stay in memory for backward")
     return traced._replace(notes=tuple(notes), loses=loses)
+
+
+def _check_given(graph: fx.Graph, name: str) -> None:
+    """Refuse None at run time for an argument that the trace took for a tensor."""
+    for node in graph.find_nodes(op="placeholder"):
+        if node.target == name:
+            with graph.inserting_after(node):
+                graph.call_function(expect_given, (node, name))
 
 
 class Source(NamedTuple):
@@ -136,28 +150,41 @@ def _trace(source: Source, fixed: Mapping[str, object], *, mode: bool) -> Traced
             names.setdefault(id(module), name)
     tracer = Tracer(fixed, names, every_module=source.every_module)
     entry = root.get_submodule(source.path)
-    try:
-        with _TRACING, unchanged_containers(root), RefusingWrites(model), ExitStack() as stack:
-            stack.enter_context(warnings.catch_warnings())
-            for context in (tracer.recording_factories, tracer.recording_output_sizes, recording_updates,
-                            refusing_what_is_lost, watching_attributes):  # fmt: skip
-                stack.enter_context(context())
-            warnings.simplefilter("ignore")
-            graph = _trace_with_guards(tracer, root, entry)
-    except CaptureError:
-        raise
-    except Exception as error:
-        control_flow = isinstance(error, fx.proxy.TraceError) or "Proxy" in str(error)
-        advice = (
-            ". Code that depends on a tensor's values or size cannot be one graph: compute both sides and choose with "
-            "torch.where, or keep the function as one call with torch.fx.wrap"
-        )
-        raise CaptureError(
-            f"torch.fx cannot trace {type(entry).__name__}{_line_of(error)}: {type(error).__name__}: "
-            f"{str(error).rstrip('.')}{advice if control_flow else ''}"
-        ) from error
+    graph, failed = None, None
+    with _TRACING, noting() as noted:
+        try:
+            with unchanged_containers(root) as kept, unchanged_tensors(root), RefusingTensors(root), ExitStack() as stack:
+                stack.enter_context(warnings.catch_warnings())
+                warnings.simplefilter("ignore")
+                for context in (tracer.recording_factories, tracer.recording_output_sizes, refusing_what_is_lost,
+                                watching_attributes, partial(refusing_questions, kept)):  # fmt: skip
+                    stack.enter_context(context())
+                graph = _trace_with_guards(tracer, root, entry)
+            tracer.refuse_survivors()
+        except Exception as error:  # noqa: BLE001  (whatever the model's code raises)
+            failed = error
+    # What the model's code has caught comes first: what it did afterwards may be wrong because of it.
+    error = noted[0] if noted else failed
+    if isinstance(error, CaptureError):
+        raise error
+    if error is not None:
+        raise _untraceable(error, entry) from error
+    assert graph is not None
     _check_constants(graph, entry)
-    return Traced(entry, graph, tracer.dropped_checkpoints)
+    return Traced(entry, graph, tracer.dropped_checkpoints, asked=tracer.asked)
+
+
+def _untraceable(error: Exception, entry: nn.Module) -> CaptureError:
+    """Say what torch.fx itself could not do."""
+    control_flow = isinstance(error, fx.proxy.TraceError) or "Proxy" in str(error) or "Traced" in str(error)
+    advice = (
+        ". Code that depends on a tensor's values or size cannot be one graph: compute both sides and choose with "
+        "torch.where, or keep the function as one call with torch.fx.wrap"
+    )
+    return CaptureError(
+        f"torch.fx cannot trace {type(entry).__name__}{place_of_error(error)}: {type(error).__name__}: "
+        f"{str(error).rstrip('.')}{advice if control_flow else ''}"
+    )
 
 
 def _set_mode(module: nn.Module, mode: bool) -> None:
@@ -174,17 +201,6 @@ def _trace_with_guards(tracer: Tracer, root: nn.Module, entry: nn.Module) -> fx.
     # By name the end of the stack that guards look at (guards.TRACE).
     tracer.remember(root)
     return tracer.trace(entry)
-
-
-def _line_of(error: Exception) -> str:
-    """Say which line of the model's own code raised: the innermost one outside of torch and this library."""
-    inner = (Path(__file__).parents[1], Path(torch.__file__).parent)
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not any(Path(frame.filename).is_relative_to(folder) for folder in inner)
-    ]
-    return f" at {frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else ""
 
 
 def _check_constants(graph: fx.Graph, root: nn.Module) -> None:
@@ -227,26 +243,40 @@ def _constants_of(
 
 
 def _same_but_for(opened: fx.Graph, fixed: fx.Graph, name: str, value: object) -> bool:
-    """Whether leaving an argument open changed nothing but that the argument itself is passed on."""
-    ignore = (expect,)
-    left = [node for node in opened.nodes if node.target not in ignore]
-    right = [node for node in fixed.nodes if node.target not in ignore]
-    if len(left) != len(right):
-        return False
+    """Whether leaving an argument open gives the same graph, once what is computed from the argument is worked out."""
+    right = iter([node for node in fixed.nodes if node.target is not expect])
     matching: dict[fx.Node, object] = {}
 
     def translate(node: fx.Node) -> Any:
         return matching[node]
 
-    for ours, theirs in zip(left, right, strict=True):
-        if ours.op != theirs.op or (ours.target != theirs.target):
+    for ours in opened.nodes:
+        if ours.target is expect:
+            continue
+        args, kwargs = fx.map_arg((ours.args, ours.kwargs), translate)
+        inputs = [matching[node] for node in ours.all_input_nodes]
+        if inputs and ours.op != "output" and not any(isinstance(value, fx.Node) for value in inputs):
+            try:
+                matching[ours] = _computed(ours, args, kwargs)
+            except Exception:  # noqa: BLE001  (the code asks more of the value than it can do)
+                return False
+            continue
+        theirs = next(right, None)
+        if theirs is None or (ours.op, ours.target) != (theirs.op, theirs.target):
             return False
         matching[ours] = value if ours.op == "placeholder" and ours.target == name else theirs
-        if ours.op == "placeholder":
-            continue
-        if fx.map_arg((ours.args, ours.kwargs), translate) != (theirs.args, theirs.kwargs):
+        if ours.op != "placeholder" and (args, kwargs) != (theirs.args, theirs.kwargs):
             return False
-    return True
+    return next(right, None) is None
+
+
+def _computed(node: fx.Node, args: Any, kwargs: Any) -> object:
+    """Compute what Python would, of plain values."""
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    if node.op != "call_function" or getattr(node.target, "__module__", None) not in ("_operator", "math", "builtins"):
+        raise ValueError(f"{node.target} is not a function of numbers")
+    return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def _drop_dead_constants(graph: fx.Graph) -> None:

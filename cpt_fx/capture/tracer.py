@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +17,8 @@ from torch.nn.utils import parametrize
 
 from cpt_fx.capture.base import CaptureError
 from cpt_fx.capture.guards import context, refuse_handlers, replaced
+from cpt_fx.capture.refusals import note, place_of_forward, refuse
+from cpt_fx.capture.traced import Traced
 from cpt_fx.capture.watch import is_hooked
 from cpt_fx.meta import CALLED, module_path
 from cpt_fx.optable import OPENED
@@ -37,19 +42,50 @@ class Tracer(fx.Tracer):
         self._wanted: set[int] = set()
         self._context = context()
         self.dropped_checkpoints = False
+        self.asked: dict[str, str] = {}
+        """Arguments of which the code asks whether they are None, with the place."""
+        self._read: dict[str, fx.Proxy] = {}
+        self._made: list[weakref.ref[Traced]] = []
+        self._thread = threading.get_ident()
+
+    def proxy(self, node: fx.Node) -> Traced:
+        """Stand for a node of the graph, as all values of the code do."""
+        made = Traced(node, self)
+        self._made.append(weakref.ref(made))
+        return made
+
+    def refuse_survivors(self) -> None:
+        """Refuse code that keeps a value, anywhere at all: a graph would not, and what is kept is no tensor."""
+        self._read.clear()
+        if any(made() is not None for made in self._made):
+            gc.collect()
+        kept = next((value for value in (made() for made in self._made) if value is not None), None)
+        if kept is not None:
+            where = place_of_forward(self.root)
+            raise CaptureError(f"forward{where} keeps {kept.node.format_node()}, which a graph would not do on every call")
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """Refuse a branch, also where the code catches that."""
+        raise note(fx.proxy.TraceError("symbolically traced variables cannot be used as inputs to control flow"))
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        """Refuse a loop, also where the code catches that."""
+        raise note(fx.proxy.TraceError("a value that is only traced cannot be iterated over"))
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         """Refuse operators inside a context that changes them: a graph does not record `with` statements."""
         node = super().create_node(kind, *args, **kwargs)
-        if kind.startswith("call_"):
-            refuse_handlers()
+        if threading.get_ident() != self._thread:
+            refuse("forward runs operators in another thread, which torch.fx would not tell from its own,")
         changed = [name for name, state in context().items() if state != self._context[name]]
         # Saved-tensor hooks change what is kept for the backward pass, not what is computed.
         self.dropped_checkpoints |= torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         if changed and kind.startswith("call_"):
             path, _ = module_path(node)
             place = f"module {path!r}" if path else "the model's forward"
-            raise CaptureError(f"{place} runs {node.format_node()} inside {changed[0]}, which torch.fx would lose")
+            refuse(f"{place} runs {node.format_node()} inside {changed[0]}, which torch.fx would lose,")
+        if kind.startswith("call_"):
+            refuse_handlers()
         return node
 
     def create_arg(self, a: Any) -> Any:
@@ -58,7 +94,7 @@ class Tracer(fx.Tracer):
             return self.create_node("get_attr", self._tensor_paths[id(a)], (), {})
         if isinstance(a, (dict, list)) and type(a) not in (dict, list) and "immutable_" not in type(a).__name__:
             plain = "dict" if isinstance(a, dict) else "list"
-            raise CaptureError(f"forward makes a {type(a).__name__}, which torch.fx would turn into a plain {plain}")
+            refuse(f"forward makes a {type(a).__name__}, which torch.fx would turn into a plain {plain},")
         return super().create_arg(a)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -114,9 +150,9 @@ class Tracer(fx.Tracer):
         name = self._tensor_paths.get(id(attr_val))
         if name is None:
             return attr_val
-        if name not in parameter_proxy_cache:
-            parameter_proxy_cache[name] = self.create_proxy("get_attr", name, (), {})
-        return parameter_proxy_cache[name]
+        if name not in self._read:  # not in the cache that is given, which outlives the trace
+            self._read[name] = self.create_proxy("get_attr", name, (), {})
+        return self._read[name]
 
     @contextmanager
     def recording_factories(self) -> Iterator[None]:
@@ -129,9 +165,7 @@ class Tracer(fx.Tracer):
         def recorded(function: Callable[..., Any]) -> Callable[..., fx.Proxy]:
             def record(*args: Any, **kwargs: Any) -> fx.Proxy:
                 if kwargs.get("generator") is not None:
-                    raise CaptureError(
-                        "forward draws from a torch.Generator: its state would not start anew at each call"
-                    )
+                    refuse("forward draws from a torch.Generator: its state would not start anew at each call,")
                 return self.create_proxy("call_function", function, args, kwargs)
 
             return record
@@ -177,4 +211,13 @@ def expect(given: object, value: object, name: str) -> None:
             f"this model was captured for {name}={value!r}, which its code branches on; got "
             f"{type(given).__name__ if isinstance(given, torch.Tensor) else repr(given)}. To use another value, "
             "capture the model with it in example_inputs / example_kwargs"
+        )
+
+
+def expect_given(given: object, name: str) -> None:
+    """Refuse None for an argument that the graph was captured with."""
+    if given is None:
+        raise ValueError(
+            f"this model was captured with {name} given, which its code asks about; got None. Capture the model with "
+            f"{name}=None in example_inputs / example_kwargs, or with capture='dynamo', which takes both"
         )

@@ -85,7 +85,7 @@ class _Rebinding:
     def __call__(self, value: Any) -> Any:
         if isinstance(value, nn.Module):
             return self.clones.get(id(value), value)
-        change = _REBUILD.get(type(value)) or (_Rebinding.object if _is_plain_object(value) else None)
+        change = _REBUILD.get(type(value)) or (_Rebinding.object if is_plain_object(value) else None)
         if change is None:
             return value
         key = (id(value), self.own)
@@ -159,7 +159,7 @@ class _Rebinding:
             self.own = own
 
 
-def _is_plain_object(value: Any) -> bool:
+def is_plain_object(value: Any) -> bool:
     """Whether a value is an instance of somebody's class that may hold modules."""
     package = type(value).__module__.partition(".")[0]
     return hasattr(value, "__dict__") and not isinstance(value, (type, Tensor, ModuleType)) and package not in _SHARED

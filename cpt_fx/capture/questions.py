@@ -1,0 +1,171 @@
+"""Questions that code asks by calling a function: what a value is, what it has, how the process stands."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+
+from cpt_fx.capture.base import CaptureError
+from cpt_fx.capture.containers import Kept
+from cpt_fx.capture.identity import facts_of, is_made_inside, look
+from cpt_fx.capture.refusals import (
+    TRACE,
+    asks,
+    is_import,
+    is_machine,
+    is_quiet,
+    is_the_models,
+    is_traced_code,
+    note,
+    place_of,
+    refuse,
+    refuse_question,
+)
+from cpt_fx.capture.traced import is_traced
+
+
+def _about_values(original: Callable[..., Any], asked: int = 1) -> Callable[..., Any]:
+    """Let a function of Python refuse to answer for a traced value as for any object."""
+
+    def ask(*args: Any) -> Any:
+        if len(args) >= asked and (is_traced(args[0]) or is_traced(args[-1])):
+            refuse_question(f"by {original.__name__}()", sys._getframe(1))
+        return original(*args)
+
+    return ask
+
+
+def _about_classes(owner: Any, name: str, value: Any) -> None:
+    """Set an attribute, unless it is one of a class or of a traced value."""
+    if (isinstance(owner, type) or is_traced(owner)) and asks(sys._getframe(1)):
+        refuse(f"the code sets {name} of {'a tensor' if is_traced(owner) else 'a class'}, which a graph would not do,")
+    setattr(owner, name, value)
+
+
+def _about_the_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function of torch refuse to tell the model's code what may be otherwise at each call."""
+
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        if is_the_models(sys._getframe(1).f_code.co_filename) and asks(sys._getframe(1)):
+            refuse(f"forward asks torch.{original.__name__}, which a graph would not do on every call,")
+        return original(*args, **kwargs)
+
+    return ask
+
+
+BUILTINS = {each.__name__: _about_values(each) for each in (isinstance, issubclass, hasattr, id, callable)}
+BUILTINS |= {"getattr": _about_values(getattr, 3), "setattr": _about_classes}
+
+STATES = {name: _about_the_state(getattr(torch, name)) for name in (
+    "is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled", "is_autocast_cpu_enabled",
+    "get_autocast_dtype", "get_autocast_cpu_dtype", "get_autocast_gpu_dtype", "is_autocast_cache_enabled",
+    "get_default_dtype", "get_default_device", "are_deterministic_algorithms_enabled", "initial_seed")}  # fmt: skip
+
+OTHERS = {id(getattr(torch, name)): ask for name, ask in STATES.items()}
+OTHERS |= {id(each): _about_values(each) for each in (operator.is_, operator.is_not)}
+"""By the function that is replaced, since modules import it under names of their own."""
+
+
+class _Watcher:
+    """Sees each function that is called while a model is traced."""
+
+    def __init__(self, kept: Kept) -> None:
+        self.kept = kept
+        self.known: dict[int, Any] = {}
+        self.globals: set[int] = set()
+        self.replaced: list[tuple[dict[str, Any], str, Any]] = []
+
+    def enter(self, frame: FrameType, event: str, arg: Any) -> Any:
+        """Return what looks at the lines of a function, None where there is nothing to look at."""
+        known = self.known.get(id(frame.f_code), _NEW)
+        return self._meet(frame) if known is _NEW else known
+
+    def _meet(self, frame: FrameType) -> Any:
+        """Let the functions of the model's code, and those of others that get a traced value, ask ours."""
+        code = frame.f_code
+        self.known[id(code)] = None
+        if is_machine(code.co_filename) or is_quiet(code.co_filename) or not code.co_flags & inspect.CO_OPTIMIZED:
+            return None
+        if is_traced_code(code.co_filename):
+            if _is_imported(frame):
+                del self.known[id(code)]
+                return None
+            self._remember(frame)
+        elif id(frame.f_globals) not in self.globals and not any(map(is_traced, frame.f_locals.values())):
+            del self.known[id(code)]
+            return None
+        if id(frame.f_globals) not in self.globals:
+            self.globals.add(id(frame.f_globals))
+            self.replace(frame.f_globals, BUILTINS)
+        self.known[id(code)] = _run if facts_of(code) else None
+        return self.known[id(code)]
+
+    def replace(self, names: dict[str, Any], more: dict[str, Any]) -> None:
+        """Put ours into a module: not into `builtins`, which are those of all threads and of the machine itself."""
+        new = {name: ask for name, ask in more.items() if name not in names}
+        new |= {name: OTHERS[id(value)] for name, value in names.items() if id(value) in OTHERS}
+        self.replaced += [(names, name, names.get(name, _NEW)) for name in new]
+        names.update(new)
+
+    def _remember(self, frame: FrameType) -> None:
+        """Remember the containers that a function knows from outside."""
+        code = frame.f_code
+        for name in code.co_names:
+            if name in frame.f_globals:
+                self.kept.add(frame.f_globals[name], f"{name} of {frame.f_globals.get('__name__')}", 2)
+        for name in code.co_freevars:
+            if name in frame.f_locals and not is_made_inside(name, frame.f_back):
+                self.kept.add(frame.f_locals[name], name, 2)
+
+
+_NEW = object()
+
+
+def _is_imported(frame: FrameType | None) -> bool:
+    """Whether a function runs because a module is imported."""
+    while frame is not None and frame.f_code.co_name != TRACE:
+        if is_import(frame.f_code.co_filename):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@contextmanager
+def refusing_questions(kept: Kept) -> Iterator[None]:
+    """Refuse what the model's code asks, line by line, and what it catches."""
+    before, watcher = sys.gettrace(), _Watcher(kept)
+    for owner in (torch, operator):
+        watcher.replace(vars(owner), {})
+    sys.settrace(watcher.enter)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+        for names, name, value in reversed(watcher.replaced):
+            if value is _NEW:
+                del names[name]
+            else:
+                names[name] = value
+
+
+def _run(frame: FrameType, event: str, arg: Any) -> Any:
+    facts = facts_of(frame.f_code)
+    assert facts is not None
+    if event == "line":
+        for question in facts.questions.get(frame.f_lineno, ()):
+            look(question, frame)
+    elif event == "exception" and facts.catches and not issubclass(arg[0], (StopIteration, GeneratorExit, ImportError)):
+        if any(map(_holds_traced, frame.f_locals.values())):
+            note(CaptureError(f"the code may catch a {arg[0].__name__} that only tracing raises{place_of(frame)}"))
+    return _run
+
+
+def _holds_traced(value: Any) -> bool:
+    return any(map(is_traced, value)) if type(value) in (list, tuple) else is_traced(value)

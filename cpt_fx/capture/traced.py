@@ -1,0 +1,124 @@
+"""The value that stands for all others while code is traced: it records what is done, and answers nothing untrue."""
+
+from __future__ import annotations
+
+import dis
+import operator
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from torch import fx
+
+from cpt_fx.capture import in_place
+from cpt_fx.capture.refusals import asks, is_machine, note, refuse, refuse_question
+
+
+class _Kind(type):
+    """The class of traced values, asked about by code that holds it: `type(x) == Tensor`, `{Tensor: ...}[type(x)]`."""
+
+    def __eq__(cls, other: object) -> bool:
+        refuse_question("for the type of a value", sys._getframe(1))
+        return cls is other
+
+    def __hash__(cls) -> int:
+        refuse_question("for the type of a value", sys._getframe(1))
+        return type.__hash__(cls)
+
+    def __getattribute__(cls, name: str) -> Any:
+        if name in ("__name__", "__qualname__", "__module__", "__mro__", "__bases__"):
+            refuse_question("for the name of a value's type", sys._getframe(1))
+        return type.__getattribute__(cls, name)
+
+
+_READS = frozenset(("LOAD_ATTR", "LOAD_METHOD", "MATCH_CLASS"))
+
+
+class Traced(fx.Proxy, metaclass=_Kind):
+    """A value of a graph under construction."""
+
+    @property
+    def __class__(self) -> Any:
+        """Its own class. Where code asks for it: `x.__class__`, a pattern, dispatch by type; not torch's own parser."""
+        frame = sys._getframe(1)
+        if not is_machine(frame.f_code.co_filename) and _instruction(frame) in _READS:
+            refuse_question("for the class of a value", frame)
+        return type(self)
+
+    def __getattr__(self, name: str) -> Any:
+        return TracedAttribute(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if asks(sys._getframe(1)):
+            refuse(f"the code sets .{name} of a tensor, which torch.fx would not do when the graph runs,")
+        object.__setattr__(self, name, value)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _OURS and asks(sys._getframe(1)):
+            if name == "__dict__":
+                refuse("the code asks for the attributes of a value, which torch.fx cannot know,")
+            return TracedAttribute(self, name)
+        return object.__getattribute__(self, name)
+
+    def __repr__(self) -> str:
+        refuse_question("for the text of a value", sys._getframe(1))
+        return fx.Proxy.__repr__(self)
+
+    def __hash__(self) -> int:
+        refuse_question("a table or a set for a value", sys._getframe(1))
+        return id(self)
+
+    def __dir__(self) -> NoReturn:
+        refuse("the code asks for the attributes of a value, which torch.fx cannot know,")
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, place, value), {})
+
+    def __int__(self) -> NoReturn:
+        raise note(fx.proxy.TraceError("a value that is only traced is no number"))
+
+    __float__ = __complex__ = __int__
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse("the code copies a tensor by copy or pickle, which torch.fx would not do when the graph runs,")
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        self.__reduce_ex__(4)
+
+    def __copy__(self) -> NoReturn:
+        self.__reduce_ex__(4)
+
+
+class TracedAttribute(Traced, fx.proxy.Attribute):
+    """An attribute of such a value, which is in the graph once it is used."""
+
+    @property
+    def node(self) -> fx.Node:  # type: ignore[override]
+        """The node, made now. (torch.fx would take the `getattr` that stands in for Python's while tracing.)"""
+        if self._node is None:
+            self._node = self.tracer.create_proxy("call_function", _getattr, (self.root, self.attr), {}).node
+        return self._node
+
+
+_getattr = getattr
+
+
+_OURS = frozenset(("node", "tracer", "root", "attr", "_node", "__dict__"))
+"""Attributes of torch.fx's own: a user's object may have some of the same name."""
+
+
+def _instruction(frame: Any) -> str:
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]] if frame.f_lasti >= 0 else ""
+
+
+def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *args: self.tracer.create_proxy("call_function", function, (self, *args), {})
+
+
+for _name in in_place.NAMES:
+    setattr(Traced, f"__{_name}__", _recorded(getattr(in_place, _name)))
+
+
+def is_traced(value: Any) -> bool:
+    """Whether a value is a traced one, or the class of those, without asking it."""
+    return type(value) is Traced or type(value) is TracedAttribute or type(value) is _Kind
