@@ -22,12 +22,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from cpt_fx.evaluating import at_bits
+from cpt_fx.memory import unchanged
 from cpt_fx.meta import module_stack
 from cpt_fx.overrides import Pattern, Patterns, as_patterns
 from cpt_fx.result import sessions_in
 from cpt_fx.schedules.bits import Bits, as_bits
 from cpt_fx.session import Session
-from cpt_fx.trial import eager_model, tensors_in, trial, unchanged_attributes
+from cpt_fx.trial import eager_model, tensors_in, trial
 
 LOGGER = logging.getLogger("cpt_fx")
 FORMS = "a tensor, a tuple or list whose first item is the input, or a dict of keywords; pass call= for anything else"
@@ -106,7 +107,7 @@ def recalibrate(
         with ExitStack() as stack:
             contexts: list[AbstractContextManager[Any]] = [
                 torch.inference_mode(False), torch.no_grad(), _uncached_autocast(), _same_random_numbers(batches),
-                trial(model), unchanged_attributes(model), *(_unnoticed(session) for session in sessions),
+                trial(model), *(_unnoticed(session) for session in sessions),
             ]  # fmt: skip
             for context in contexts:
                 stack.enter_context(context)
@@ -142,7 +143,7 @@ def batch_norms(model: nn.Module, exclude: Pattern | Iterable[Pattern] = ()) -> 
 def learns_statistics(model: nn.Module) -> bool:
     """Whether batch norm of a model gathers statistics in training."""
     modes = [(module, module.training) for module in model.modules()]
-    with unchanged_attributes(model):
+    with unchanged(model):
         model.train()
         found = any(layer.training for layer in batch_norms(model).values())
     for module, mode in modes:

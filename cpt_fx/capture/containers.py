@@ -67,8 +67,9 @@ def unchanged_containers(model: nn.Module) -> Iterator[Kept]:
         changed = kept.changed()
     if changed:
         refuse(
-            f"forward{place_of_forward(model)} changes {changed}, which a graph would not do on every call. Return the "
-            "value instead; a cache that one call of the model fills is fine once it is filled"
+            f"forward changes {changed}, which a graph would not do on every call. Return the value instead; a cache "
+            "that one call of the model fills is fine once it is filled: the forward",
+            place_of_forward(model),
         )
 
 

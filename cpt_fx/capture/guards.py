@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpt_fx.aliasing import overwritten
-from cpt_fx.capture.identity import facts_of
-from cpt_fx.capture.refusals import TRACE, is_the_models, refuse
+from cpt_fx.capture.identity import is_caught
+from cpt_fx.capture.refusals import TRACE, is_the_models, place_of_forward, refuse
 
 PLAIN = (bool, int, float, str, type(None))
 """Argument values that Python code branches on: they become constants of the graph."""
@@ -50,30 +50,31 @@ def replaced(functions: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
 
 @contextmanager
 def refusing_what_is_lost() -> Iterator[None]:
-    """Refuse calls that leave nothing behind in a graph: seeds, autocast regions, threads, a backward of one's own."""
+    """Refuse calls that leave nothing behind in a graph: seeds, autocast regions, a backward of one's own."""
 
-    def lost(what: str) -> Callable[..., Any]:
-        return lambda *_, **__: refuse(f"forward {what}")
+    def lost(owner: Any, name: str, what: str, *, by_torch: bool = True) -> dict[tuple[Any, str], Callable[..., Any]]:
+        original = vars(owner)[name]
 
-    switch = vars(torch.set_grad_enabled)["__init__"]
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if by_torch or is_the_models(sys._getframe(2).f_code.co_filename):
+                refuse(f"forward {what}")
+            return original(*args, **kwargs)
 
-    def set_grad_enabled(*args: Any, **kwargs: Any) -> None:
-        # Not the one inside of `no_grad`, which matters where operators are recorded in it.
-        if is_the_models(sys._getframe(2).f_code.co_filename):
-            refuse("forward calls torch.set_grad_enabled, which a graph would not do")
-        switch(*args, **kwargs)
+        return {(owner, name): call}
 
-    random = "reads or sets the state of random numbers, which a graph would not do on every call"
-    gradients = "switches gradients on: where the model is called without them, a graph would not"
+    random = "reads or sets the state of random numbers, which a graph would not do on every call,"
+    gradients = "switches gradients on: where the model is called without them, a graph would not,"
     refused = {
-        (torch, "manual_seed"): lost("calls torch.manual_seed, which a graph would not do on every call"),
-        (torch.autocast, "__enter__"): lost("enters torch.autocast: torch.fx would lose the region, also a disabled one"),
-        (torch.enable_grad, "__enter__"): lost(gradients),
-        (torch.set_grad_enabled, "__init__"): set_grad_enabled,
-        (torch.random, "fork_rng"): lost(random),
-        **{(owner, name): lost(random) for owner in (torch, torch.random) for name in ("get_rng_state", "set_rng_state")},
-        (threading.Thread, "start"): lost("starts a thread, whose operators torch.fx would not tell from its own"),
+        **lost(torch, "manual_seed", "calls torch.manual_seed, which a graph would not do on every call,"),
+        **lost(torch.autocast, "__enter__", "enters torch.autocast: torch.fx would lose the region, also a disabled one,"),
+        **lost(torch.enable_grad, "__enter__", gradients),
+        # Not where torch itself does: `no_grad` is looked at when operators are recorded in it.
+        **lost(torch.set_grad_enabled, "__init__", "calls torch.set_grad_enabled, which a graph would not,", by_torch=False),
+        **lost(torch.random, "fork_rng", random, by_torch=False),
     }
+    for owner in (torch, torch.random):
+        for name in ("get_rng_state", "set_rng_state"):
+            refused |= lost(owner, name, random, by_torch=False)
     with replaced(refused), _refusing_functions():
         yield
 
@@ -127,19 +128,18 @@ def watching_attributes() -> Iterator[None]:
 
 
 def refuse_handlers() -> None:
-    """Refuse an operator that is recorded where exceptions are caught, or in the function of a `with` statement.
+    """Refuse an operator that is recorded where exceptions are caught, or inside of a `with` statement.
 
     Values that are only traced raise nothing, and what a `with` does around operators is not in the graph. Called while
     tracing: whoever called the operator is on the stack, up to the tracer itself.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != TRACE:
-        code = frame.f_code
-        facts = facts_of(code)
-        if facts and facts.catches:
+        if is_caught(frame):
+            code = frame.f_code
             refuse(
-                f"{code.co_name} ({code.co_filename}:{frame.f_lineno}) catches exceptions or has a `with` statement: a "
-                "graph might take the way that the model does not, and would not enter the context,"
+                f"{code.co_name} ({code.co_filename}:{frame.f_lineno}) catches exceptions or enters a context: a graph "
+                "would not enter it, and might take the way that the model does not,"
             )
         frame = frame.f_back
 
@@ -205,7 +205,7 @@ def unchanged_tensors(model: nn.Module) -> Iterator[None]:
             if _hooks(tensor) != hooks:
                 changed = f"the hooks of {name}"
     if changed:
-        refuse(f"forward changes {changed}, which a graph would not do on every call")
+        refuse(f"forward changes {changed}, which a graph would not do on every call,", place_of_forward(model))
 
 
 def _hooks(tensor: torch.Tensor) -> int:

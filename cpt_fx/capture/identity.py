@@ -46,17 +46,18 @@ class Question(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What a function's code asks, by line, and whether it may catch what is raised in it."""
+    """What a function's code asks, by line, and where it may catch what is raised in it."""
 
     questions: Mapping[int, list[Question]]
-    catches: bool
+    caught: tuple[tuple[int, int], ...]
+    """Instructions, from one to another, inside of a `try` or a `with`."""
 
 
 def facts_of(code: CodeType) -> Facts | None:
     """Read the code of a function, once; None where there is nothing to look at."""
     known = _known.get(id(code))
     if known is None:
-        facts = Facts(_Reader(code).questions, _catches(code)) if is_traced_code(code.co_filename) else None
+        facts = Facts(_Reader(code).questions, _caught(code)) if is_traced_code(code.co_filename) else None
         known = _known[id(code)] = code, facts if facts and any(facts) else None
     return known[1]
 
@@ -65,10 +66,20 @@ _known: dict[int, tuple[CodeType, Facts | None]] = {}
 """By identity, since the hash of code is slow; it is kept, so that its id stays its own."""
 
 
-def _catches(code: CodeType) -> bool:
-    """Whether a function has an `except`, or a `with`, whose exit may catch as well."""
+def _caught(code: CodeType) -> tuple[tuple[int, int], ...]:
+    """Return where an `except`, or the exit of a `with`, may catch: not one that only raises again."""
     steps = [step.opname for step in dis.get_instructions(code)]
-    return any(one == "POP_EXCEPT" and other != "RERAISE" for one, other in zip(steps, steps[1:], strict=False))
+    if not any(one == "POP_EXCEPT" and other != "RERAISE" for one, other in zip(steps, steps[1:], strict=False)):
+        return ()
+    # Python 3.10 has no such table: there it is the whole function.
+    entries = getattr(dis.Bytecode(code), "exception_entries", None)
+    return ((0, sys.maxsize),) if entries is None else tuple((entry.start, entry.end) for entry in entries)
+
+
+def is_caught(frame: FrameType) -> bool:
+    """Whether what is raised in a function now may be caught there."""
+    facts = facts_of(frame.f_code)
+    return facts is not None and any(start <= frame.f_lasti < end for start, end in facts.caught)
 
 
 class _Reader:

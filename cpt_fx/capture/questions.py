@@ -14,11 +14,9 @@ import torch
 
 from cpt_fx.capture.base import CaptureError
 from cpt_fx.capture.containers import Kept
-from cpt_fx.capture.identity import facts_of, is_made_inside, look
+from cpt_fx.capture.identity import facts_of, is_caught, is_made_inside, look
 from cpt_fx.capture.refusals import (
-    TRACE,
-    asks,
-    is_import,
+    is_inside,
     is_machine,
     is_quiet,
     is_the_models,
@@ -44,7 +42,7 @@ def _about_values(original: Callable[..., Any], asked: int = 1) -> Callable[...,
 
 def _about_classes(owner: Any, name: str, value: Any) -> None:
     """Set an attribute, unless it is one of a class or of a traced value."""
-    if (isinstance(owner, type) or is_traced(owner)) and asks(sys._getframe(1)):
+    if (isinstance(owner, type) or is_traced(owner)) and is_inside(sys._getframe(1)):
         refuse(f"the code sets {name} of {'a tensor' if is_traced(owner) else 'a class'}, which a graph would not do,")
     setattr(owner, name, value)
 
@@ -53,7 +51,7 @@ def _about_the_state(original: Callable[..., Any]) -> Callable[..., Any]:
     """Let a function of torch refuse to tell the model's code what may be otherwise at each call."""
 
     def ask(*args: Any, **kwargs: Any) -> Any:
-        if is_the_models(sys._getframe(1).f_code.co_filename) and asks(sys._getframe(1)):
+        if is_the_models(sys._getframe(1).f_code.co_filename) and is_inside(sys._getframe(1)):
             refuse(f"forward asks torch.{original.__name__}, which a graph would not do on every call,")
         return original(*args, **kwargs)
 
@@ -94,13 +92,13 @@ class _Watcher:
         if is_machine(code.co_filename) or is_quiet(code.co_filename) or not code.co_flags & inspect.CO_OPTIMIZED:
             return None
         if is_traced_code(code.co_filename):
-            if _is_imported(frame):
-                del self.known[id(code)]
-                return None
-            self._remember(frame)
-        elif id(frame.f_globals) not in self.globals and not any(map(is_traced, frame.f_locals.values())):
+            is_asked = is_inside(frame)
+        else:
+            is_asked = id(frame.f_globals) in self.globals or any(map(is_traced, frame.f_locals.values()))
+        if not is_asked:  # this time
             del self.known[id(code)]
             return None
+        self._remember(frame)
         if id(frame.f_globals) not in self.globals:
             self.globals.add(id(frame.f_globals))
             self.replace(frame.f_globals, BUILTINS)
@@ -117,7 +115,7 @@ class _Watcher:
     def _remember(self, frame: FrameType) -> None:
         """Remember the containers that a function knows from outside."""
         code = frame.f_code
-        for name in code.co_names:
+        for name in code.co_names if is_traced_code(code.co_filename) else ():
             if name in frame.f_globals:
                 self.kept.add(frame.f_globals[name], f"{name} of {frame.f_globals.get('__name__')}", 2)
         for name in code.co_freevars:
@@ -127,14 +125,6 @@ class _Watcher:
 
 _NEW = object()
 
-
-def _is_imported(frame: FrameType | None) -> bool:
-    """Whether a function runs because a module is imported."""
-    while frame is not None and frame.f_code.co_name != TRACE:
-        if is_import(frame.f_code.co_filename):
-            return True
-        frame = frame.f_back
-    return False
 
 
 @contextmanager
@@ -161,7 +151,7 @@ def _run(frame: FrameType, event: str, arg: Any) -> Any:
     if event == "line":
         for question in facts.questions.get(frame.f_lineno, ()):
             look(question, frame)
-    elif event == "exception" and facts.catches and not issubclass(arg[0], (StopIteration, GeneratorExit, ImportError)):
+    elif event == "exception" and is_caught(frame) and not issubclass(arg[0], (StopIteration, GeneratorExit, ImportError)):
         if any(map(_holds_traced, frame.f_locals.values())):
             note(CaptureError(f"the code may catch a {arg[0].__name__} that only tracing raises{place_of(frame)}"))
     return _run

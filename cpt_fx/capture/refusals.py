@@ -26,6 +26,7 @@ _MACHINE = (
     os.path.join(_TORCH, "fx", ""),
     os.path.join(_TORCH, "functional.py"),
     os.path.join(_TORCH, "nn", "functional.py"),
+    os.path.join(_TORCH, "utils", "checkpoint.py"),
     "<eval_with_key>",
 )
 """What records operators, or hands itself over to be recorded: it may ask what it likes about a traced value."""
@@ -59,9 +60,9 @@ def note(error: Exception) -> Exception:
     return error
 
 
-def refuse(what: str) -> NoReturn:
-    """Give the trace up, naming the place in the model's code."""
-    raise note(CaptureError(f"{what}{place_of(sys._getframe(1))}"))
+def refuse(what: str, place: str | None = None) -> NoReturn:
+    """Give the trace up, naming the place in the model's code: the line that runs, unless another one is given."""
+    raise note(CaptureError(f"{what}{place_of(sys._getframe(1)) if place is None else place}"))
 
 
 def refuse_question(what: str, frame: FrameType | None) -> None:
@@ -76,7 +77,14 @@ def asks(frame: FrameType | None) -> bool:
         if is_machine(frame.f_code.co_filename):
             return False
         frame = frame.f_back
+    return frame is not None
+
+
+def is_inside(frame: FrameType | None) -> bool:
+    """Whether a function runs inside of the trace: not in another thread, and not since a module is imported."""
     while frame is not None and frame.f_code.co_name != TRACE:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return False
         frame = frame.f_back
     return frame is not None
 
@@ -98,12 +106,6 @@ def is_the_models(name: str) -> bool:
     """Whether a file's code may be the model's own."""
     installed = "-packages" in name.removeprefix(_PYTHON)  # somebody's package, inside of Python's own folder
     return not name.startswith(("<frozen", *_MACHINE, _TORCH)) and (installed or not name.startswith(_PYTHON))
-
-
-@cache
-def is_import(name: str) -> bool:
-    """Whether a file's code is what imports modules, which is no part of the model's code."""
-    return name.startswith("<frozen importlib")
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,7 @@ from torch.nn.utils import parametrize
 
 from cpt_fx.capture.base import CaptureError
 from cpt_fx.capture.guards import context, refuse_handlers, replaced
-from cpt_fx.capture.refusals import note, place_of_forward, refuse
+from cpt_fx.capture.refusals import note, place_of, place_of_forward, refuse
 from cpt_fx.capture.traced import Traced
 from cpt_fx.capture.watch import is_hooked
 from cpt_fx.meta import CALLED, module_path
@@ -61,8 +62,8 @@ class Tracer(fx.Tracer):
             gc.collect()
         kept = next((value for value in (made() for made in self._made) if value is not None), None)
         if kept is not None:
-            where = place_of_forward(self.root)
-            raise CaptureError(f"forward{where} keeps {kept.node.format_node()}, which a graph would not do on every call")
+            what = f"forward keeps {kept.node.format_node()}, which a graph would not do on every call,"
+            raise CaptureError(f"{what}{place_of_forward(self.root)}")
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Refuse a branch, also where the code catches that."""
@@ -76,7 +77,8 @@ class Tracer(fx.Tracer):
         """Refuse operators inside a context that changes them: a graph does not record `with` statements."""
         node = super().create_node(kind, *args, **kwargs)
         if threading.get_ident() != self._thread:
-            refuse("forward runs operators in another thread, which torch.fx would not tell from its own,")
+            what = "forward runs operators in another thread, which torch.fx would take for its own,"
+            note(CaptureError(f"{what}{place_of(sys._getframe(1))}"))
         changed = [name for name, state in context().items() if state != self._context[name]]
         # Saved-tensor hooks change what is kept for the backward pass, not what is computed.
         self.dropped_checkpoints |= torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
