@@ -138,10 +138,12 @@ class Schedule(ABC):
     @position.setter
     def position(self, value: int) -> None:
         value = check_int("position", value, 0)
-        self._note(None, value - self._position)
-        while (over := sum(count for _, count in self._ran) - value) > 0:
+        self._note(self._held if value == self._position + 1 else None, value - self._position)
+        over = self._position - value
+        while over > 0:
             bits, count = self._ran.pop()
             self._note(bits, count - over)
+            over -= count
         self._position, self._held = value, None
         self._update()
 

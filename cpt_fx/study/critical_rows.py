@@ -57,7 +57,7 @@ def beside(row: Row) -> tuple[str, bool, int]:
     if row.group in ("static", FULL):
         return ("~", False, 0)
     first, *rest = row.label.split()
-    return (first, "after" in rest, int(rest[-1]) if rest and rest[-1].isdigit() else 0)
+    return (first, "after" in rest, int(rest[-1][:18]) if rest and rest[-1].isdecimal() else 0)
 
 
 def call(text: str) -> tuple[str, dict[str, object]]:

@@ -8,6 +8,7 @@ so that a process that is killed leaves nothing half done.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sqlite3
@@ -244,7 +245,7 @@ def _first_metrics(rows: list[sqlite3.Row]) -> dict[str, str]:
 
 def _found(row: sqlite3.Row, first_metric: str) -> Found:
     for column, kinds in _CELL.items() if row["identity"] is None else (_CELL | _RUN).items():
-        if not isinstance(row[column], kinds):
+        if not isinstance(row[column], kinds) or (isinstance(row[column], float) and not math.isfinite(row[column])):
             raise _foreign(row, column)
     place: dict[str, Any] = {
         key: _visible(row[key]) for key in ("study", "experiment", "label", "q_min", "q_max", "seed")

@@ -189,6 +189,7 @@ WRONG = {
     "label": "UPDATE cells SET label = x'00ff' WHERE rowid = 1",
     "seed": "UPDATE cells SET seed = 'first' WHERE rowid = 1",
     "relative_cost": "UPDATE cells SET relative_cost = 'cheap'",
+    "mean_bits": "UPDATE cells SET mean_bits = 9e999",
     "options": "UPDATE cells SET options = '[1]'",
     "metrics": 'UPDATE runs SET metrics = \'{"accuracy": "high"}\'',
     "machine": "UPDATE runs SET machine = " + repr("[" * 50_000),

@@ -182,6 +182,12 @@ def test_the_record_follows_the_position() -> None:
     assert schedule._widths_that_ran() == [(Bits(3, 3, 3), 21), (Bits(8, 8, 8), 19)]
     schedule.reset()
     assert schedule._widths_that_ran() == []
+    other = made("object")
+    for step in range(30):  # set from outside, as some loops do
+        other.position = step
+        _ = other.current
+        observe(other, stateful.loss_at(step, 0))
+    assert other._widths_that_ran() == [(Bits(3, 3, 3), 21), (Bits(8, 8, 8), 8)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         schedule.position = 10**12  # far away costs nothing
