@@ -18,7 +18,7 @@ GROUPS = ("small", "medium", "large")
 FEWEST_POINTS = 4
 """Three points are in perfect order, up or down, once in three by chance; four once in twelve."""
 _BY_CHANCE = {4: 1.0, 5: 1.0, 6: 0.886, 7: 0.786, 8: 0.738, 9: 0.7, 10: 0.649}
-"""Points -> Spearman's rho that chance reaches once in twenty (of four, perfect order); above, by Student's t."""
+"""Points -> Spearman's rho that chance reaches once in twenty (of four: perfect order); above, by Student's t."""
 EXPERIMENTS = ("schedules", "deficit", "window", "first-cycle", "delayed")
 
 

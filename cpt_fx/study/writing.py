@@ -57,7 +57,7 @@ def write(
 
 def stem(study: str) -> str:
     """Return the name that a study's files begin with: letters, digits, dots, dashes and underscores."""
-    return re.sub(r"[^\w.-]+", "-", study).strip("-.") or "study"
+    return re.sub(r"[^\w.-]+", "-", study)[:80].strip("-.") or "study"
 
 
 def _contents(

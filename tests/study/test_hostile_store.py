@@ -227,3 +227,14 @@ def _ends_plainly(action: Callable[[], object]) -> None:
         action()
     except ValueError as error:
         assert str(error)
+
+
+@pytest.mark.parametrize("name", ["../../outside", "/etc/passwd", "..", "a" * 5000, "é" * 300, "x\\..\\y", "con\x00"])
+def test_a_name_does_not_lead_out_of_the_folder(name: str, tmp_path: Path) -> None:
+    path = stored(tmp_path / "s.sqlite")
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE cells SET study = ?, experiment = ?", (name, name))
+    connection.close()
+    files = study.load(path).write(tmp_path / "in" / "report")
+    assert files and all(file.resolve().parent == tmp_path / "in" / "report" for file in files.values())
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["in", "s.sqlite", "s.sqlite.lock"]
