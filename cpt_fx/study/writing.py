@@ -57,7 +57,8 @@ def write(
 
 def stem(study: str) -> str:
     """Return the name that a study's files begin with: letters, digits, dots, dashes and underscores."""
-    return re.sub(r"[^\w.-]+", "-", study)[:80].strip("-.") or "study"
+    short = re.sub(r"[^\w.-]+", "-", study).encode()[:80].decode(errors="ignore")
+    return short.strip("-.") or "study"
 
 
 def _contents(
