@@ -47,10 +47,14 @@ def test_the_cost_is_that_of_the_widths_that_ran(kind: str, tmp_path: Path) -> N
 
 
 def test_in_processes_it_is_the_same(tmp_path: Path) -> None:
-    for kind in ("object", "attributes"):
-        here, there = (ran(tmp_path / f"{kind}{workers}", made(kind), workers=workers, seeds=3) for workers in (1, 2))
-        assert [r.relative_cost for r in here] == [r.relative_cost for r in there]
-        assert here[0].relative_cost == pytest.approx(here[0].metrics["cost"])
+    given: dict[str, Any] = {"total_steps": TOTAL, "seeds": 3, "progress": False}
+    schedules = [(kind, made(kind)) for kind in ("object", "attributes")]
+    here, there = (
+        study.run(stateful.train, schedules=schedules, store=tmp_path / f"{workers}", workers=workers, **given).records
+        for workers in (1, 2)
+    )
+    assert [r.relative_cost for r in here] == [r.relative_cost for r in there]
+    assert all(r.relative_cost == pytest.approx(r.metrics["cost"]) for r in there)
 
 
 @pytest.mark.parametrize("kind", ["object", "closure", "own custom"])
