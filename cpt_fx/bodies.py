@@ -6,8 +6,9 @@ A node takes a body through a `get_attr` node. Every pass treats bodies as it tr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -172,10 +173,16 @@ def new_body(graph: fx.Graph) -> QuantizedGraphModule:
 
 def add_body(module: fx.GraphModule, name: str, body: fx.GraphModule) -> str:
     """Put a body where `get_attr` finds it, under a free name, outside of the module's parameters and state_dict."""
-    free, number = name, 0
-    while hasattr(module, free):
-        number += 1
-        free = f"{name}_{number}"
+    free = free_name(name, partial(hasattr, module))
     module.__dict__[free] = body
     body.__dict__[OUTER] = module
+    return free
+
+
+def free_name(name: str, is_taken: Callable[[str], bool]) -> str:
+    """Return a name, with a number where it is taken."""
+    free, number = name, 0
+    while is_taken(free):
+        number += 1
+        free = f"{name}_{number}"
     return free

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from cpt_fx.bodies import OUTER, given_quantized, nodes_of, outermost, state_of
+from cpt_fx.bodies import OUTER, free_name, given_quantized, nodes_of, outermost, state_of
 from cpt_fx.formats import Format, Range, Scheme
 from cpt_fx.layer_state import PARTS, add_range
 from cpt_fx.meta import PASS, QUANTIZER, SITE, STATE, Dial, Operand, Quantizer, Site
@@ -132,10 +132,7 @@ class _Editor:
 
     def _record(self, name: str, layer: str) -> str:
         """Return a record that no other quantizer writes: a graph and its bodies may have nodes of one name."""
-        free, number = name, 0
-        while f"{STATE}.records.{free}" in self.records:
-            number += 1
-            free = f"{name}_{number}"
+        free = free_name(name, lambda free: f"{STATE}.records.{free}" in self.records)
         record = self.state.add_record(free, layer)
         self.records.add(record)
         return record

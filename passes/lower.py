@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from cpt_fx.bodies import given_quantized, nodes_of, outermost, state_of
+from cpt_fx.bodies import free_name, given_quantized, nodes_of, outermost, state_of
 from cpt_fx.formats import Format, Range, Rounding, Scheme
 from cpt_fx.integer.ops import INTEGER_CONV, INTEGER_LINEAR, INTEGER_MATMUL, TO_INTEGER
 from cpt_fx.meta import PASS, QUANTIZER, SIMULATED, SITE, Operand, Quantizer, Site, get_attribute
@@ -261,10 +261,7 @@ class _Editor:
     def _free(self, layer: str) -> str:
         """Return a name for the counts of a layer that no other product of these graphs has."""
         name = "".join(character if character.isalnum() else "_" for character in layer) or "root"
-        free, number = name, 0
-        while free in self._counts:
-            number += 1
-            free = f"{name}_{number}"
+        free = free_name(name, self._counts.__contains__)
         self._counts.add(free)
         return free
 

@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import inspect
 import re
+from functools import partial
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -15,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
 
+from cpt_fx.bodies import free_name
 from cpt_fx.capture.arguments import (
     CONSTANTS,
     OUTPUT_FORM,
@@ -131,11 +133,7 @@ class Interface:
         return node
 
     def _free(self, name: str) -> str:
-        number, free = 0, name
-        while hasattr(self.tree, free):
-            number += 1
-            free = f"{name}_{number}"
-        return free
+        return free_name(name, partial(hasattr, self.tree))
 
     def _check_sizes(self) -> None:
         """Check what the graph takes for granted about its inputs, before anything else runs."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from cpt_fx.bodies import add_body
+from cpt_fx.bodies import add_body, free_name
 from cpt_fx.capture.base import copy_graph
 from cpt_fx.capture.tree import Places
 from cpt_fx.capture.views import over
@@ -97,7 +98,7 @@ def _adopt(view: QuantizedGraphModule, graph: fx.Graph, source: fx.GraphModule, 
             node.target = add_body(view, str(node.target), body)
         elif value is not None:
             # A constant: in nobody's state_dict, and not in the model's own containers.
-            node.target = _free(view, str(node.target))
+            node.target = free_name(str(node.target), partial(hasattr, view))
             object.__setattr__(view, node.target, value)
     # Not by its setter, which compiles: the passes change the graph first.
     view._graph = graph
@@ -115,12 +116,3 @@ def _name_tensor(graph: fx.Graph, node: fx.Node, value: Any, first: fx.Node, fra
         read = graph.create_node("get_attr", name)
     read.meta = {**node.meta}
     node.replace_all_uses_with(read)
-
-
-def _free(view: nn.Module, name: str) -> str:
-    """Return a name that nothing in the view has yet."""
-    candidate, number = name, 0
-    while hasattr(view, candidate):
-        number += 1
-        candidate = f"{name}_{number}"
-    return candidate
