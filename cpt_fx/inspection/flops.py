@@ -169,21 +169,11 @@ def _count_layer(
 
 def _entrance(interpreter: _Counter) -> Callable[..., Any]:
     """Return a forward that runs the interpreter: keywords and defaults become what the placeholders expect."""
+    signature = inspect.signature(interpreter.module.forward)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        remaining = list(args)
-        values = []
-        for node in interpreter.graph.nodes:
-            if node.op == "placeholder":
-                name = str(node.target)
-                if remaining:
-                    values.append(remaining.pop(0))
-                elif name in kwargs:
-                    values.append(kwargs[name])
-                elif node.args:
-                    values.append(node.args[0])
-                else:
-                    raise TypeError(f"the model needs the argument {name!r}, which the example inputs leave out")
-        return interpreter.run(*values)
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        return interpreter.run(*given.args, *given.kwargs.values())
 
     return forward
