@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
@@ -62,6 +64,27 @@ def test_a_checkpoint_inside_forward_is_dropped_and_told(caplog: pytest.LogCaptu
     model = cpt_fx.transform(plain, Static(32), capture="symbolic")
     assert "torch.utils.checkpoint inside forward is not kept" in caplog.text
     assert torch.equal(model(x), plain(x))
+
+
+AFTERWARDS = """
+import torch, cpt_fx
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from cpt_fx.schedules import Static
+
+class Checkpointed(nn.Linear):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+cpt_fx.transform(Checkpointed(4, 4), Static(8), capture="symbolic")
+made = torch.compile(lambda x: x + torch.zeros(3) + torch.full((3,), 2.0), backend="eager", fullgraph=True)
+assert made(torch.ones(3)).tolist() == [3.0] * 3
+"""
+
+
+def test_a_trace_that_imports_the_compiler_leaves_it_as_it_is() -> None:
+    """Dynamo makes a table of torch's functions when it is first asked, which a checkpoint inside of a trace does."""
+    subprocess.run([sys.executable, "-c", AFTERWARDS], check=True)
 
 
 def test_a_backward_hook_on_a_layer_runs_where_it_was() -> None:

@@ -39,6 +39,7 @@ def replaced(functions: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
         return lambda *args, **kwargs: (function if threading.get_ident() == thread else original)(*args, **kwargs)
 
     originals = {place: vars(place[0])[place[1]] for place in functions}
+    had_table = _dynamo_table().cache_info().currsize
     try:
         for (owner, name), function in functions.items():
             setattr(owner, name, here_only(function, originals[owner, name]))
@@ -46,6 +47,15 @@ def replaced(functions: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
     finally:
         for (owner, name), function in originals.items():
             setattr(owner, name, function)
+        if not had_table:
+            # Made meanwhile, as by the import of Dynamo, it would know the other functions and not torch's own.
+            _dynamo_table().cache_clear()
+
+
+def _dynamo_table() -> Any:
+    """Return what makes Dynamo's table of the functions that it knows; one that never did where it is not imported."""
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    return getattr(rules, "get_torch_obj_rule_map", None) or cache(lambda: None)
 
 
 @contextmanager
