@@ -158,13 +158,20 @@ def test_the_gradient_of_a_learned_range(bits: int) -> None:
         np.testing.assert_allclose(theirs, ours.grad.numpy(), rtol=2e-6, atol=1e-7)
 
 
-def test_noise() -> None:
+@pytest.mark.parametrize("seed", [(123456789, -987654321), (0, 0), (-1, 2**31 - 1), (-(2**31), -(2**31)), (5, 77)])
+def test_noise(seed: tuple[int, int]) -> None:
     """Uniform in [0, 1), and that of `noise.uniform`."""
-    x = torch.empty(300, 100)
-    given = {"x": x.numpy(), "seeds": SEED.numpy()[None], "draw": np.array([0])}
+    x, drawn = torch.empty(300, 100), torch.tensor(seed, dtype=torch.int32)
+    given = {"x": x.numpy(), "seeds": drawn.numpy()[None], "draw": np.array([0])}
     (found,) = session(functions.uniform()).run(None, given)
-    np.testing.assert_array_equal(found, noise.uniform(SEED, x).numpy())
+    np.testing.assert_array_equal(found, noise.uniform(drawn, x).numpy())
     assert found.min() >= 0 and found.max() < 1 and abs(found.mean() - 0.5) < 0.01
+
+
+def test_noise_is_made_of_sums_products_and_quotients() -> None:
+    """Kernels of ONNX Runtime for CUDA have no shifts, and no operators of bits."""
+    shaping = {"Cast", "Concat", "Constant", "GatherND", "Identity", "Range", "Reshape", "Shape", "Size"}
+    assert {node.op_type for node in functions.uniform().node} - shaping == {"Add", "Div", "Mod", "Mul"}
 
 
 def test_names_say_what_differs() -> None:

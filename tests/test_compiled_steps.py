@@ -1,0 +1,26 @@
+"""Compiled training steps of real models with dropout end, each in a process of its own.
+
+CPT_FX_TEST_COMPILED=all runs the long list of `tests/compiled_steps.py`, some 20 seconds each.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.compiled_steps import MODELS
+
+FEW = ("bert-classifier",)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS if os.environ.get("CPT_FX_TEST_COMPILED") == "all" else FEW)
+def test_three_steps(name: str) -> None:
+    if name.partition("-")[0] not in ("convolutions", "encoder", "lstm"):
+        pytest.importorskip("transformers")
+    done = subprocess.run([sys.executable, "-m", "tests.compiled_steps", name], capture_output=True, text=True)
+    assert done.returncode == 0, f"{name} ended with {done.returncode}: {done.stderr[-3000:]}"
+    assert done.stdout.splitlines()[-1] == "three steps"
