@@ -23,8 +23,8 @@ _UNIT = 2.0 ** (DROPPED - BITS)
 
 
 def new_seed(device: torch.device) -> Tensor:
-    """Draw a seed, two numbers of 29 bits, from the generator that `torch.manual_seed` sets."""
-    return torch.randint(0, 1 << (BITS - 1), (2,), dtype=torch.int32, device=device)
+    """Draw a seed, two numbers of 30 bits, from the generator that `torch.manual_seed` sets."""
+    return torch.randint(0, 1 << BITS, (2,), dtype=torch.int32, device=device)
 
 
 def uniform(seed: Tensor, like: Tensor) -> Tensor:

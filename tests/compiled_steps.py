@@ -81,7 +81,7 @@ MODELS: dict[str, Callable[[], Made]] = {
 
 
 def main(name: str) -> None:
-    """Take three steps, at a width each."""
+    """Take three steps."""
     torch.manual_seed(0)
     model, loss_of = MODELS[name]()
     result = cpt_fx.transform(model.train(), Static(8))
