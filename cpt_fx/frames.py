@@ -15,10 +15,11 @@ from cpt_fx.errors import TransformError
 _frames: Any = torch._C._dynamo.eval_frame
 
 
-def skip_frame(code: CodeType) -> None:
-    """Let a function run as Python where a compiler comes by; what it calls may still be captured."""
+def skip_frame(code: CodeType, *, inside: bool = False) -> None:
+    """Let a function run as Python where a compiler comes by; what it calls may still be captured, or is `inside`."""
     action = _frames._FrameAction
-    _frames.set_code_exec_strategy(code, _frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
+    strategy = _frames._FrameExecStrategy(action.SKIP, action.SKIP if inside else action.DEFAULT)
+    _frames.set_code_exec_strategy(code, strategy)
 
 
 def is_compiler_around() -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cpt_fx.formats import FULL_PRECISION, Rounding, Scheme, Specials
 from cpt_fx.noise import new_seed, uniform
+from cpt_fx.transformed import is_transformed, outside
 
 SCALE_FLOOR = 1e-8
 """Smallest step of a grid with `floored`, as published. What has spread, but not enough of it, falls to one value."""
@@ -148,7 +149,16 @@ def _round_(codes: Tensor, rounding: Rounding, low: Tensor, high: Tensor) -> Ten
     if rounding is Rounding.NEAREST:
         return codes.round_()
     below = codes.floor()
-    return below.add_(uniform(_once(new_seed(codes.device)), codes).lt_(codes.sub_(below)))
+    return below.add_(uniform(_once(_seed(codes.device)), codes) < codes.sub_(below))
+
+
+def _seed(device: torch.device) -> Tensor:
+    """Draw a seed: under a vmap that lets nobody draw, one for all that it batches."""
+    try:
+        return new_seed(device)
+    except RuntimeError:
+        with outside():
+            return new_seed(device)
 
 
 def _once(value: Tensor) -> Tensor:
@@ -157,7 +167,7 @@ def _once(value: Tensor) -> Tensor:
     Inductor inlines what is cheap by its count; a shift, two divisions and four comparisons of one number took ten
     times as long as the element they were for. A view over given strides needs memory to look at, so it stores.
     """
-    if not torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+    if not torch._C._len_torch_dispatch_stack() or is_transformed():
         return value
     return value.as_strided(value.shape, value.stride())
 

@@ -11,20 +11,23 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from cpt_fx import compile_cache, eager
 from cpt_fx.evidence import ARMED, SKIPPED, witness
 from cpt_fx.formats import FULL_PRECISION, Rounding, Scheme, Specials
+from cpt_fx.frames import skip_frame
 from cpt_fx.learned import LearnedRange
 from cpt_fx.native.simulate import Learner
 from cpt_fx.numerics import Extent, Grid, extent_of, percentile_extent, quantize, quantize_or_pass
 from cpt_fx.recomputed import is_recomputing
 from cpt_fx.saving import computed_again, keep_sources
+from cpt_fx.transformed import are_gradients, each, is_batched, is_transformed, outside, plain, write
 from cpt_fx.widths import host_value, on_device
 
 _GRID = (
@@ -101,14 +104,15 @@ def _note(record: Tensor, x: Tensor, result: Tensor, bits: Tensor, grid: Grid) -
     _count(record)
     width = host_value(bits)
     # Under vmap a sample differs from element to element of the batch, and nothing can be counted.
-    if width is not None and x.numel() and not torch._C._are_functorch_transforms_active():
+    if width is not None and x.numel() and not is_transformed():
         witness(record, x, result, width, grid.keep, grid.over, grid.block)
 
 
 def _count(record: Tensor) -> None:
     """Count a run."""
-    # What `record[0]` comes to, by a name that fake tensors know as well.
-    record.select(0, 0).add_(1)
+    with outside() if is_transformed() else nullcontext():
+        # What `record[0]` comes to, by a name that fake tensors know as well.
+        plain(record).select(0, 0).add_(1)
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -118,11 +122,11 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: Tensor, bits: Tensor, grid: Grid, zero_point: Tensor | None, range: Tensor | None, top: Tensor | None,
-        record: Tensor | None,
+        x: Tensor, bits: Tensor, grid: Callable[[], Grid], zero_point: Tensor | None, range: Tensor | None,
+        top: Tensor | None, record: Tensor | None,
     ) -> Tensor:  # fmt: skip
         extent = None if zero_point is None or range is None else Extent(zero_point, range, top)
-        return _quantize(x, bits, grid, extent, record)
+        return _quantize(x, bits, grid(), extent, record)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -142,6 +146,28 @@ class _StraightThrough(torch.autograd.Function):
 _StraightThrough.forward.__signature__ = inspect.signature(_StraightThrough.forward)  # type: ignore[attr-defined]
 
 
+class _GradientThrough(torch.autograd.Function):
+    """Identity forward, a hook backward, for torch.func: it calls no hooks of tensors."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, hook: Callable[[Tensor], Tensor]) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.hook = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.hook(gradient), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, hook: None) -> Tensor:
+        return tangent.clone()
+
+
 def _straight_through(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None, record: Tensor | None) -> Tensor:
     """Quantize with the identity as gradient. At full precision the tensor itself comes back, where that can be known.
 
@@ -152,12 +178,13 @@ def _straight_through(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None
     if served is not None:
         return served
     # Under torch.func a record can only be written inside an autograd function.
-    if not torch._C._are_functorch_transforms_active() and _passes(bits):
+    if not is_transformed() and _passes(bits):
         if record is not None:
             _count(record)
         return x
     zero_point, range, top = extent or (None, None, None)
-    result: Tensor = _StraightThrough.apply(x, bits, grid, zero_point, range, top, record)  # type: ignore[no-untyped-call]
+    # A grid is a tuple, and torch.func takes tuples of arguments apart.
+    result: Tensor = _StraightThrough.apply(x, bits, lambda: grid, zero_point, range, top, record)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -165,7 +192,12 @@ def _by_kernel(
     x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None, record: Tensor | None, learner: Learner | None = None
 ) -> Tensor | None:
     """Quantize in one call, where this is eager execution on CPU at a width that quantizes; None where it is not."""
-    if torch._C._are_functorch_transforms_active() or (record is not None and not record.is_cpu):
+    if (
+        is_transformed()
+        or is_batched(x)
+        or forward_ad._current_level >= 0
+        or (record is not None and not record.is_cpu)
+    ):
         return None
     width = host_value(bits)
     if width is None or not 0 < width < FULL_PRECISION:
@@ -191,9 +223,9 @@ def _for_any_tensor(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return _with_range_near(run, x, bits, held, training, options)
         if not x.is_complex():
             return kernel(x, bits, *args, **options)
-        return torch.view_as_complex(
-            kernel(torch.view_as_real(x), bits, *args, **options | _with_parts(options, x.ndim))
-        )
+        parts = torch.view_as_real(x.resolve_conj())
+        result = kernel(parts, bits, *args, **options | _with_parts(options, x.ndim))
+        return x if result is parts else torch.view_as_complex(result)
 
     return run
 
@@ -230,24 +262,34 @@ def _fake_quantize(
     return _straight_through(x, bits, _grid_of(options, "nearest"), extent, record)
 
 
+def _quantized_gradient(bits: Tensor, grid: Grid, record: Tensor | None, gradient: Tensor) -> Tensor:
+    """Quantize a gradient on its way back."""
+    if gradient.layout is not torch.strided:
+        return gradient
+    if are_gradients(gradient):
+        whole: Tensor = each(partial(_quantized_gradient, bits, grid, record), gradient)
+        return whole
+    parts = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+    quantized = _straight_through(parts, bits, grid, None, record)
+    return torch.view_as_complex(quantized) if gradient.is_complex() else quantized
+
+
 def _quantize_gradient(x: Tensor, bits: Tensor, *, record: Tensor | None = None, **options: Any) -> Tensor:
     if record is not None:
-        record.select(0, ARMED).clamp_(min=1 + x.requires_grad)
-    if not x.requires_grad:
+        with outside() if is_transformed() else nullcontext():
+            plain(record).select(0, ARMED).clamp_(min=1 + x.requires_grad)
+    if not (x.requires_grad or is_transformed()):
         return x
     bits = on_device(bits, x.device)
+    grid = _grid_of(options | _with_parts(options, x.ndim) if x.is_complex() else options, "stochastic")
+
+    hook = partial(_quantized_gradient, bits, grid, record)
+    if is_transformed():
+        transformed: Tensor = _GradientThrough.apply(x, hook)  # type: ignore[no-untyped-call]
+        return transformed
     if x.is_leaf:
         # A hook on a leaf would outlive this call and pile up with every step.
         x = x.view_as(x)
-    grid = _grid_of(options | _with_parts(options, x.ndim) if x.is_complex() else options, "stochastic")
-
-    def hook(gradient: Tensor) -> Tensor:
-        if gradient.layout is not torch.strided:
-            return gradient
-        parts = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-        quantized = _straight_through(parts, bits, grid, None, record)
-        return torch.view_as_complex(quantized) if gradient.is_complex() else quantized
-
     if host_value(bits) is not None:
         keep_sources(x)
     if x._is_view():
@@ -337,8 +379,7 @@ def _is_finite(zero_point: Tensor, range: Tensor) -> Tensor:
 
 def _write(state: Tensor, value: Tensor) -> None:
     """Write to a 0-dim tensor of a layer."""
-    # A copy from tensor to tensor, as `copy_`, in a form that fake tensors know on every device.
-    state.fill_(value)
+    write(state, value, "a running range")
 
 
 @torch.no_grad()
@@ -396,6 +437,10 @@ def _fake_quantize_learned(
     return result
 
 
+# Where forward itself asks for gradients, a compiler is around that would take the backward pass for the model's code.
+for _function in (_quantized_gradient, _StraightThrough.backward, LearnedRange.backward, eager._Identity.backward):
+    skip_frame(_function.__code__, inside=True)
+
 _KERNELS: dict[str, Callable[..., Any]] = {
     "fake_quantize": _fake_quantize,
     "quantize_gradient": _quantize_gradient,
@@ -406,10 +451,8 @@ compile_cache.mark()
 _LIBRARY = torch.library.Library("cpt_fx", "DEF")
 for _name, _schema in SCHEMAS.items():
     _LIBRARY.define(_name + _schema)
-    # One implementation for all keys: inference_mode skips the Autograd key, and torch.func opens the op first. Not the
-    # gradient's: a hook on a batched tensor is never called, and grad of vmap must fail rather than quantize nothing.
-    if _name != "quantize_gradient":
-        _LIBRARY.impl(_name, _KERNELS[_name], "FuncTorchDynamicLayerFrontMode")
+    # One implementation for all keys: inference_mode skips the Autograd key, and torch.func opens the op first.
+    _LIBRARY.impl(_name, _KERNELS[_name], "FuncTorchDynamicLayerFrontMode")
     _LIBRARY.impl(_name, _KERNELS[_name], "Autograd")
     _LIBRARY.impl(_name, _KERNELS[_name], "CompositeExplicitAutograd")
 

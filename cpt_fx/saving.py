@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import traceback
 from torch.utils.checkpoint import CheckpointPolicy
 
+from cpt_fx.frames import skip_frame
 from cpt_fx.native import simulate
 from cpt_fx.numerics import Grid
 
@@ -179,3 +180,6 @@ def _stand_before_hooks() -> None:
     before = _Before(*hooks)
     torch._C._autograd._pop_saved_tensors_default_hooks()
     torch._C._autograd._push_saved_tensors_default_hooks(before.packed, before.unpacked)
+
+
+skip_frame(_Kept.again.__code__, inside=True)  # called by the backward pass, which forward itself may ask for

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cpt_fx.transformed import is_batched
+
 _VALUE = "_cpt_fx_width"
 _KEPT: dict[tuple[int, torch.device, str], Tensor] = {}
 
@@ -37,7 +39,7 @@ def host_value(tensor: Tensor) -> int | None:
 
 def is_free(tensor: Tensor) -> bool:
     """Whether looking at a value costs no wait for a device."""
-    return tensor.is_cpu and not isinstance(tensor, torch._subclasses.FakeTensor)
+    return tensor.is_cpu and not is_batched(tensor) and not isinstance(tensor, torch._subclasses.FakeTensor)
 
 
 def on_device(bits: Tensor, device: torch.device) -> Tensor:

@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cpt_fx.numerics",
         "cpt_fx.evidence",
         "cpt_fx.frames",
+        "cpt_fx.transformed",
         "cpt_fx.widths",
         "cpt_fx.recomputed",
         "cpt_fx.layer_state",

@@ -54,7 +54,7 @@ class Rotated(nn.Module):
         self.register_buffer("by", torch.randn(4, 4))
 
     def forward(self, weight: Tensor) -> Any:
-        return weight @ self.by
+        return torch.matmul(weight, self.by)  # type: ignore[arg-type]
 
 
 class Branching(nn.Module):

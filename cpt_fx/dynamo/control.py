@@ -18,6 +18,7 @@ from torch._higher_order_ops.scan import scan_op
 from torch._higher_order_ops.while_loop import while_loop_op
 
 from cpt_fx.bodies import graphs_of
+from cpt_fx.transformed import is_transformed
 
 Body = Callable[..., Any]
 Values = Sequence[Any]
@@ -87,7 +88,7 @@ def controls(module: fx.GraphModule) -> bool:
 
 def _is_traced() -> bool:
     """Whether somebody traces, or transforms, what runs here: only PyTorch's operator knows how that is done."""
-    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return torch.compiler.is_compiling() or is_transformed()
 
 
 def _stacked(results: Sequence[Values]) -> list[Any]:

@@ -21,6 +21,7 @@ from cpt_fx.meta import WEIGHT, is_transposed
 from cpt_fx.names import NTH
 from cpt_fx.optable import ALIASES, FUSED, SPECS
 from cpt_fx.regions import TRANSFORMED
+from cpt_fx.transformed import is_transformed
 
 if TYPE_CHECKING:
     from cpt_fx.dynamo.engine import Engine
@@ -80,7 +81,7 @@ class Net(TorchFunctionMode):
         if caller.function is not None:
             self.owner.leave(caller.path, func.__name__, f"the backward of {caller.function} is its author's own")
             return func(*args, **kwargs)
-        if torch._C._are_functorch_transforms_active():
+        if is_transformed():
             self.owner.leave(caller.path, func.__name__, TRANSFORMED)
             return func(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))

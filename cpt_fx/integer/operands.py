@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from cpt_fx.evidence import witness
 from cpt_fx.integer.codes import WIDEST, Codes, quantize_codes
@@ -21,6 +22,7 @@ from cpt_fx.noise import new_seed
 from cpt_fx.numerics import reduced_dims
 from cpt_fx.ops import FAKE_QUANTIZE
 from cpt_fx.saving import check_unchanged
+from cpt_fx.transformed import is_transformed
 from cpt_fx.widths import host_value, is_free
 
 _SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
@@ -72,9 +74,9 @@ class Operand(NamedTuple):
 
 
 def is_supported(x: Tensor) -> bool:
-    """Whether a tensor can have codes: others, on other devices too, are quantized as in simulated execution."""
+    """Whether a tensor can have codes: others, on other devices or under transforms, are quantized as in simulation."""
     ordinary = x.layout is torch.strided and x.dtype in _SUPPORTED and x.device.type == "cpu"
-    return ordinary and not torch._C._are_functorch_transforms_active()
+    return ordinary and not is_transformed() and forward_ad._current_level < 0
 
 
 def has_codes(x: Tensor, width: int) -> bool:

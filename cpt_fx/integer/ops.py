@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cpt_fx.evidence import ARMED
+from cpt_fx.frames import skip_frame
 from cpt_fx.integer.counts import Outcome
 from cpt_fx.integer.kinds import CONV, LINEAR, MATMUL, Geometry, Kind, as_images, geometry_of, without_added
 from cpt_fx.integer.multiply import Call, multiply
@@ -34,6 +36,7 @@ from cpt_fx.integer.operands import (
     weight_of,
 )  # fmt: skip
 from cpt_fx.ops import FAKE_QUANTIZE, QUANTIZE_GRADIENT
+from cpt_fx.transformed import are_gradients, each, is_transformed
 from cpt_fx.widths import host_value
 
 _GRID = "int[] keep=[], int[]? over=None, str rounding='{rounding}'"
@@ -124,6 +127,8 @@ class _Multiply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if are_gradients(gradient):
+            return tuple(each(partial(_Multiply.backward, ctx), gradient))
         job: _Job = ctx.job
         saved = ctx.saved_tensors  # once: checkpointing counts how often it is asked for
         left, right = (
@@ -214,6 +219,11 @@ class _Dequantize(torch.autograd.Function):
         return gradient, None
 
 
+# Where forward itself asks for gradients, a compiler is around that would take the backward pass for the model's code.
+for _function in (_Quantize, _Multiply, _Dequantize):
+    skip_frame(_function.backward.__code__, inside=True)
+
+
 def _product(
     kind: Kind, left: list[Tensor], bits: Tensor | None, right: list[Tensor], bias: Tensor | None, geometry: Geometry,
     options: dict[str, Any],
@@ -249,7 +259,7 @@ def _simulated(
     """Multiply as simulated execution does, and count that."""
     result = kind.simulated(values[0], values[1], bias, geometry)
     # Under torch.func a record can only be written inside of an autograd function.
-    if counts is not None and not torch._C._are_functorch_transforms_active():
+    if counts is not None and not is_transformed():
         outcome = Outcome.WIDTH
         if not all(map(is_supported, values)) or not all(value.numel() for value in values):
             outcome = Outcome.NO_CODES

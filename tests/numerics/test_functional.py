@@ -227,19 +227,17 @@ def test_torch_func(options: dict[str, Any]) -> None:
     )
 
 
-def test_a_gradient_quantizer_inside_vmap_is_refused() -> None:
-    """Its hook would never be called. The other way round, vmap of grad, it works: see above."""
+def test_a_gradient_quantizer_inside_vmap_has_a_range_for_each_sample() -> None:
     x, weight = torch.randn(3, 8), torch.randn(3, 8)
+    rows = torch.stack([fake_quantize(row, 4) for row in weight])
 
     def loss(x: Tensor) -> Tensor:
-        rows: Tensor = torch.func.vmap(lambda row: quantize_gradient(row, 4))(x)
-        return (rows * weight).sum()
+        made: Tensor = torch.func.vmap(lambda row: quantize_gradient(row, 4, rounding="nearest"))(x)
+        return (made * weight).sum()
 
-    refused = "Batching rule not implemented for cpt_fx::quantize_gradient"
-    with pytest.raises(RuntimeError, match=refused):
-        torch.func.grad(loss)(x)
-    with pytest.raises(RuntimeError, match=refused):
-        loss(x.requires_grad_())
+    assert torch.equal(torch.func.grad(loss)(x), rows)
+    loss(x.requires_grad_()).backward()
+    assert x.grad is not None and torch.equal(x.grad, rows)
 
 
 def test_vmap_draws_as_asked() -> None:
