@@ -11,11 +11,11 @@ from torch.export import ExportedProgram
 
 from cpt_fx.capture import Examples, prepared
 from cpt_fx.capture.captured import WHOLE
+from cpt_fx.capture.memory import run_aside
 from cpt_fx.capture.tree import own_tree, plain_tree
 from cpt_fx.errors import TransformError, check_choice
 from cpt_fx.history import History, joined
 from cpt_fx.layer_state import PREFIX
-from cpt_fx.memory import run_aside
 from cpt_fx.meta import STATE, Uncovered
 from cpt_fx.overrides import Pattern
 from cpt_fx.pipeline import EXECUTIONS, Pipeline

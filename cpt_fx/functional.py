@@ -24,7 +24,6 @@ def fake_quantize(
     exponent: int = 0,
     specials: str = "none",
     block: int = 0,
-    floored: bool = True,
 ) -> Tensor:
     """Quantize and dequantize `x`; the gradient passes straight through.
 
@@ -36,14 +35,12 @@ def fake_quantize(
         range: `(zero_point, range)`, minimum and width of the grid, broadcastable to `x`; values outside are
             clamped. None measures them on `x`.
         over: instead of `keep`, the dims that one range spans, e.g. `(-1,)` for one range per vector.
-        scheme: `"affine"`, `"affine_integer"`, `"symmetric"` or `"float"`.
+        scheme: `"affine"` (as published, with steps of at least 1e-8), `"affine_integer"`, `"symmetric"` or `"float"`.
         exponent: exponent bits of a float; the mantissa has `bits - 1 - exponent`.
         specials: which float codes are not numbers: `"none"`, `"fn"` (e4m3) or `"ieee"` (e5m2).
         block: elements per shared power-of-two scale within a group (MX formats); 0 for none.
-        floored: give `"affine"` grids steps of at least 1e-8, as published; False makes the result independent of the
-            unit of `x`. Other schemes have no such floor.
     """
-    bits, options = _checked(x, bits, keep, over, rounding, scheme, exponent, specials, block, floored)
+    bits, options = _checked(x, bits, keep, over, rounding, scheme, exponent, specials, block)
     if range is None:
         return _fresh(x, FAKE_QUANTIZE(_in_ranges(x, options), bits, **options).view_as(x))
     if block:
@@ -68,14 +65,13 @@ def quantize_gradient(
     exponent: int = 0,
     specials: str = "none",
     block: int = 0,
-    floored: bool = True,
 ) -> Tensor:
     """Return `x` unchanged; the gradient that comes back through the result is quantized.
 
     Arguments are those of `fake_quantize`, applied to the gradient. The result is a copy, so that only what flows
     through it is quantized; the op in a rewritten graph sits on the layer's own output and copies nothing.
     """
-    bits, options = _checked(x, bits, keep, over, rounding, scheme, exponent, specials, block, floored)
+    bits, options = _checked(x, bits, keep, over, rounding, scheme, exponent, specials, block)
     result: Tensor = QUANTIZE_GRADIENT(_in_ranges(x.clone(), options), bits, **options)
     return result.view_as(x)
 
@@ -104,7 +100,7 @@ def _fresh(x: Tensor, result: Tensor) -> Tensor:
 
 def _checked(
     x: Tensor, bits: int | Tensor, keep: Sequence[int], over: Sequence[int] | None, rounding: str, scheme: str,
-    exponent: int, specials: str, block: int, floored: bool,
+    exponent: int, specials: str, block: int,
 ) -> tuple[Tensor, dict[str, object]]:  # fmt: skip
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a tensor, got {type(x).__name__}")
@@ -126,6 +122,5 @@ def _checked(
         "exponent": exponent,
         "specials": choice(Specials, specials, "specials").value,
         "block": block,
-        "floored": floored and kind is Scheme.AFFINE,
     }
     return as_bits(bits, x), options

@@ -21,8 +21,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from cpt_fx.capture.memory import unchanged
 from cpt_fx.evaluating import at_bits
-from cpt_fx.memory import unchanged
 from cpt_fx.meta import module_stack
 from cpt_fx.overrides import Pattern, Patterns, as_patterns
 from cpt_fx.result import sessions_in

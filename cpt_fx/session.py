@@ -15,6 +15,7 @@ from cpt_fx.capture import Examples, trace_module
 from cpt_fx.capture.base import CaptureError
 from cpt_fx.capture.captured import WHOLE, Capture, Entry, traced_view
 from cpt_fx.capture.expected import expect_ranges, look_at_ranges
+from cpt_fx.capture.memory import run_aside, unchanged
 from cpt_fx.capture.tree import Places
 from cpt_fx.errors import TransformError
 from cpt_fx.formats import FULL_PRECISION
@@ -22,7 +23,6 @@ from cpt_fx.frames import has_proxies, imported_aside, is_compiler_around, refus
 from cpt_fx.graph_module import QuantizedGraphModule
 from cpt_fx.history import LOGGER, History, check_coverage
 from cpt_fx.layer_state import place_for_widths, ranges
-from cpt_fx.memory import run_aside, unchanged
 from cpt_fx.meta import CALLED, ENTRY, Uncovered
 from cpt_fx.names import Names
 from cpt_fx.overrides import SELECTED, Patterns, Selected, check_before_capture

@@ -12,7 +12,7 @@ import numpy
 import torch
 from torch import Tensor, fx, nn
 
-from cpt_fx.memory import run_aside, unchanged
+from cpt_fx.capture.memory import run_aside, unchanged
 from cpt_fx.result import sessions_in
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import cpt_fx
-from cpt_fx.memory import unchanged
+from cpt_fx.capture.memory import unchanged
 from cpt_fx.schedules import Static
 from cpt_fx.trial import trial
 

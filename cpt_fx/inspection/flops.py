@@ -13,9 +13,9 @@ from torch import fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from cpt_fx.capture.memory import run_aside
 from cpt_fx.inspection.digraph import module_of
 from cpt_fx.inspection.views import named_below
-from cpt_fx.memory import run_aside
 from cpt_fx.meta import SITE, Site
 from cpt_fx.result import plain_rest
 from cpt_fx.standalone import transformed_in
