@@ -8,6 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from cpt_fx.frames import skip_frame
+
+_DEVICES = ("cpu", "cuda")
+_GUARDS: list[Any] = []
 _SET_GRAD: frozenset[Any] = frozenset({torch._C._set_grad_enabled, torch.set_grad_enabled})
 _ENTER: frozenset[Any] = frozenset({
     torch.amp.autocast_mode._enter_autocast, torch.autograd.grad_mode._enter_inference_mode,
@@ -19,6 +23,44 @@ _EXIT: frozenset[Any] = frozenset({
 
 TRANSFORMED = "under torch.vmap or another transform of torch.func: running ranges and hooks have no place there"
 """Why a product stays in full precision where a function is transformed."""
+
+
+class ModesOf:
+    """Puts gradient mode and autocast back where an exception comes out of the block.
+
+    A graph that sets them, as compiled code does instead of Python's `with`, does not reach the end of its region then.
+    """
+
+    def __enter__(self) -> None:
+        self.before, self.inference = _modes(), torch.is_inference_mode_enabled()
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None and torch.is_inference_mode_enabled() is not self.inference:
+            # Whoever holds the guard of the region may go later, and puts back the same. This one never goes.
+            _GUARDS.append(torch._C._InferenceMode(self.inference))
+            _GUARDS[-1].__enter__()
+        if kind is not None and _modes() != self.before:
+            gradients, devices, cached, nesting = self.before
+            torch._C._set_grad_enabled(gradients)
+            for device, enabled, dtype in devices:
+                torch.set_autocast_enabled(device, enabled)
+                torch.set_autocast_dtype(device, dtype)
+            torch.set_autocast_cache_enabled(cached)
+            for _ in range(torch.autocast_increment_nesting() - nesting + 1):
+                torch.autocast_decrement_nesting()
+            torch.clear_autocast_cache()
+
+
+def _modes() -> tuple[bool, list[tuple[str, bool, torch.dtype]], bool, int]:
+    devices = [(name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in _DEVICES]
+    nesting = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return torch.is_grad_enabled(), devices, torch.is_autocast_cache_enabled(), nesting
+
+
+for _function in (ModesOf.__enter__, ModesOf.__exit__, _modes):
+    # A compiler around the model finds nothing to compile in these.
+    skip_frame(_function.__code__)
 
 
 class Regions:

@@ -28,6 +28,7 @@ from cpt_fx.names import Names
 from cpt_fx.overrides import SELECTED, Patterns, Selected, check_before_capture
 from cpt_fx.pass_base import Report, unique
 from cpt_fx.pipeline import Pipeline
+from cpt_fx.regions import ModesOf
 from cpt_fx.reminders import Reminder
 from cpt_fx.result import PART, adopt, part_of, plain_class
 from cpt_fx.runtime import Precision, Widths
@@ -211,10 +212,11 @@ class Session:
 
     def run(self, view: QuantizedGraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a traced graph. What it multiplies has quantizers: a method of the model that calls it need not look."""
-        if not ACTIVE:
-            return view.forward(*args, **kwargs)
-        with nets_asleep():
-            return view.forward(*args, **kwargs)
+        with ModesOf():
+            if not ACTIVE:
+                return view.forward(*args, **kwargs)
+            with nets_asleep():
+                return view.forward(*args, **kwargs)
 
     def view_for(self, module: nn.Module) -> QuantizedGraphModule | None:
         """Get ready for a call: return the traced graph to run, None where Dynamo is to run the code."""

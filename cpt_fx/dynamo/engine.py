@@ -31,6 +31,7 @@ from cpt_fx.graph_module import QuantizedGraphModule
 from cpt_fx.history import LOGGER, check_coverage
 from cpt_fx.layer_state import ranges
 from cpt_fx.meta import Uncovered
+from cpt_fx.regions import ModesOf
 from cpt_fx.result import part_of, plain_class
 from cpt_fx.session import ACTIVE, Session, nets_asleep
 
@@ -176,7 +177,7 @@ class Engine:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Let the model run in this thread: its own calls of itself go on, Dynamo is quiet about its tracing."""
-        with _ONE_AT_A_TIME, _QUIET, ExitStack() as stack:
+        with _ONE_AT_A_TIME, _QUIET, ModesOf(), ExitStack() as stack:
             # A transformed model inside another one has its own quantizers, and is none of the other one's business.
             for other in ACTIVE:
                 if other is not self.session:
