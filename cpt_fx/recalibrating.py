@@ -42,19 +42,30 @@ class Recalibration:
     def __init__(self, layers: dict[str, _BatchNorm], found: dict[str, Tensor], sessions: list[Session]) -> None:
         self.layers = tuple(found)
         """Names of the layers that have new statistics."""
-        self._old = [(layers[name], torch.stack(_statistics(layers[name]))) for name in found]
+        self._old: list[tuple[_BatchNorm, str, Tensor, Tensor, int]] = []
+        for path, rows in found.items():
+            for name, buffer, value in zip(
+                ("running_mean", "running_var"), _statistics(layers[path]), rows, strict=True
+            ):
+                self._old.append((layers[path], name, buffer, buffer.clone(), buffer._version))
+                with torch.no_grad():
+                    buffer.copy_(value)
         self._lags = [(session, session.trained_at) for session in sessions]
-        for name, values in found.items():
-            _write(layers[name], values)
         for session in sessions:
             session.trained_at = None
 
     def restore(self) -> None:
         """Put the old statistics back, once."""
-        while self._old:
-            _write(*self._old.pop())
-        while self._lags:
-            session, widths = self._lags.pop()
+        old, self._old = self._old, []
+        for layer, name, buffer, value, version in old:
+            now = layer.get_buffer(name)  # another one where the model was moved
+            with torch.no_grad():
+                now.copy_(value)
+            if now is buffer:
+                # A backward pass that is still to come finds what its forward pass has seen.
+                torch._C._autograd._unsafe_set_version_counter((buffer,), (version,))
+        lags, self._lags = self._lags, []
+        for session, widths in lags:
             session.trained_at = session.trained_at or widths
 
     def __enter__(self) -> Recalibration:
@@ -226,12 +237,6 @@ def _statistics(layer: _BatchNorm) -> tuple[Tensor, Tensor]:
 
 def _counter(layer: _BatchNorm) -> tuple[Tensor, ...]:
     return () if layer.num_batches_tracked is None else (layer.num_batches_tracked,)
-
-
-def _write(layer: _BatchNorm, values: Tensor) -> None:
-    for buffer, value in zip(_statistics(layer), values, strict=True):
-        with torch.no_grad(), torch.inference_mode(buffer.is_inference()):
-            buffer.copy_(value)
 
 
 def _call(model: nn.Module, batch: Any) -> None:

@@ -211,7 +211,7 @@ def test_calls_of_a_shared_layer_all_count(momentum: float | None) -> None:
 
 
 def test_a_layer_in_some_batches_only(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.ModuleDict({"a": nn.BatchNorm1d(2), "b": nn.BatchNorm1d(2), "c": nn.BatchNorm1d(2)})
+    model: Any = nn.ModuleDict({"a": nn.BatchNorm1d(2), "b": nn.BatchNorm1d(2), "c": nn.BatchNorm1d(2)})
     data = [("a", torch.full((4, 2), 1.0)), ("b", torch.full((4, 2), 2.0)), ("a", torch.full((12, 2), 5.0))]
     handle = cpt_fx.recalibrate(model, data, call=lambda model, batch: model[batch[0]](batch[1]))
     assert handle.layers == ("a", "b")
@@ -287,11 +287,12 @@ def test_lists_count_by_what_comes_with_them() -> None:
     pictures = [[torch.full((3, 4), 1.0)] * 2, [torch.full((3, 4), 4.0)]]
     several = [[torch.full((2, 3), 1.0)] * 2, [torch.full((1, 3), 4.0)] * 2]
     labels = [torch.zeros(2), torch.zeros(1)]
-    for given in (
+    cases: list[list[Any]] = [
         list(zip(pictures, ([{}, {}], [{}]), strict=True)),
         list(zip(several, labels, strict=True)),
         [(one,) for one in pictures],
-    ):
+    ]
+    for given in cases:
         model = Lists()
         cpt_fx.recalibrate(model, given)
         assert model.norm.running_mean is not None
@@ -410,8 +411,7 @@ def test_exclude_names_near_misses(caplog: pytest.LogCaptureFixture) -> None:
 @captures
 def test_a_model_without_batch_norm_costs_nothing(capture: str) -> None:
     def never() -> Iterator[Tensor]:
-        raise AssertionError("the batches were asked for")
-        yield torch.zeros(1)
+        yield from [images()] * pytest.fail("the batches were asked for")
 
     model = nn.Sequential(nn.Linear(3, 3), nn.InstanceNorm1d(3), nn.BatchNorm1d(3, track_running_stats=False))
     result = cpt_fx.transform(model, plan(), capture=capture)
@@ -513,3 +513,35 @@ def test_observed_ranges_do_not_learn() -> None:
     cpt_fx.recalibrate(result, [10 * batch for batch in few()])
     state = result.state_dict()
     assert all(torch.equal(state[key], value) for key, value in ranges.items())
+
+
+@captures
+@pytest.mark.parametrize("mode", [True, False])
+def test_between_a_forward_pass_and_its_backward_pass(capture: str, mode: bool) -> None:
+    def gradient(recalibrates: bool) -> Tensor:
+        result: Any = transformed(capture).train(mode)
+        torch.manual_seed(1)
+        loss = result(images()).square().sum()
+        if recalibrates:
+            with cpt_fx.recalibrate(result, few()):
+                pass
+        loss.backward()
+        assert isinstance(result.conv.weight.grad, Tensor)
+        return result.conv.weight.grad
+
+    assert torch.equal(gradient(False), gradient(True))
+
+
+def test_a_backward_pass_that_would_find_other_statistics_raises() -> None:
+    result = transformed().eval()
+    loss = result(images()).sum()
+    with cpt_fx.recalibrate(result, few()), pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_model_that_was_moved_meanwhile() -> None:
+    result = transformed()
+    before = statistics(result)
+    with cpt_fx.recalibrate(result, few()):
+        result.double()
+    assert all(torch.equal(value.float(), before[key]) for key, value in statistics(result).items())

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 import cpt_fx
@@ -21,7 +22,7 @@ SHARES = ([0, 1], [2])
 
 def work(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
-    store = distributed.FileStore(f"{folder}/store", 2)
+    store = FileStore(f"{folder}/store", 2)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     result = cpt_fx.transform(net(), plan(), recipe=DYNAMIC)
     parallel = DistributedDataParallel(result)
@@ -76,7 +77,7 @@ def test_statistics_are_those_of_all_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrapped", [True, False])
 def test_a_group_of_one(wrapped: bool) -> None:
     result = cpt_fx.transform(net(), plan(), recipe=DYNAMIC)
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         model: nn.Module = DistributedDataParallel(result) if wrapped else result
         cpt_fx.recalibrate(model, few(), exclude="norm")

@@ -81,7 +81,7 @@ def fingerprint(model: nn.Module, data: DataLoader[Any], schedule: Any) -> dict[
     found: dict[str, Any] = {key: value.clone() for key, value in model.state_dict().items()}
     found |= {f"gradient {name}": value.grad for name, value in model.named_parameters()}
     found |= {f"mode {name}": module.training for name, module in model.named_modules()}
-    found |= {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()[1].tolist()}  # type: ignore[union-attr]
+    found |= {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": str(np.random.get_state())}
     found |= {"own": str(own.own.bit_generator.state), "other": own.other.getstate(), "position": schedule.position}
     found |= {"loader": data.generator and data.generator.get_state()}
     found |= {"sampler": getattr(data.sampler, "generator", None) and data.sampler.generator.get_state()}  # type: ignore[attr-defined]
