@@ -28,6 +28,7 @@ from cpt_fx.api import transform
 from cpt_fx.errors import check_int
 from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.inspection.table import as_text
+from cpt_fx.recalibrating import recalibrate
 from cpt_fx.recipes import Recipe
 from cpt_fx.result import part_of
 from cpt_fx.schedules import Bits, Static
@@ -40,10 +41,14 @@ if TYPE_CHECKING:
 
 Loss = Callable[[nn.Module, Any], Tensor] | Callable[..., Tensor] | nn.Module
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+Evaluate = Callable[[nn.Module], Any]
 Advance = Callable[[str, int], None]
 
 TAIL = 4
 """The loss a run arrives at is the mean over its last quarter: one batch alone says too little."""
+
+LATEST = 10
+"""Batches that batch norm's statistics are estimated on."""
 
 PASS_LOSS = "pass loss=, a function of the model and a batch"
 
@@ -54,6 +59,7 @@ class RangeTest:
 
     `losses` holds the training loss of every step, one tuple per width, and `full_precision` those of the run without
     quantizers. `drops` says how far each loss fell, `progress` the same as a share of the full-precision drop.
+    `evaluations` holds what `evaluate` returned, for the widths and at last for full precision.
     """
 
     q_min: int
@@ -63,6 +69,7 @@ class RangeTest:
     full_precision: tuple[float, ...]
     full_precision_drop: float
     threshold: float
+    evaluations: tuple[float, ...] = ()
 
     @property
     def progress(self) -> tuple[float, ...]:
@@ -79,14 +86,18 @@ class RangeTest:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for heading in ("bits", "loss at the end", "drop", "progress", "trains"):
             table.add_column(heading, justify="right")
-        for width, losses, drop, progress in zip(self.widths, self.losses, self.drops, self.progress, strict=True):
+        if self.evaluations:
+            table.add_column("evaluated", justify="right")
+        evaluated = [(f"{value:.4f}",) for value in self.evaluations] or [()] * (len(self.widths) + 1)
+        runs = zip(self.widths, self.losses, self.drops, self.progress, evaluated[:-1], strict=True)
+        for width, losses, drop, progress, value in runs:
             style = "bold" if width == self.q_min else "" if width > self.q_min else "dim"
             trains = "yes" if progress >= self.threshold else "no"
-            cells = (f"{width}", f"{_arrived(losses):.4f}", f"{drop:.4f}", f"{100 * progress:.1f} %", trains)
+            cells = (f"{width}", f"{_arrived(losses):.4f}", f"{drop:.4f}", f"{100 * progress:.1f} %", trains, *value)
             table.add_row(*cells, style=style)
         table.add_section()
         full = (f"{_arrived(self.full_precision):.4f}", f"{self.full_precision_drop:.4f}", "100.0 %")
-        table.add_row(f"{FULL_PRECISION}", *full, "")
+        table.add_row(f"{FULL_PRECISION}", *full, "", *evaluated[-1])
         return table
 
     def to_dict(self) -> dict[str, object]:
@@ -101,6 +112,7 @@ class RangeTest:
             "losses": [[_plain(value) for value in losses] for losses in self.losses],
             "full_precision_drop": self.full_precision_drop,
             "full_precision": [_plain(value) for value in self.full_precision],
+            "evaluations": [_plain(value) for value in self.evaluations],
         }
 
     def plot(self, path: str | PathLike[str] | None = None) -> Axes:
@@ -150,6 +162,7 @@ def range_test(
     *,
     loss: Loss = default_loss,
     optimizer: MakeOptimizer | None = None,
+    evaluate: Evaluate | None = None,
     widths: Iterable[int] = range(2, 9),
     steps_per_width: int = 50,
     threshold: float = 0.8,
@@ -171,6 +184,8 @@ def range_test(
             torch's own (`F.mse_loss`, `nn.CrossEntropyLoss()`) is applied to the model's output and the batch's target.
         optimizer: makes an optimizer from parameters; by default Adam with a learning rate of 0.003. Best is the one
             that the real training starts with.
+        evaluate: a function of the model that returns a number, as accuracy on held-out data. It decides nothing. It is
+            called after each run, at the run's width, with batch norm's statistics of the latest batches at that width.
         widths: the forward widths to try.
         steps_per_width: the length of each run.
         threshold: the share of the full-precision progress that counts as training.
@@ -191,14 +206,17 @@ def range_test(
     with torch.random.fork_rng(devices=list(devices)), _bar(progress, (len(tried) + 1) * steps) as advance:
         torch.manual_seed(seed)
         batches = _take(data, steps)
-        full = _train(rewritten, Bits(*[FULL_PRECISION] * 3), batches, loss, make, seed, advance)
+        full, at_last = _train(rewritten, Bits(*[FULL_PRECISION] * 3), batches, loss, make, evaluate, seed, advance)
         drop = _drop(full, full[0])
         _check_progress(full, drop)
-        runs = [Bits(width, width, low) for width in tried]
-        losses = tuple(_train(rewritten, bits, batches, loss, make, seed, advance) for bits in runs)
+        runs = [
+            _train(rewritten, Bits(width, width, low), batches, loss, make, evaluate, seed, advance) for width in tried
+        ]
+        losses = tuple(run for run, _ in runs)
+        evaluations = (*(value for _, value in runs), at_last) if evaluate is not None else ()
     drops = tuple(_drop(curve, full[0]) for curve in losses)
     q_min = _smallest(tried, [one / drop for one in drops], threshold)
-    return RangeTest(q_min, tried, losses, drops, full, drop, float(threshold))
+    return RangeTest(q_min, tried, losses, drops, full, drop, float(threshold), evaluations)
 
 
 def _train(
@@ -207,10 +225,11 @@ def _train(
     batches: list[Any],
     loss: Loss,
     make: MakeOptimizer,
+    evaluate: Evaluate | None,
     seed: int,
     advance: Advance,
-) -> tuple[float, ...]:
-    """Train a copy on the batches and return the loss of every step; once it is not finite, it stays that way."""
+) -> tuple[tuple[float, ...], float]:
+    """Train a copy; return the loss of every step, which once not finite stays that way, and what `evaluate` says."""
     copied = copy.deepcopy(rewritten)
     copied.train()
     Static(bits).bind(copied)
@@ -226,12 +245,16 @@ def _train(
         curve.append(value.detach().item())
         if not math.isfinite(curve[-1]):
             advance(label, len(batches) - len(curve) + 1)
-            return (*curve, *[math.nan] * (len(batches) - len(curve)))
+            return (*curve, *[math.nan] * (len(batches) - len(curve))), math.nan
         optimizer.zero_grad()
         value.backward()
         optimizer.step()
         advance(label, 1)
-    return tuple(curve)
+    if evaluate is None:
+        return tuple(curve), math.nan
+    latest = batches[-LATEST:]
+    with recalibrate(copied, latest, call=lambda model, batch: _criterion(loss, model, batch)), torch.no_grad():
+        return tuple(curve), float(evaluate(copied.eval()))
 
 
 def _adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -74,6 +74,30 @@ def test_it_trains_and_measures() -> None:
     assert result.drops[0] == pytest.approx(result.full_precision[0] - sum(tail) / 10)
 
 
+def test_evaluations_are_with_the_statistics_of_the_width() -> None:
+    """They follow each run, and change nothing that is judged."""
+    batches = make_batches()
+    statistics: list[Tensor] = []
+    # Evaluated right after training at 2 bits: with other statistics that would be told, which is an error here.
+
+    def accuracy(model: Any) -> float:
+        assert not model.training and not torch.is_grad_enabled()
+        statistics.append(model[1].running_mean.clone())
+        x, y = batches[-1]
+        new = (model(x).argmax(1) == y).float().mean().item()
+        expected = torch.stack([model[0](x).mean(0) for x, _ in batches[-10:]]).mean(0)
+        torch.testing.assert_close(model[1].running_mean, expected, rtol=1e-4, atol=1e-5)
+        return new
+
+    plain = range_test(make_model_of(1), batches, widths=[2, 4], steps_per_width=8)
+    result = range_test(make_model_of(1), batches, widths=[2, 4], steps_per_width=8, evaluate=accuracy)
+    assert dataclasses.replace(result, evaluations=()) == plain
+    assert len(result.evaluations) == len(statistics) == 3
+    assert all(0.5 < value <= 1 for value in result.evaluations)
+    assert result.to_dict()["evaluations"] == list(result.evaluations)
+    assert "evaluated" in str(result) and "evaluated" not in str(plain)
+
+
 @pytest.mark.parametrize(
     ("progress", "threshold", "expected"),
     [

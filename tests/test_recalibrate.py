@@ -210,10 +210,14 @@ def test_calls_of_a_shared_layer_all_count(momentum: float | None) -> None:
     torch.testing.assert_close(model.norm.running_mean, x.mean(0) + 4 * last)
 
 
+def _by_name(model: Any, batch: tuple[str, Tensor]) -> object:
+    return model[batch[0]](batch[1])
+
+
 def test_a_layer_in_some_batches_only(caplog: pytest.LogCaptureFixture) -> None:
     model: Any = nn.ModuleDict({"a": nn.BatchNorm1d(2), "b": nn.BatchNorm1d(2), "c": nn.BatchNorm1d(2)})
     data = [("a", torch.full((4, 2), 1.0)), ("b", torch.full((4, 2), 2.0)), ("a", torch.full((12, 2), 5.0))]
-    handle = cpt_fx.recalibrate(model, data, call=lambda model, batch: model[batch[0]](batch[1]))
+    handle = cpt_fx.recalibrate(model, data, call=_by_name)
     assert handle.layers == ("a", "b")
     means = [float(model[name].running_mean[0]) for name in "abc"]
     assert means == pytest.approx([4.0, 2.0, 0.0])
