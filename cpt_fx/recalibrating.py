@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from cpt_fx.capture.memory import unchanged
 from cpt_fx.evaluating import at_bits
-from cpt_fx.meta import module_stack
+from cpt_fx.meta import module_path
 from cpt_fx.overrides import Pattern, Patterns, as_patterns
 from cpt_fx.result import sessions_in
 from cpt_fx.schedules.bits import Bits, as_bits
@@ -261,10 +261,12 @@ def _size(batch: Any) -> int:
 
 def _without_layer(session: Session) -> Iterator[str]:
     """Walk over the modules in whose code batch norm is a function, as far as there are graphs of it."""
+    modules = dict(session.root.named_modules(remove_duplicate=False))
     for node in (node for graph in session.graphs() for node in graph.graph.nodes if node.op == "call_function"):
-        path, kind = (module_stack(node) or [("", None)])[-1]
-        if "batch_norm" in getattr(node.target, "__name__", "") and not (kind and issubclass(kind, _BatchNorm)):
-            yield path or session.kind
+        if "batch_norm" in getattr(node.target, "__name__", ""):
+            path, _ = module_path(node)
+            if not isinstance(modules.get(path), _BatchNorm):
+                yield path or session.kind
 
 
 @contextmanager

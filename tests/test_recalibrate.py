@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -549,3 +551,25 @@ def test_a_model_that_was_moved_meanwhile() -> None:
     with cpt_fx.recalibrate(result, few()):
         result.double()
     assert all(torch.equal(value.float(), before[key]) for key, value in statistics(result).items())
+
+
+def test_the_page_shows_what_was_measured() -> None:
+    root = Path(__file__).parents[1]
+    rows, measured = (
+        [
+            line
+            for line in (root / name).read_text(encoding="utf-8").splitlines()
+            if re.match(r"\| (paper|def|int)", line)
+        ]
+        for name in ("docs/batch_norm.md", "benchmarks/results/batch_norm.md")
+    )
+    assert len(rows) == 11
+    assert set(rows) <= set(measured)
+
+
+def test_an_exported_program_has_no_layers_which_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    program = torch.export.export(model.train(), (torch.randn(4, 3),))
+    result = cpt_fx.transform(program, plan(), recipe=DYNAMIC)
+    assert cpt_fx.recalibrate(result, [torch.randn(4, 3)]).layers == ()
+    assert "batch norm in the code of" in caplog.text
