@@ -117,8 +117,8 @@ def recalibrate(
     if layers:
         with ExitStack() as stack:
             contexts: list[AbstractContextManager[Any]] = [
-                torch.inference_mode(False), torch.no_grad(), _uncached_autocast(), _same_random_numbers(batches),
-                trial(model), *(_unnoticed(session) for session in sessions),
+                torch.inference_mode(False), torch.no_grad(), _same_random_numbers(batches), trial(model),
+                *(_unnoticed(session) for session in sessions),
             ]  # fmt: skip
             for context in contexts:
                 stack.enter_context(context)
@@ -186,7 +186,8 @@ def _sums(
                 value.zero_()
         size = _size(batch)
         try:
-            call(model, batch)
+            if size:
+                call(model, batch)
         except ValueError as error:
             if TOO_FEW not in str(error):
                 raise
@@ -283,17 +284,6 @@ def _unnoticed(session: Session) -> Iterator[None]:
         session.root.training = mode
         if noticed:
             session._evaluates, session.reminder.awake = before
-
-
-@contextmanager
-def _uncached_autocast() -> Iterator[None]:
-    """Keep weights that are cast without gradients from the autocast around, which would go on with them."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
 
 
 @contextmanager
