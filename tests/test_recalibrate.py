@@ -31,7 +31,7 @@ class Net(nn.Module):
         self.conv, self.norm = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4)
         self.again, self.shared = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
         self.drop = nn.Dropout(0.5)
-        self.head, self.last = nn.Linear(4, 6), nn.BatchNorm1d(6, momentum=None)
+        self.head, self.last = nn.Linear(4, 6), nn.BatchNorm1d(6, momentum=0.3)
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.norm(self.conv(x)))
