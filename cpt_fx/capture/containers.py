@@ -98,7 +98,8 @@ def _put_back(container: Any, content: list[Any]) -> bool:
         container.update(before)
     elif isinstance(container, MutableSet):
         container.clear()
-        container.update(content)
+        for item in content:
+            container.add(item)
     else:
         container.clear()
         container.extend(content)

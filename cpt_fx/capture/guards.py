@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -76,10 +76,10 @@ def refusing_what_is_lost() -> Iterator[None]:
     gradients = "switches gradients on: where the model is called without them, a graph would not,"
     refused = {
         **lost(torch, "manual_seed", "calls torch.manual_seed, which a graph would not do on every call,"),
-        **lost(torch.autocast, "__enter__", "enters torch.autocast: torch.fx would lose the region, also a disabled one,"),
+        **lost(torch.autocast, "__enter__", "enters torch.autocast: torch.fx would lose it, also a disabled one,"),
         **lost(torch.enable_grad, "__enter__", gradients),
         # Not where torch itself does: `no_grad` is looked at when operators are recorded in it.
-        **lost(torch.set_grad_enabled, "__init__", "calls torch.set_grad_enabled, which a graph would not,", by_torch=False),
+        **lost(torch.set_grad_enabled, "__init__", "calls set_grad_enabled, which a graph would not,", by_torch=False),
         **lost(torch.random, "fork_rng", random, by_torch=False),
     }
     for owner in (torch, torch.random):
@@ -158,18 +158,15 @@ class RefusingTensors(TorchDispatchMode):
     """Refuse code that computes with a parameter or buffer it got hold of behind the tracer's back, or writes to one.
 
     Whoever walks over `self.parameters()` sees the real tensors: what is done with them happens once, while tracing,
-    and never when the graph runs. The same holds for writes to a tensor that is a plain attribute.
+    and never when the graph runs. The same holds for writes to any tensor that was there before.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._plain = _memory(
-            (f"{path}.{name}" if path else name, value)
-            for path, module in model.named_modules()
-            for name, value in vars(module).items()
-            if isinstance(value, torch.Tensor)
-        )
-        self._names = _memory((*model.named_parameters(), *model.named_buffers()))
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        self._names = {_memory(tensor): name for name, tensor in tensors}
+        self._made: dict[Any, torch.Tensor] = {}
+        """What operators have made meanwhile, by its memory: code may write to that."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at what an operator is about to read and write."""
@@ -178,22 +175,30 @@ class RefusingTensors(TorchDispatchMode):
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             written = argument.alias_info is not None and argument.alias_info.is_write
             for tensor in pytree.tree_leaves(value):
-                memory = tensor.untyped_storage()._cdata if isinstance(tensor, torch.Tensor) else None
-                if written and (memory in self._names or memory in self._plain):
-                    refuse(
-                        f"forward updates {self._names.get(memory) or self._plain[memory]} in place, but not as an "
-                        "attribute of its module: torch.fx would run the update once, while tracing,"
-                    )
-                if memory in self._names:
-                    refuse(
-                        f"forward computes with {self._names[memory]}, parameters that it did not take from an "
-                        "attribute of their module: torch.fx would hold the result as a constant,"
-                    )
-        return func(*args, **kwargs)
+                if isinstance(tensor, torch.Tensor):
+                    self._look(tensor, written=written)
+        result = func(*args, **kwargs)
+        self._made.update(
+            {_memory(each): each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)}
+        )
+        return result
+
+    def _look(self, tensor: torch.Tensor, *, written: bool) -> None:
+        name = self._names.get(_memory(tensor))
+        if written and (name is not None or _memory(tensor) not in self._made):
+            refuse(
+                f"forward updates {name or 'a tensor from outside of it'} in place, but not as an attribute of its "
+                "module: torch.fx would run the update once, while tracing,"
+            )
+        if name is not None:
+            refuse(
+                f"forward computes with {name}, parameters that it did not take from an attribute of their module: "
+                "torch.fx would hold the result as a constant,"
+            )
 
 
-def _memory(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[Any, str]:
-    return {tensor.untyped_storage()._cdata: name for name, tensor in tensors}
+def _memory(tensor: torch.Tensor) -> Any:
+    return tensor.untyped_storage()._cdata
 
 
 @contextmanager

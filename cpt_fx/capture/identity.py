@@ -9,6 +9,7 @@ import builtins
 import dis
 import inspect
 import operator
+import re
 import sys
 from collections.abc import Mapping
 from types import CodeType, FrameType
@@ -149,19 +150,14 @@ class _Reader:
             return question
         if name == "STORE_GLOBAL" or (name == "STORE_DEREF" and value in self.outer):
             return Question("outer", (self._pop()._replace(paths=((value,),)),))
-        if name.startswith("LOAD_FAST") or name in ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_CLASSDEREF"):
-            empty = _effect(step) - (len(value) if isinstance(value, tuple) else 1)
-            self.stack += [Operand()] * empty
-            for variable in value if isinstance(value, tuple) else (value,):
-                self.stack.append(self.stored.get(variable, Operand(((variable,),), is_variable=True)))
+        if "_FAST" in name or name in ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_CLASSDEREF", "STORE_DEREF"):
+            self._variables(step)
         elif name in ("LOAD_ATTR", "LOAD_METHOD"):
             base = self._pop()
             paths = ((*base.paths[0], value),) if base.is_variable else base.paths
             self.stack += [base._replace(paths=paths, is_none=False)] * (1 + _effect(step))
         elif name == "LOAD_CONST":
             self.stack.append(Operand(is_none=value is None))
-        elif name.startswith("STORE_FAST") and isinstance(value, str):
-            self.stored[value] = self._pop()
         elif name in ("COPY", "DUP_TOP") and (step.arg or 1) <= len(self.stack):
             self.stack.append(self.stack[-(step.arg or 1)])
         elif name == "SWAP" and step.arg and step.arg <= len(self.stack):
@@ -170,6 +166,17 @@ class _Reader:
             self._other(name, _effect(step))
         return None
 
+    def _variables(self, step: dis.Instruction) -> None:
+        """Read and write variables: newer Pythons have instructions for two of them."""
+        names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+        if step.opname == "LOAD_GLOBAL":
+            self.stack += [Operand()] * (_effect(step) - 1)  # a place for the object of a method
+        for kind, name in zip(re.findall("LOAD|STORE|DELETE", step.opname), names, strict=False):
+            if kind == "LOAD":
+                self.stack.append(self.stored.get(name, Operand(((name,),), is_variable=True)))
+            elif kind == "STORE":
+                self.stored[name] = self._pop()
+
     def _other(self, name: str, effect: int) -> None:
         """Take any other instruction into account, by how much it leaves on the stack."""
         if name.startswith(("POP_", "STORE_", "DELETE_", "RETURN_", "RAISE", "RERAISE", "END_")):
@@ -177,7 +184,7 @@ class _Reader:
         elif effect > 0:
             made = self.stack[-1] if self.stack and name.startswith(("FOR_", "UNPACK_", "GET_")) else Operand()
             self.stack += [made._replace(is_variable=False)] * effect
-        elif self.stack:
+        elif self.stack and name not in ("NOP", "NOT_TAKEN", "KW_NAMES", "EXTENDED_ARG", "CACHE", "RESUME"):
             made = self._pop(1 - effect)
             called = name.startswith(("CALL", "PRECALL")) and ("type",) not in made.paths
             self.stack.append(made._replace(is_variable=False, is_none=False, is_called=made.is_called or called))
@@ -205,15 +212,21 @@ def look(question: Question, frame: FrameType) -> None:
             refuse("the code asks whether a value is None, which torch.fx cannot know of one that is only traced,")
     elif len(asked) == 2 and not (is_traced(values[0]) and values[0] is values[1]):
         if involved or all(operand.is_called for operand in asked):
-            refuse("the code asks whether two values are one, which torch.fx cannot know of those that are only traced,")
+            refuse(
+                "the code asks whether two values are one, which torch.fx cannot know of those that are only traced,"
+            )
 
 
 def _look_at_store(operand: Operand, value: Any, frame: FrameType) -> None:
     """Refuse writes to what was there before: classes, and objects that the code comes by as variables from outside."""
-    name = operand.paths[0][0] if operand.is_variable else ""
-    outside = name and (name not in frame.f_locals or (name in frame.f_code.co_freevars and not is_made_inside(name, frame)))
-    if isinstance(value, type) or ("type",) in operand.paths or (outside and not isinstance(value, nn.Module)):
-        refuse(f"the code sets an attribute of {'.'.join(operand.paths[0]) if name else 'a class'}, which a graph would not do,")
+    path = operand.paths[0] if operand.is_variable else ()
+    name = path[0] if path else ""
+    is_outer = name and (name not in frame.f_locals or name in frame.f_code.co_freevars)
+    is_older = (is_outer and not is_made_inside(name, frame)) or (len(path) > 1 and not hasattr(value, "__dict__"))
+    is_class = isinstance(value, type) or ("type",) in operand.paths
+    if is_class or (is_older and not isinstance(value, nn.Module) and not is_traced(value)):
+        what = ".".join(path) or "a class"
+        refuse(f"the code sets an attribute of {what}, which a graph would not do on every call,")
 
 
 def is_made_inside(name: str, frame: FrameType | None) -> bool:

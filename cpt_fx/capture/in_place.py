@@ -22,4 +22,3 @@ def _function(name: str) -> Callable[[Any, Any], Any]:
 
 
 globals().update({name: _function(name) for name in NAMES})  # by these names graphs are pickled
-

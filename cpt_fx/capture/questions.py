@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.fx._symbolic_trace
 
 from cpt_fx.capture.base import CaptureError
 from cpt_fx.capture.containers import Kept
@@ -52,7 +53,7 @@ def _about_the_state(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def ask(*args: Any, **kwargs: Any) -> Any:
         if is_the_models(sys._getframe(1).f_code.co_filename) and is_inside(sys._getframe(1)):
-            refuse(f"forward asks torch.{original.__name__}, which a graph would not do on every call,")
+            refuse(f"forward asks {original.__name__}(), which a graph would not do on every call,")
         return original(*args, **kwargs)
 
     return ask
@@ -61,13 +62,17 @@ def _about_the_state(original: Callable[..., Any]) -> Callable[..., Any]:
 BUILTINS = {each.__name__: _about_values(each) for each in (isinstance, issubclass, hasattr, id, callable)}
 BUILTINS |= {"getattr": _about_values(getattr, 3), "setattr": _about_classes}
 
-STATES = {name: _about_the_state(getattr(torch, name)) for name in (
-    "is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled", "is_autocast_cpu_enabled",
-    "get_autocast_dtype", "get_autocast_cpu_dtype", "get_autocast_gpu_dtype", "is_autocast_cache_enabled",
-    "get_default_dtype", "get_default_device", "are_deterministic_algorithms_enabled", "initial_seed")}  # fmt: skip
+_STATES = {
+    torch: ("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled", "is_autocast_cpu_enabled",
+            "get_autocast_dtype", "get_autocast_cpu_dtype", "get_autocast_gpu_dtype", "is_autocast_cache_enabled",
+            "get_default_dtype", "get_default_device", "are_deterministic_algorithms_enabled", "initial_seed"),
+    torch.overrides: ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"),
+    torch.fx._symbolic_trace: ("is_fx_tracing", "is_fx_symbolic_tracing"),
+}  # fmt: skip
+"""What tells the state of the process, or whether values are traced."""
 
-OTHERS = {id(getattr(torch, name)): ask for name, ask in STATES.items()}
-OTHERS |= {id(each): _about_values(each) for each in (operator.is_, operator.is_not)}
+OTHERS = {id(vars(owner)[name]): _about_the_state(vars(owner)[name]) for owner in _STATES for name in _STATES[owner]}
+OTHERS |= {id(each): _about_values(each) for each in (operator.is_, operator.is_not, isinstance, issubclass, callable)}
 """By the function that is replaced, since modules import it under names of their own."""
 
 
@@ -126,12 +131,11 @@ class _Watcher:
 _NEW = object()
 
 
-
 @contextmanager
 def refusing_questions(kept: Kept) -> Iterator[None]:
     """Refuse what the model's code asks, line by line, and what it catches."""
     before, watcher = sys.gettrace(), _Watcher(kept)
-    for owner in (torch, operator):
+    for owner in (*_STATES, operator):
         watcher.replace(vars(owner), {})
     sys.settrace(watcher.enter)
     try:
@@ -151,7 +155,11 @@ def _run(frame: FrameType, event: str, arg: Any) -> Any:
     if event == "line":
         for question in facts.questions.get(frame.f_lineno, ()):
             look(question, frame)
-    elif event == "exception" and is_caught(frame) and not issubclass(arg[0], (StopIteration, GeneratorExit, ImportError)):
+    elif (
+        event == "exception"
+        and is_caught(frame)
+        and not issubclass(arg[0], (StopIteration, GeneratorExit, ImportError))
+    ):
         if any(map(_holds_traced, frame.f_locals.values())):
             note(CaptureError(f"the code may catch a {arg[0].__name__} that only tracing raises{place_of(frame)}"))
     return _run

@@ -81,7 +81,7 @@ def trace_symbolic(source: Source, examples: Examples | None = None) -> Traced:
     for name, place in traced.asked.items():
         _check_given(traced.graph, name)
         notes.append(f"captured with {name} given: the code asks whether it is None")
-        if name in inspect.signature(entry.forward).parameters and inspect.signature(entry.forward).parameters[name].default is not inspect.Parameter.empty:
+        if name in _optional_arguments(entry):
             loses = f"the code asks whether {name} is None{place}"
     if traced.dropped_checkpoints:
         loses = "forward uses torch.utils.checkpoint"
@@ -150,10 +150,16 @@ def _trace(source: Source, fixed: Mapping[str, object], *, mode: bool) -> Traced
             names.setdefault(id(module), name)
     tracer = Tracer(fixed, names, every_module=source.every_module)
     entry = root.get_submodule(source.path)
-    graph, failed = None, None
+    graph: fx.Graph | None = None
+    failed: Exception | None = None
     with _TRACING, noting() as noted:
         try:
-            with unchanged_containers(root) as kept, unchanged_tensors(root), RefusingTensors(root), ExitStack() as stack:
+            with (
+                unchanged_containers(root) as kept,
+                unchanged_tensors(root),
+                RefusingTensors(root),
+                ExitStack() as stack,
+            ):
                 stack.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore")
                 for context in (tracer.recording_factories, tracer.recording_output_sizes, refusing_what_is_lost,
@@ -164,11 +170,11 @@ def _trace(source: Source, fixed: Mapping[str, object], *, mode: bool) -> Traced
         except Exception as error:  # noqa: BLE001  (whatever the model's code raises)
             failed = error
     # What the model's code has caught comes first: what it did afterwards may be wrong because of it.
-    error = noted[0] if noted else failed
-    if isinstance(error, CaptureError):
-        raise error
-    if error is not None:
-        raise _untraceable(error, entry) from error
+    first = noted[0] if noted else failed
+    if isinstance(first, CaptureError):
+        raise first
+    if first is not None:
+        raise _untraceable(first, entry) from first
     assert graph is not None
     _check_constants(graph, entry)
     return Traced(entry, graph, tracer.dropped_checkpoints, asked=tracer.asked)

@@ -25,6 +25,10 @@ class _Kind(type):
         refuse_question("for the type of a value", sys._getframe(1))
         return type.__hash__(cls)
 
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        refuse_question("for a new value of a value's type", sys._getframe(1))
+        return type.__call__(cls, *args, **kwargs)
+
     def __getattribute__(cls, name: str) -> Any:
         if name in ("__name__", "__qualname__", "__module__", "__mro__", "__bases__"):
             refuse_question("for the name of a value's type", sys._getframe(1))
@@ -38,7 +42,7 @@ class Traced(fx.Proxy, metaclass=_Kind):
     """A value of a graph under construction."""
 
     @property
-    def __class__(self) -> Any:
+    def __class__(self) -> Any:  # type: ignore[misc]
         """Its own class. Where code asks for it: `x.__class__`, a pattern, dispatch by type; not torch's own parser."""
         frame = sys._getframe(1)
         if not is_machine(frame.f_code.co_filename) and _instruction(frame) in _READS:
