@@ -1,7 +1,7 @@
 """Small modules whose code asks what a value is, or writes what a trace does not see. One way of it in each."""
 
 # Comparisons by identity and by type are what these are about; imports inside stand for those of a user's module.
-# ruff: noqa: E721, PLC0415, S101, SIM108, SIM114, UP007
+# ruff: noqa: E721, UP031, UP032
 from __future__ import annotations
 
 import collections.abc
@@ -18,7 +18,7 @@ import typing
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -250,7 +250,8 @@ def by_is_tensor_like(self: Any, x: Tensor, mask: Any) -> Any:
 
 @asks()
 def by_is_storage(self: Any, x: Tensor, mask: Any) -> Any:
-    return self.fc(x) * mask if not torch.is_storage(mask) else self.fc(x)
+    library: Any = torch
+    return self.fc(x) * mask if not library.is_storage(mask) else self.fc(x)
 
 
 @functools.singledispatch
@@ -738,7 +739,75 @@ def in_a_thread(self: Any, x: Tensor) -> Any:
     return self.fc(found[0])
 
 
+is_kind = isinstance
+
+
+@asks()
+def by_isinstance_under_another_name(self: Any, x: Tensor, mask: Any) -> Any:
+    return self.fc(x) * mask if is_kind(mask, Tensor) else self.fc(x)
+
+
+@asks()
+def by_a_new_one_of_its_type(self: Any, x: Tensor, mask: Any) -> Any:
+    return self.fc(x) + type(mask)([1.0, 2.0, 3.0, 4.0])
+
+
+@asks(inputs=one)
+def by_has_torch_function(self: Any, x: Tensor) -> Any:
+    return self.fc(x) * 2 if torch.overrides.has_torch_function((x,)) else self.fc(x)
+
+
+@asks(inputs=one)
+def by_is_fx_tracing(self: Any, x: Tensor) -> Any:
+    return self.fc(x) * 2 if torch.fx._symbolic_trace.is_fx_tracing() else self.fc(x)
+
+
+@asks(inputs=one)
+def by_generator(self: Any, x: Tensor) -> Any:
+    return self.fc(x) * (2 if all(isinstance(each, Tensor) for each in (x, x)) else 3)
+
+
+class _Slots:
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
 # What is written
+
+
+@asks(make=lambda: {**a_layer(), "meter": _Slots()}, inputs=one)
+def counter_in_slots(self: Any, x: Tensor) -> Any:
+    self.meter.count += 1
+    return self.fc(x) * self.meter.count
+
+
+AVERAGE = torch.ones(4)
+
+
+@asks(inputs=one)
+def tensor_of_the_process(self: Any, x: Tensor) -> Any:
+    AVERAGE.mul_(1.0)
+    return self.fc(x) * AVERAGE
+
+
+class _Shared:
+    seen: ClassVar[list[Any]] = []
+
+
+@asks(inputs=one)
+def list_of_a_class(self: Any, x: Tensor) -> Any:
+    y = self.fc(x)
+    _Shared.seen.append(y)
+    del _Shared.seen[:-1]
+    return y * 2
+
+
+@asks(inputs=lambda: (torch.randn(3, 4), SimpleNamespace(h=None)))
+def attribute_of_an_argument(self: Any, x: Tensor, batch: Any) -> Any:
+    batch.h = self.fc(x)
+    return batch.h * 2
 
 
 @asks(inputs=one)
@@ -969,6 +1038,36 @@ def asking_in_place_for_gradients(self: Any, x: Tensor) -> Any:
 
 
 @fine(inputs=one)
+def data_in_place(self: Any, x: Tensor) -> Any:
+    self.fc.weight.data.clamp_(-0.2, 0.2)
+    self.fc.weight.data[0] = 0.1
+    return self.fc(x)
+
+
+@fine(inputs=one)
+def a_cleanup(self: Any, x: Tensor) -> Any:
+    try:
+        return self.fc(x)
+    finally:
+        del x
+
+
+@fine(inputs=one)
+def functions_inside(self: Any, x: Tensor) -> Any:
+    parts: list[Any] = []
+    count = 0
+
+    def add(y: Any) -> None:
+        nonlocal count
+        parts.append(y)
+        count += 1
+
+    add(self.fc(x))
+    add(self.fc(x) * 2)
+    return torch.cat(parts) * count
+
+
+@fine(inputs=one)
 def objects_of_its_own(self: Any, x: Tensor) -> Any:
     out = SimpleNamespace(y=self.fc(x), parts=[])
     out.y = out.y * 2
@@ -1003,7 +1102,8 @@ def einsums(self: Any, x: Tensor) -> Any:
 
 @fine(inputs=one)
 def scripting_and_compiling(self: Any, x: Tensor) -> Any:
-    if torch.jit.is_scripting() or torch.jit.is_tracing() or torch.compiler.is_compiling():
+    jit: Any = torch.jit
+    if jit.is_scripting() or jit.is_tracing() or torch.compiler.is_compiling():
         return x
     return self.fc(x)
 

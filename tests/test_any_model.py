@@ -78,7 +78,7 @@ def test_dynamo_where_torch_fx_would_do(name: str) -> None:
         pass
 
 
-@pytest.mark.parametrize("name", ["broken_blocks", "prints"])
+@pytest.mark.parametrize("name", ["broken_blocks", "logs"])
 def test_a_graph_break_changes_no_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that break in the middle share compiled code, and must not share ranges: compare with no break at all."""
     (broken, args, kwargs), (whole, _, _) = ANY_MODEL[name].build(), ANY_MODEL[name].build()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -243,6 +244,41 @@ def test_an_argument_that_is_only_passed_on_stays_open() -> None:
     assert torch.equal(result(x), model(x))
     assert torch.equal(result(x, 0.1), model(x, 0.1))
     assert torch.equal(result(x, bias=bias), model(x, bias=bias))
+
+
+@pytest.mark.parametrize("examples", [False, True])
+def test_an_argument_that_is_only_computed_with_stays_open(examples: bool) -> None:
+    def forward(self: Any, x: Tensor, k: int = 0, scale: float = 1.0) -> Any:
+        y = self.fc(x) * (k + 1) + math.sqrt(2 * scale)
+        return y.roll(-k, 0)[k:] ** (2 - k)
+
+    model, x = model_of(forward, fc=nn.Linear(4, 4)), torch.randn(3, 4)
+    options: dict[str, Any] = {"example_inputs": (x,)} if examples else {}
+    for result in (captured(model, **options), cpt_fx.transform(model, Static(32), **options)):
+        assert cpt_fx.inspect(result).capture.frontend == "symbolic"
+        for given in ((), (0,), (1,), (2, 0.5)):
+            assert torch.equal(result(x, *given), model(x, *given))
+
+
+def test_an_argument_that_is_asked_about_stays_fixed() -> None:
+    def compared(self: Any, x: Tensor, k: int = 0) -> Any:
+        return self.fc(x) * (k + 1) if k < 1 else self.fc(x)
+
+    def typed(self: Any, x: Tensor, k: int = 0) -> Any:
+        return self.fc(x) * (k + 1) if isinstance(k, int) else self.fc(x)
+
+    def tested(self: Any, x: Tensor, k: int | None = 0) -> Any:
+        k = 5 if k is None else k
+        return self.fc(x) * (k + 1)
+
+    for forward in (compared, typed, tested):
+        model, x = model_of(forward, fc=nn.Linear(4, 4)), torch.randn(3, 4)
+        result = captured(model)
+        assert torch.equal(result(x), model(x))
+        with pytest.raises(ValueError, match="captured for k=0"):
+            result(x, 1)
+        result = cpt_fx.transform(model, Static(32))
+        assert torch.equal(result(x, 1), model(x, 1)) and torch.equal(result(x), model(x))
 
 
 def test_examples_that_do_not_fit() -> None:

@@ -12,6 +12,7 @@ import operator
 import re
 import sys
 from collections.abc import Mapping
+from itertools import pairwise
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -70,7 +71,7 @@ _known: dict[int, tuple[CodeType, Facts | None]] = {}
 def _caught(code: CodeType) -> tuple[tuple[int, int], ...]:
     """Return where an `except`, or the exit of a `with`, may catch: not one that only raises again."""
     steps = [step.opname for step in dis.get_instructions(code)]
-    if not any(one == "POP_EXCEPT" and other != "RERAISE" for one, other in zip(steps, steps[1:], strict=False)):
+    if not any(one == "POP_EXCEPT" and other != "RERAISE" for one, other in pairwise(steps)):
         return ()
     # Python 3.10 has no such table: there it is the whole function.
     entries = getattr(dis.Bytecode(code), "exception_entries", None)
@@ -202,19 +203,21 @@ def look(question: Question, frame: FrameType) -> None:
     values = [reached[0][0] if operand.is_variable else None for operand, reached in zip(asked, found, strict=True)]
     if question.kind == "outer":
         if not is_made_inside(asked[0].paths[0][0], frame):
-            refuse(f"the code sets {asked[0].paths[0][0]} outside of itself, which a graph would not do,")
+            refuse(f"the code sets {asked[0].paths[0][0]} outside of itself, which a graph would not do on every call,")
     elif question.kind == "store":
         _look_at_store(asked[0], values[0], frame)
-    elif question.kind == "match" and involved:
-        refuse("the code asks for the kind of a value, which torch.fx cannot answer for one that is only traced,")
-    elif len(asked) == 1 and involved:
-        if not (asked[0].is_variable and not found[0][0][1] and _is_there(values[0])):
-            refuse("the code asks whether a value is None, which torch.fx cannot know of one that is only traced,")
+    elif question.kind == "match":
+        _refuse_if(involved, "of what kind a value is")
+    elif len(asked) == 1:
+        is_known = asked[0].is_variable and not found[0][0][1]
+        _refuse_if(involved and not (is_known and _is_there(values[0])), "whether a value is None")
     elif len(asked) == 2 and not (is_traced(values[0]) and values[0] is values[1]):
-        if involved or all(operand.is_called for operand in asked):
-            refuse(
-                "the code asks whether two values are one, which torch.fx cannot know of those that are only traced,"
-            )
+        _refuse_if(involved or all(operand.is_called for operand in asked), "whether two values are one")
+
+
+def _refuse_if(wrong: bool, what: str) -> None:
+    if wrong:
+        refuse(f"the code asks {what}, which torch.fx cannot answer for a value that is only traced,")
 
 
 def _look_at_store(operand: Operand, value: Any, frame: FrameType) -> None:

@@ -60,10 +60,8 @@ class Traced(NamedTuple):
 def trace_symbolic(source: Source, examples: Examples | None = None) -> Traced:
     """Trace with torch.fx, or raise `CaptureError` where the graph would not do what the code does."""
     entry = source.entry
-    if examples is None:
-        fixed = _optional_arguments(entry)
-    else:
-        fixed = _constants_of(entry, examples.args, examples.kwargs)
+    optional = _optional_arguments(entry)
+    fixed = optional if examples is None else _constants_of(entry, examples.args, examples.kwargs)
     # Code may branch on a plain argument. Where leaving it open gives the same graph, it is open; otherwise the graph
     # is the one for its value, and says so when it is given another.
     traced = _both_modes(source, fixed)
@@ -81,7 +79,7 @@ def trace_symbolic(source: Source, examples: Examples | None = None) -> Traced:
     for name, place in traced.asked.items():
         _check_given(traced.graph, name)
         notes.append(f"captured with {name} given: the code asks whether it is None")
-        if name in _optional_arguments(entry):
+        if name in optional:
             loses = f"the code asks whether {name} is None{place}"
     if traced.dropped_checkpoints:
         loses = "forward uses torch.utils.checkpoint"
@@ -167,7 +165,7 @@ def _trace(source: Source, fixed: Mapping[str, object], *, mode: bool) -> Traced
                     stack.enter_context(context())
                 graph = _trace_with_guards(tracer, root, entry)
             tracer.refuse_survivors()
-        except Exception as error:  # noqa: BLE001  (whatever the model's code raises)
+        except Exception as error:  # whatever the model's code raises
             failed = error
     # What the model's code has caught comes first: what it did afterwards may be wrong because of it.
     first = noted[0] if noted else failed
@@ -264,7 +262,7 @@ def _same_but_for(opened: fx.Graph, fixed: fx.Graph, name: str, value: object) -
         if inputs and ours.op != "output" and not any(isinstance(value, fx.Node) for value in inputs):
             try:
                 matching[ours] = _computed(ours, args, kwargs)
-            except Exception:  # noqa: BLE001  (the code asks more of the value than it can do)
+            except Exception:  # the code asks more of the value than it can do
                 return False
             continue
         theirs = next(right, None)

@@ -41,8 +41,8 @@ _READS = frozenset(("LOAD_ATTR", "LOAD_METHOD", "MATCH_CLASS"))
 class Traced(fx.Proxy, metaclass=_Kind):
     """A value of a graph under construction."""
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[misc]
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
         """Its own class. Where code asks for it: `x.__class__`, a pattern, dispatch by type; not torch's own parser."""
         frame = sys._getframe(1)
         if not is_machine(frame.f_code.co_filename) and _instruction(frame) in _READS:
