@@ -224,7 +224,7 @@ def by_helper(self: Any, x: Tensor, mask: Any) -> Any:
 
 @asks()
 def by_lambda(self: Any, x: Tensor, mask: Any) -> Any:
-    asked = lambda one, other: one is other  # noqa: E731
+    asked: Callable[[Any, Any], bool] = lambda one, other: one is other  # noqa: E731
     return self.fc(x) * (2 if asked(type(mask), Tensor) else 1)
 
 
