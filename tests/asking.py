@@ -199,6 +199,12 @@ def by_types_mapped(self: Any, x: Tensor, mask: Any) -> Any:
 
 
 @asks()
+def by_list_of_types(self: Any, x: Tensor, mask: Any) -> Any:
+    kinds = list(map(type, [mask]))
+    return self.fc(x) * mask if kinds[0] is Tensor else self.fc(x)
+
+
+@asks()
 def by_subclass(self: Any, x: Tensor, mask: Any) -> Any:
     return self.fc(x) * mask if issubclass(type(mask), torch.Tensor) else self.fc(x)
 
@@ -619,6 +625,15 @@ def caught_by_everything(self: Any, x: Tensor) -> Any:
         return x
 
 
+@asks()
+def caught_attribute(self: Any, x: Tensor, mask: Any) -> Any:
+    try:
+        mask.is_padding  # noqa: B018
+    except AttributeError:
+        return self.fc(x) * mask
+    return self.fc(x)
+
+
 def _size_of(x: Any) -> int:
     try:
         return int(x.shape[0])
@@ -876,6 +891,26 @@ def grad_of_a_parameter(self: Any, x: Tensor) -> Any:
 
 
 @asks(inputs=one)
+def grad_of_parameters(self: Any, x: Tensor) -> Any:
+    for parameter in self.parameters():
+        parameter.grad = None
+    return self.fc(x)
+
+
+@asks(inputs=one)
+def hooks_of_parameters(self: Any, x: Tensor) -> Any:
+    for parameter in self.parameters():
+        parameter.register_hook(lambda gradient: gradient * 2)
+    return self.fc(x)
+
+
+@asks(inputs=one)
+def a_seed(self: Any, x: Tensor) -> Any:
+    torch.random.manual_seed(3)
+    return self.fc(x) * torch.rand(4)
+
+
+@asks(inputs=one)
 def mark_on_a_value(self: Any, x: Tensor) -> Any:
     y = self.fc(x)
     y.is_special = True
@@ -1042,6 +1077,14 @@ def data_in_place(self: Any, x: Tensor) -> Any:
     self.fc.weight.data.clamp_(-0.2, 0.2)
     self.fc.weight.data[0] = 0.1
     return self.fc(x)
+
+
+@fine(inputs=one)
+def a_list_with_holes(self: Any, x: Tensor) -> Any:
+    found: list[Any] = [None, self.fc(x)]
+    if found[0] is None and found[1] is not None:
+        found[0] = x * 2
+    return found[0] + found[1]
 
 
 @fine(inputs=one)

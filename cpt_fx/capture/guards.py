@@ -75,7 +75,6 @@ def refusing_what_is_lost() -> Iterator[None]:
     random = "reads or sets the state of random numbers, which a graph would not do on every call,"
     gradients = "switches gradients on: where the model is called without them, a graph would not,"
     refused = {
-        **lost(torch, "manual_seed", "calls torch.manual_seed, which a graph would not do on every call,"),
         **lost(torch.autocast, "__enter__", "enters torch.autocast: torch.fx would lose it, also a disabled one,"),
         **lost(torch.enable_grad, "__enter__", gradients),
         # Not where torch itself does: `no_grad` is looked at when operators are recorded in it.
@@ -83,7 +82,8 @@ def refusing_what_is_lost() -> Iterator[None]:
         **lost(torch.random, "fork_rng", random, by_torch=False),
     }
     for owner in (torch, torch.random):
-        for name in ("get_rng_state", "set_rng_state"):
+        refused |= lost(owner, "manual_seed", "calls torch.manual_seed, which a graph would not do on every call,")
+        for name in ("seed", "get_rng_state", "set_rng_state"):
             refused |= lost(owner, name, random, by_torch=False)
     with replaced(refused), _refusing_functions():
         yield

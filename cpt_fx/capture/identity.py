@@ -210,9 +210,21 @@ def look(question: Question, frame: FrameType) -> None:
         _refuse_if(involved, "of what kind a value is")
     elif len(asked) == 1:
         is_known = asked[0].is_variable and not found[0][0][1]
-        _refuse_if(involved and not (is_known and _is_there(values[0])), "whether a value is None")
+        items = () if is_known else [item for value, _ in found[0] for item in traced_in(value)]
+        is_unknown = involved and not (is_known and _is_there(values[0]))
+        _refuse_if(is_unknown or not all(map(_is_there, items)), "whether a value is None")
     elif len(asked) == 2 and not (is_traced(values[0]) and values[0] is values[1]):
-        _refuse_if(involved or all(operand.is_called for operand in asked), "whether two values are one")
+        # An item of a container, but not the type of one.
+        holders = [value for each, reached in zip(asked, found, strict=True) for value, _ in reached
+                   if not each.is_variable and ("type",) not in each.paths]  # fmt: skip
+        involved |= any(map(traced_in, holders))
+        _refuse_if(involved or all(each.is_called for each in asked), "whether two values are one")
+
+
+def traced_in(value: Any) -> list[Any]:
+    """Return the traced values in a container of Python."""
+    items = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
+    return [item for item in items if is_traced(item)]
 
 
 def _refuse_if(wrong: bool, what: str) -> None:
@@ -225,8 +237,9 @@ def _look_at_store(operand: Operand, value: Any, frame: FrameType) -> None:
     path = operand.paths[0] if operand.is_variable else ()
     name = path[0] if path else ""
     is_outer = name and (name not in frame.f_locals or name in frame.f_code.co_freevars)
-    is_older = (is_outer and not is_made_inside(name, frame)) or (len(path) > 1 and not hasattr(value, "__dict__"))
+    is_older = bool(is_outer and not is_made_inside(name, frame)) or (len(path) > 1 and not hasattr(value, "__dict__"))
     is_class = isinstance(value, type) or ("type",) in operand.paths
+    is_older |= isinstance(value, nn.Parameter)
     if is_class or (is_older and not isinstance(value, nn.Module) and not is_traced(value)):
         what = ".".join(path) or "a class"
         refuse(f"the code sets an attribute of {what}, which a graph would not do on every call,")

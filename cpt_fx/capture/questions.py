@@ -15,7 +15,7 @@ import torch.fx._symbolic_trace
 
 from cpt_fx.capture.base import CaptureError
 from cpt_fx.capture.containers import Kept
-from cpt_fx.capture.identity import facts_of, is_caught, is_made_inside, look
+from cpt_fx.capture.identity import facts_of, is_caught, is_made_inside, look, traced_in
 from cpt_fx.capture.refusals import (
     is_inside,
     is_machine,
@@ -167,4 +167,4 @@ _USUAL = (StopIteration, GeneratorExit, ImportError)
 def _holds_traced(frame: FrameType) -> bool:
     """Whether a variable of a function is a traced value, or a list of some."""
     values = frame.f_locals.values()
-    return any(any(map(is_traced, value)) if type(value) in (list, tuple) else is_traced(value) for value in values)
+    return any(is_traced(value) or traced_in(value) for value in values)

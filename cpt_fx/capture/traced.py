@@ -41,6 +41,8 @@ _READS = frozenset(("LOAD_ATTR", "LOAD_METHOD", "MATCH_CLASS"))
 class Traced(fx.Proxy, metaclass=_Kind):
     """A value of a graph under construction."""
 
+    tracer: Any
+
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         """Its own class. Where code asks for it: `x.__class__`, a pattern, dispatch by type; not torch's own parser."""
@@ -50,6 +52,7 @@ class Traced(fx.Proxy, metaclass=_Kind):
         return type(self)
 
     def __getattr__(self, name: str) -> Any:
+        self.tracer.read(name, sys._getframe(1))
         return TracedAttribute(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:

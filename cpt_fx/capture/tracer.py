@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn.utils import parametrize
 
 from cpt_fx.capture.base import CaptureError
 from cpt_fx.capture.guards import context, refuse_handlers, replaced
+from cpt_fx.capture.identity import is_caught
 from cpt_fx.capture.refusals import note, place_of, place_of_forward, refuse
 from cpt_fx.capture.traced import Traced
 from cpt_fx.capture.watch import is_hooked
@@ -54,6 +56,11 @@ class Tracer(fx.Tracer):
         made = Traced(node, self)
         self._made.append(weakref.ref(made))
         return made
+
+    def read(self, name: str, frame: FrameType) -> None:
+        """Refuse to read an attribute where the code is ready for a value that has none of that name."""
+        if is_caught(frame):
+            refuse(f"the code reads .{name} where it catches exceptions, which torch.fx cannot know of a traced value,")
 
     def refuse_survivors(self) -> None:
         """Refuse code that keeps a value, anywhere at all: a graph would not, and what is kept is no tensor."""
