@@ -11,6 +11,7 @@ from torch import fx, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from cpt_fx.aliases import Aliases
+from cpt_fx.aliasing import overwritten
 from cpt_fx.aten import hides_product
 from cpt_fx.bodies import AUTHORS_OWN, Call, calls_of, given_quantized, multiplies, outermost, state_of
 from cpt_fx.formats import Format, Group
@@ -320,6 +321,8 @@ class _Walk:
         value = node.args[index] if isinstance(index, int) else node.args[index[0]][index[1]]  # type: ignore[index]
         if not isinstance(value, fx.Node):
             return None
+        if spec.family == "embedding" and value in overwritten(node, {}):
+            return f"{spec.name} overwrites it: what it writes must go to the tensor itself"
         is_weight = value in self.weights
         if kind == "sparse":
             return None if family == "aggregation" else "a sparse operand is passed on as it is"

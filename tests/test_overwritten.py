@@ -210,3 +210,27 @@ def test_a_layer_reads_what_was_written(name: str, capture: str) -> None:
         with torch.no_grad():
             ours, theirs = result(inputs), expected(inputs)
         assert (ours - theirs).norm() <= tolerance * theirs.norm()
+
+
+@pytest.mark.parametrize("capture", ["auto", "dynamo"])
+@pytest.mark.parametrize("hidden", [False, True])
+def test_an_operand_that_its_operator_overwrites_is_left_and_listed(capture: str, hidden: bool) -> None:
+    """An embedding with `max_norm` shortens rows of its weight: of the weight, not of a quantized copy."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.layer = nn.Parameter(torch.ones(6, 4)), nn.Embedding(6, 4, max_norm=0.5)
+            self.head = nn.Linear(4, 2)
+
+        def forward(self, index: Tensor) -> Any:
+            found = F.embedding(index, self.table, None, 0.5) if hidden else self.layer(index)
+            return self.head(found)
+
+    recipe = cpt_fx.recipes.default().with_rule("embedding", weight=cpt_fx.formats.Format())
+    result: Any = cpt_fx.transform(Model(), Static(3), recipe=recipe, capture=capture)
+    result(torch.tensor([0, 1]))
+    weight = result.table if hidden else result.layer.weight
+    assert weight[:2].norm(dim=1).max() < 0.51 and weight[2:].norm(dim=1).max() > 0.6
+    assert [item.operand for item in cpt_fx.inspect(result).uncovered] == ["weight"]
+    assert "overwrites it" in cpt_fx.inspect(result).uncovered[0].reason
