@@ -99,7 +99,9 @@ class _Watcher:
         if is_traced_code(code.co_filename):
             is_asked = is_inside(frame)
         else:
-            is_asked = id(frame.f_globals) in self.globals or any(map(is_traced, frame.f_locals.values()))
+            back = frame.f_back
+            called = back is not None and id(back.f_globals) in self.globals
+            is_asked = called and any(map(is_traced, frame.f_locals.values()))
         if not is_asked:  # this time
             del self.known[id(code)]
             return None
