@@ -35,9 +35,8 @@ def main() -> None:
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         seen.append([1000 * float(seconds) for seconds in done.stdout.split()])
     for what, values in zip(("on the clock", "of the processor"), zip(*seen, strict=True), strict=True):
-        print(
-            f"{len(names)} libraries, {what}: {statistics.median(values):.1f} ms ({min(values):.1f} to {max(values):.1f})"
-        )
+        middle, least, most = statistics.median(values), min(values), max(values)
+        print(f"{len(names)} libraries, {what}: {middle:.1f} ms ({least:.1f} to {most:.1f})")
 
 
 if __name__ == "__main__":

@@ -19,8 +19,12 @@ import pytest
 import torch
 
 from cpt_fx import native
+from cpt_fx.integer import products
+from cpt_fx.integer.codes import quantize_codes
 from cpt_fx.native import building
-from tests.kernel_kinds import KINDS
+from cpt_fx.noise import new_seed
+from cpt_fx.ops import FAKE_QUANTIZE
+from tests.kernel_kinds import KINDS, kernels_of
 
 NAME = "witness.cpp"
 pytestmark = pytest.mark.skipif(native.status() != "used", reason=f"native kernels: {native.status()}")
@@ -275,6 +279,35 @@ def test_a_processor_gets_what_it_can_run(name: str) -> None:
 def test_an_unknown_kind_is_refused() -> None:
     with pytest.raises(ValueError, match="CPT_FX_NATIVE=yes: this processor runs plain, avx2 "):
         building.instructions(HASWELL, "yes")
+
+
+def test_every_kind_gives_the_same_bits() -> None:
+    """Those of torch's operators, rounding at random included."""
+
+    def results() -> list[torch.Tensor]:
+        torch.manual_seed(7)
+        found = []
+        for shape in ((3, 5), (4, 7, 65), (2, 1003)):
+            x = torch.randn(shape) * 3 + 0.5
+            for scheme in ("affine", "affine_integer", "symmetric"):
+                for rounding in ("nearest", "stochastic"):
+                    for bits in (1, 8):
+                        how = {"scheme": scheme, "rounding": rounding}
+                        found.append(FAKE_QUANTIZE(x, torch.tensor(bits), **how))
+                        found.append(FAKE_QUANTIZE(x, torch.tensor(bits), keep=[0], **how))
+            one, two = (
+                quantize_codes(x.flatten(0, -2), 8, rounding="stochastic", seed=new_seed(x.device)) for _ in range(2)
+            )
+            found += [one.values, one.scale, products.linear_forward(one, two), products.linear_grad_weight(one, two)]
+            found.append(products.bias_grad(one))
+        return found
+
+    found = []
+    for kind in KINDS:
+        with kernels_of(kind):
+            found.append(results())
+    for kind, ours in zip(KINDS, found, strict=True):
+        assert all(map(torch.equal, ours, found[0])), kind
 
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump to read instructions with")
