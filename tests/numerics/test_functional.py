@@ -227,6 +227,7 @@ def test_torch_func(options: dict[str, Any]) -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_a_gradient_quantizer_inside_vmap_has_a_range_for_each_sample() -> None:
     x, weight = torch.randn(3, 8), torch.randn(3, 8)
     rows = torch.stack([fake_quantize(row, 4) for row in weight])
