@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 import cpt_fx
 from cpt_fx.recipes import Recipe, default, integer, paper
 from cpt_fx.schedules import named
+from cpt_fx.standalone import precision_of
 from tests.test_recalibrate import few, images, transformed
-from tests.widths.models import CAPTURES
+from tests.widths.models import CAPTURES, OBSERVED
 
 captures = pytest.mark.parametrize("capture", CAPTURES)
 
@@ -214,16 +215,18 @@ def test_nothing_is_traced_again(capture: str, caplog: pytest.LogCaptureFixture)
 
 @captures
 def test_in_inference_mode_and_out_again(capture: str) -> None:
-    result = transformed(capture, Busy())
-    other = transformed(capture, Busy())
+    result = transformed(capture, Busy(), recipe=OBSERVED)
+    other = transformed(capture, Busy(), recipe=OBSERVED)
     other.load_state_dict(result.state_dict())
     with torch.inference_mode():
-        handle = cpt_fx.recalibrate(result, few())
-    cpt_fx.recalibrate(other, few())
+        handle = cpt_fx.recalibrate(result, few(), 8)
+    cpt_fx.recalibrate(other, few(), 8)
     assert all(torch.equal(value, other.state_dict()[key]) for key, value in result.state_dict().items())
     handle.restore()
     result(images()).sum().backward()  # its buffers are those of a model that trains
-    assert not any(buffer.is_inference() for buffer in result.buffers())
+    state = precision_of(result)
+    widths = [value for value in vars(state.in_training).values() if isinstance(value, Tensor)]
+    assert widths and not any(value.is_inference() for value in [*result.buffers(), *widths])
 
 
 @captures
@@ -279,3 +282,19 @@ def test_a_graph_that_stands_alone() -> None:
     torch.manual_seed(0)
     cpt_fx.recalibrate(alone, few())
     assert all(torch.equal(new[key], value) for key, value in alone.state_dict().items() if "running" in key)
+
+
+def test_what_a_model_caches_in_inference_mode_serves_training() -> None:
+    tables: dict[int, Tensor] = {}
+
+    class Cached(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            table = tables.setdefault(len(x), torch.linspace(0, 1, len(x)).unsqueeze(1))
+            result: Tensor = super().forward(x) * table
+            return result
+
+    model = Cached(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    with torch.inference_mode():
+        cpt_fx.recalibrate(model, [torch.randn(4, 3)])
+    model(torch.randn(4, 3)).sum().backward()
+    assert tables and model[0].weight.grad is not None
