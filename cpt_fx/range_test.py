@@ -88,7 +88,8 @@ class RangeTest:
             table.add_column(heading, justify="right")
         if self.evaluations:
             table.add_column("evaluated", justify="right")
-        evaluated = [(f"{value:.4f}",) for value in self.evaluations] or [()] * (len(self.widths) + 1)
+        evaluated: list[tuple[str, ...]] = [(f"{value:.4f}",) for value in self.evaluations]
+        evaluated = evaluated or [()] * (len(self.widths) + 1)
         runs = zip(self.widths, self.losses, self.drops, self.progress, evaluated[:-1], strict=True)
         for width, losses, drop, progress, value in runs:
             style = "bold" if width == self.q_min else "" if width > self.q_min else "dim"

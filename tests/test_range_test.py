@@ -84,7 +84,7 @@ def test_evaluations_are_with_the_statistics_of_the_width() -> None:
         assert not model.training and not torch.is_grad_enabled()
         statistics.append(model[1].running_mean.clone())
         x, y = batches[-1]
-        new = (model(x).argmax(1) == y).float().mean().item()
+        new = float((model(x).argmax(1) == y).float().mean())
         expected = torch.stack([model[0](x).mean(0) for x, _ in batches[-10:]]).mean(0)
         torch.testing.assert_close(model[1].running_mean, expected, rtol=1e-4, atol=1e-5)
         return new

@@ -287,14 +287,18 @@ def test_a_graph_that_stands_alone() -> None:
 def test_what_a_model_caches_in_inference_mode_serves_training() -> None:
     tables: dict[int, Tensor] = {}
 
-    class Cached(nn.Sequential):
+    class Cached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+
         def forward(self, x: Tensor) -> Tensor:
             table = tables.setdefault(len(x), torch.linspace(0, 1, len(x)).unsqueeze(1))
-            result: Tensor = super().forward(x) * table
+            result: Tensor = self.norm(self.linear(x)) * table
             return result
 
-    model = Cached(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model = Cached()
     with torch.inference_mode():
         cpt_fx.recalibrate(model, [torch.randn(4, 3)])
     model(torch.randn(4, 3)).sum().backward()
-    assert tables and model[0].weight.grad is not None
+    assert tables and model.linear.weight.grad is not None
