@@ -6,11 +6,12 @@ import copy
 import functools
 import itertools
 import random
+from argparse import Namespace
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import numpy
@@ -226,6 +227,8 @@ def shown(value: Any, seen: frozenset[int] = frozenset()) -> Any:
         return str(value.bit_generator.state)
     if isinstance(value, Slots):
         return value.count
+    if isinstance(value, (SimpleNamespace, Namespace)):
+        return shown(vars(value), seen)
     if callable(value) and getattr(value, "__closure__", None):
         return [cell.cell_contents for cell in value.__closure__ if isinstance(cell.cell_contents, int)]
     if isinstance(value, functools.partial):
@@ -304,12 +307,15 @@ def test_looking(kind: type[Base], look: str, called: bool) -> None:
         model = cpt_fx.transform(model, Static(4), example_inputs=(x(),))
     if called:
         model(x())
-    before = world(model)
+    before, ours = world(model), set(model.state_dict())
+    graphs = len(cpt_fx.graphs(model)) if look in LOOKS else 0
     try:
         LOOKS.get(look, LOOKS["cost"])(model)
     except cpt_fx.VerificationError as error:
         assert kind is Freezing, error
     assert world(model) == before
+    assert set(model.state_dict()) == ours
+    assert look != "cost" or len(cpt_fx.graphs(model)) == graphs
     assert bool(model(x()).isfinite().all())
 
 
@@ -356,10 +362,12 @@ def parts() -> Iterator[tuple[Any, Callable[[Any], object]]]:
     yield functools.partial(counter()), lambda it: it()
     yield Meter().note, lambda it: it(3)
     yield list(range(5000)), lambda it: it.clear()
+    yield SimpleNamespace(a=1, inner=Namespace(b=[2])), lambda it: it.inner.b.append(3)
+    yield [list[int], Meter, print, object(), range(3), iter([1])], lambda it: it.append(1)
     yield nn.ParameterDict({"a": torch.ones(1)}), lambda it: it.__setitem__("b", torch.ones(2))
 
 
-@pytest.mark.parametrize(("place", "how"), list(itertools.product(range(12), ["attribute", "nested"])))
+@pytest.mark.parametrize(("place", "how"), list(itertools.product(range(14), ["attribute", "nested"])))
 def test_whatever_a_module_holds(place: int, how: str) -> None:
     value, change = list(parts())[place]
     module = nn.Linear(2, 2)
@@ -370,3 +378,34 @@ def test_whatever_a_module_holds(place: int, how: str) -> None:
         assert repr(shown(value)) != before
         module.thing = None
     assert repr(shown(value)) == before and module.thing is held
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24,
+    "max_position_embeddings": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "attn_implementation": "eager",
+}  # fmt: skip
+ASKED = {"output_hidden_states": True, "output_attentions": True}
+
+
+@pytest.mark.parametrize(("name", "asked"), [("Bert", "call"), ("Llama", "configuration"), ("GPT2", "call")])
+def test_libraries_that_hook_themselves(name: str, asked: str) -> None:
+    """All hidden states and attentions come once, in the first call and later, whoever has looked before."""
+    library = pytest.importorskip("transformers")
+    options = {**SMALL, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16} if name == "GPT2" else SMALL
+    options, words = {**options, **(ASKED if asked == "configuration" else {})}, torch.arange(3, 13).reshape(2, 5)
+    given = {"input_ids": words, **(ASKED if asked == "call" else {})}
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    kind = getattr(library, f"{name}Model")
+    plain = kind(getattr(library, f"{name}Config")(**options)).eval()
+    wanted = copy.deepcopy(plain)(**given)
+    model: Any = cpt_fx.transform(plain, Static(32), example_kwargs=given)
+    cpt_fx.cost(model, Static(4), (), example_kwargs=given)
+    cpt_fx.inspect(model).verify(**given, gradients=False)
+    for called in (model, model, plain):
+        found = called(**given)
+        for part in ("hidden_states", "attentions"):
+            assert len(found[part]) == len(wanted[part]) == (2 if part == "hidden_states" else 1)
+            assert all(torch.equal(one, other) for one, other in zip(found[part], wanted[part], strict=True))
+        assert torch.equal(found[0], wanted[0])

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copyreg
 import functools
 import random
+import sys
+from argparse import Namespace
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import copy_context
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy
@@ -21,8 +23,8 @@ from torch.nn.modules import module as torch_module
 from cpt_fx.layer_state import PREFIX
 from cpt_fx.result import PART
 
-_FOREIGN = frozenset({"torch", "numpy", "builtins", "functools", "logging", "threading", "abc", "typing", "cpt_fx"})
-"""Packages whose classes and objects are not looked into."""
+_FOREIGN = frozenset({*sys.stdlib_module_names, "torch", "numpy", "cpt_fx"})
+"""Packages whose classes and objects are not looked into, but for namespaces."""
 _MOST_ITEMS, _DEPTH = 1000, 8
 """Larger containers are put back, but not looked into; a trainer that a module holds leads to whole datasets."""
 _ABSENT = object()
@@ -134,10 +136,10 @@ class _Memory:
 
     def _object(self, value: Any) -> Iterable[Any]:
         kind = type(value)
-        if _is_foreign(kind) and not isinstance(value, nn.Module):
+        if _is_foreign(kind) and not isinstance(value, (nn.Module, SimpleNamespace, Namespace)):
             return ()
         held = getattr(value, "__dict__", None)
-        found = [] if held is None else self._attributes(held, held.__setitem__, held.__delitem__)
+        found = [] if type(held) is not dict else self._attributes(held, held.__setitem__, held.__delitem__)
         slots = {name: getattr(value, name, _ABSENT) for name in copyreg._slotnames(kind)}  # type: ignore[attr-defined]
 
         def undo() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -123,10 +124,11 @@ class _Counter(fx.Interpreter):
 def graph_products(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Product]:
     """Count a transformed model operator by operator, and layer by layer what stands outside of what is transformed."""
     products: list[Product] = []
-    _check_inputs(eager_model(model), args, kwargs)
+    model = _for_a_look(eager_model(model))
+    _check_inputs(model, args, kwargs)
     with _counting(model) as counter, ExitStack() as restored:
         # Once before: Dynamo may need other graphs for evaluation.
-        run_aside(eager_model(model), args, kwargs)
+        run_aside(model, args, kwargs)
         before = counter.get_total_flops()
         for path, result in transformed_in(model):
             for module in result.graphs():
@@ -135,9 +137,17 @@ def graph_products(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
                 module.__dict__["forward"] = _entrance(interpreter)
         for name, layer in plain_rest(model):
             _count_layer(name, layer, counter, products, restored)
-        run_aside(eager_model(model), args, kwargs)
+        run_aside(model, args, kwargs)
         rest = counter.get_total_flops() - before - sum(product.flops for product in products)
     return [*products, Product("", rest)]
+
+
+def _for_a_look(model: nn.Module) -> nn.Module:
+    """Return a copy that shares the parameters: what Dynamo captures under a counter is of no use to the model."""
+    try:
+        return copy.deepcopy(model, {id(value): value for value in model.parameters()})
+    except Exception:  # it holds what cannot be copied: a lock, a result that has a history
+        return model
 
 
 def _check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,7 +106,6 @@ def _try(
 ) -> tuple[tuple[QuantizerView, ...], list[str]]:
     """Run at the current widths, then at `PROBE` bits; return what was recorded and what is wrong with it."""
     model = eager_model(inspection.model)
-    widths = [view.bits for view in views_in(inspection.model)]
     with trial(inspection.model):
         modules = inspection.graphs
         for module in modules:
@@ -119,7 +118,6 @@ def _try(
                 stack.enter_context(state.at(PROBE))
             forward_and_backward(model, args, kwargs, gradients=gradients)
         views = views_in(inspection.model)
-    views = tuple(replace(view, bits=width) for view, width in zip(views, widths, strict=True))
     return views, [*problems, *_too_many_levels(views)]
 
 
