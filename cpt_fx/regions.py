@@ -34,7 +34,7 @@ class ModesOf:
     def __enter__(self) -> None:
         self.before, self.inference = _modes(), torch.is_inference_mode_enabled()
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, kind: object, *rest: object) -> None:
         if kind is not None and torch.is_inference_mode_enabled() is not self.inference:
             # Whoever holds the guard of the region may go later, and puts back the same. This one never goes.
             _GUARDS.append(torch._C._InferenceMode(self.inference))

@@ -73,6 +73,7 @@ class Base(nn.Module):
     """Two layers; what the subclasses do before each call is to be undone."""
 
     calls = 0
+    mean: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -273,7 +274,7 @@ def test_transform(kind: type[Base], capture: str, examples: bool) -> None:
         capture = "dynamo"  # what torch.fx makes of `.data =` is another test's
     model, reference = made(kind), made(kind)
     before = world(model)
-    given = {"example_inputs": (x(),)} if examples else {}
+    given: Any = {"example_inputs": (x(),)} if examples else {}
     result = cpt_fx.transform(model, Static(32), capture=capture, **given)
     assert world(model) == before
     assert result.training
@@ -370,7 +371,7 @@ def parts() -> Iterator[tuple[Any, Callable[[Any], object]]]:
 @pytest.mark.parametrize(("place", "how"), list(itertools.product(range(14), ["attribute", "nested"])))
 def test_whatever_a_module_holds(place: int, how: str) -> None:
     value, change = list(parts())[place]
-    module = nn.Linear(2, 2)
+    module: Any = nn.Linear(2, 2)
     module.thing = value if how == "attribute" else [{"inner": value}]
     before, held = repr(shown(value)), module.thing
     with unchanged(module, values=True):

@@ -102,7 +102,7 @@ class _Memory:
     def _container(self, value: Any) -> Iterable[Any]:
         before = list(value.items() if isinstance(value, dict) else value)
         # The base's own methods: a subclass may do more.
-        kind = next(base for base in (OrderedDict, dict, list, deque, set) if isinstance(value, base))
+        kind: Any = next(base for base in (OrderedDict, dict, list, deque, set) if isinstance(value, base))
 
         def undo() -> None:
             now = list(value.items() if isinstance(value, dict) else value)

@@ -41,7 +41,7 @@ class Picky(nn.Module):
         self.region, self.breaks, self.how = region, breaks, how
 
     def checked(self, x: Tensor) -> Tensor:
-        y = self.one(x)
+        y: Tensor = self.one(x)
         if self.breaks == "inside":
             torch._dynamo.graph_break()
         if self.how == "operator":
