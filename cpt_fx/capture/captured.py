@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 
 from cpt_fx.capture.base import CaptureError
-from cpt_fx.capture.views import called_by
 from cpt_fx.capture.watch import Watch, has_global_hooks
 from cpt_fx.errors import TransformError
 from cpt_fx.graph_module import QuantizedGraphModule
@@ -44,7 +43,7 @@ class Capture:
     is_whole: bool = False
     """Whether Dynamo made it of all of the model's code."""
     watch: Watch | None = None
-    """What the code of a traced graph has read; None where Dynamo guards it, and in a copy before its first call."""
+    """What the code of a traced graph has read; None where Dynamo guards it."""
 
     def is_outdated(self) -> bool:
         """Whether the code of a traced graph would make another one by now."""
@@ -73,9 +72,8 @@ def traced_view(session: Session, module: nn.Module) -> QuantizedGraphModule | N
 
 def _traced_again(session: Session, module: nn.Module, entry: Entry) -> QuantizedGraphModule | None:
     known = session.traced.get(entry)
-    if known is not None and known.watch is None:
-        # A copy, or out of a pickle: the graph came along.
-        session.traced[entry] = replace(known, watch=Watch(module, called_by(known.view)))
+    if known is not None and known.watch is not None and not known.watch.changed():
+        # In a copy, or out of a pickle: the graph came along.
         session.views[id(module), entry.every_module] = known.view
         return known.view
     session.adopt_new()

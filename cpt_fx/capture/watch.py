@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from cpt_fx.result import plain_class
+from cpt_fx.result import derived, plain_class
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -21,20 +21,19 @@ class Watch:
     def __init__(self, entry: nn.Module, called: set[int]) -> None:
         """Look at everything below `entry`, but for what is inside modules that the graph calls as they are."""
         self.seen: list[_Seen] = []
-        self._known: set[int] = set()
-        self._walk(entry, called, is_entry=True)
+        self._walk(entry, called, set(), is_entry=True)
         self.hooked = has_global_hooks()
         self._why = ""
 
-    def _walk(self, module: nn.Module, called: set[int], *, is_entry: bool = False) -> None:
-        if id(module) in self._known:
+    def _walk(self, module: nn.Module, called: set[int], known: set[int], *, is_entry: bool = False) -> None:
+        if id(module) in known:
             return
-        self._known.add(id(module))
+        known.add(id(module))
         outside = id(module) in called and not is_entry
         self.seen.append(_Seen(module, is_entry=is_entry, outside=outside))
         for child in () if outside else module._modules.values():
             if child is not None:
-                self._walk(child, called)
+                self._walk(child, called, known)
 
     def changed(self) -> bool:
         """Whether anything is no longer as it was."""
@@ -47,10 +46,6 @@ class Watch:
                 self._why = f"{why} of {type(seen.module).__name__}"
                 return True
         return False
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Stay behind when the model is copied: the copy is looked at anew."""
-        return type(None), ()
 
     def said(self) -> str:
         """Say what was found to be different."""
@@ -69,6 +64,7 @@ class _Seen:
         self.module = module
         self.kind = type(module)
         self.plain_kind = plain_class(self.kind)
+        self.is_derived = self.plain_kind is not self.kind
         self.forward = self.plain_kind.forward
         self.outside = outside
         self.looks_at_hooks = not is_entry
@@ -79,6 +75,16 @@ class _Seen:
         self.count = len(vars(module))
         self.plain = tuple((key, value) for key, value in attributes.items() if not _is_deep(value))
         self.deep = tuple((key, content_of(value)) for key, value in attributes.items() if _is_deep(value))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Go along with a copy of the module, naming the user's class and not the one derived from it."""
+        return {key: value for key, value in self.__dict__.items() if key not in ("kind", "forward")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Expect of the copy what was seen of the module."""
+        self.__dict__.update(state)
+        self.kind = derived(self.plain_kind) if self.is_derived else self.plain_kind
+        self.forward = self.plain_kind.forward
 
     def changed(self) -> str:
         """Say what is different; nothing where all is as it was."""

@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -176,3 +177,54 @@ def test_a_pickle_names_the_users_class(tmp_path: Path) -> None:
     result = made(Net(), "auto")
     text = pickle.dumps(result)
     assert b"tests.result.models" in text and b"Net" in text
+
+
+def _hook(model: Net) -> None:
+    model.stem.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def _hook_first(model: Net) -> None:
+    model.heads["a"].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+
+
+def _temperature(model: Net) -> None:
+    model.temperature = 0.5
+
+
+def _option(model: Net) -> None:
+    model.options["residual"] = False
+
+
+def _scale(model: Net) -> None:
+    model.scales[1] = 2.0
+
+
+def _head(model: Net) -> None:
+    torch.manual_seed(3)
+    model.fc = nn.Linear(8, 2)
+
+
+def _adapter(model: Net) -> None:
+    torch.manual_seed(3)
+    model.adapter = nn.Linear(8, 8)
+
+
+CHANGES = [_hook, _hook_first, _temperature, _option, _scale, _head, _adapter]
+
+
+@ways
+@pytest.mark.parametrize("called", [False, True], ids=["fresh", "called"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_of_a_copy_count_from_its_first_call_on(
+    change: Callable[[Net], None], called: bool, way: str
+) -> None:
+    result = made(Net(), way, 32)
+    plain = Net()
+    if called:
+        result(batch())
+    change(plain)
+    for copied in COPIES.values():
+        twin = copied(result)
+        change(twin)
+        assert equal(twin(batch()), plain(batch()))
+    assert equal(result(batch()), Net()(batch()))
