@@ -108,4 +108,5 @@ def set_bits(module: nn.Module, bits: int) -> None:
 
 def only(family: str, **rule: Any) -> Recipe:
     """Return a recipe with a rule for one family."""
-    return Recipe(name="only", **{family: Rule(**rule)})
+    rules: dict[str, Any] = {family: Rule(**rule)}
+    return Recipe(name="only", **rules)
