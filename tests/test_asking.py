@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -159,3 +160,22 @@ def test_only_the_users_own_change_captures_anew(caplog: pytest.LogCaptureFixtur
     result.act = nn.Tanh()
     result(x)
     assert "captured again" in caplog.text and cpt_fx.inspect(result).capture.frontend == "symbolic"
+
+
+def test_the_garbage_collectors_callbacks_are_not_the_models_code() -> None:
+    """They run in whatever line creates an object too many, and may set what they like."""
+    seen = 0
+
+    def callback(phase: str, info: dict[str, int]) -> None:
+        nonlocal seen
+        seen += 1
+
+    before = gc.get_threshold()
+    gc.callbacks.append(callback)
+    gc.set_threshold(1)
+    try:
+        cpt_fx.transform(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), Static(8), capture="symbolic")
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(callback)
+    assert seen and gc.isenabled()
