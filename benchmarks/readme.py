@@ -33,6 +33,8 @@ SCRIPTS = (
     ("recurrent_step", "What does a recurrent layer cost when it is opened, against torch's fused kernel?"),
     ("ort_step", "How long is a training step in ONNX Runtime, next to PyTorch eager and compiled?"),
     ("compiled_zoo", "Is a compiled graph compiled again when bits change, or modes?"),
+    ("batch_norm", "How far do batch norm's running statistics lag behind low widths, and what do new ones give?"),
+    ("kernel_loading", "How long do kernels that are built take to load?"),
 )
 
 
