@@ -124,6 +124,14 @@ class Updated(Base):
             self.mean.mul_(0.9).add_(x.mean(0).detach(), alpha=0.1)
 
 
+class HookedParameters(Base):
+    """The gradient that goes to a parameter is halved once more at each call."""
+
+    def before(self, x: Tensor) -> None:
+        self.two.bias.register_hook(lambda gradient: gradient / 2)
+        self.one.bias.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
 class Freezing(Base):
     def before(self, x: Tensor) -> None:
         self.one.weight.requires_grad = False
@@ -205,7 +213,20 @@ class Drawing(Base):
         torch.rand(1)
 
 
-MODELS = [Momentum, InPlace, MaxNorm, Updated, Freezing, Counting, Helped, Lazy, Hooked, Outside, Drawing]
+MODELS = [
+    Momentum,
+    InPlace,
+    MaxNorm,
+    Updated,
+    HookedParameters,
+    Freezing,
+    Counting,
+    Helped,
+    Lazy,
+    Hooked,
+    Outside,
+    Drawing,
+]
 
 
 def shown(value: Any, seen: frozenset[int] = frozenset()) -> Any:
@@ -270,8 +291,6 @@ CAPTURES = ("auto", "dynamo")
 def test_transform(kind: type[Base], capture: str, examples: bool) -> None:
     """The given model is as it was, and the result at 32 bits does what the model does, in every call."""
     torch._dynamo.reset()
-    if capture == "auto" and kind in (Momentum, MaxNorm):
-        capture = "dynamo"  # what torch.fx makes of `.data =` is another test's
     model, reference = made(kind), made(kind)
     before = world(model)
     given: Any = {"example_inputs": (x(),)} if examples else {}

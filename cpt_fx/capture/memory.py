@@ -27,6 +27,7 @@ _FOREIGN = frozenset({*sys.stdlib_module_names, "torch", "numpy", "cpt_fx"})
 """Packages whose classes and objects are not looked into, but for namespaces."""
 _MOST_ITEMS, _DEPTH = 1000, 8
 """Larger containers are put back, but not looked into; a trainer that a module holds leads to whole datasets."""
+_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _ABSENT = object()
 _Undo = Callable[[], object]
 
@@ -199,6 +200,7 @@ class _Memory:
         wanted, is_leaf = value.requires_grad, value.is_leaf
         copy = memory.clone() if self.values and not value.is_meta else None
         gradient = value.grad if is_leaf else None
+        hooks = {name: dict(getattr(value, name) or {}) for name in _TENSOR_HOOKS}
 
         def undo() -> None:
             if not value.is_set_to(memory):
@@ -210,6 +212,11 @@ class _Memory:
                 value.requires_grad_(wanted)
             if is_leaf and value.grad is not gradient:
                 value.grad = gradient
+            for name, before in hooks.items():
+                now = getattr(value, name)
+                if now is not None and dict(now) != before:
+                    now.clear()
+                    now.update(before)
 
         self.undo.append(undo)
         return (gradient,)
