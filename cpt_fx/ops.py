@@ -108,11 +108,11 @@ def _note(record: Tensor, x: Tensor, result: Tensor, bits: Tensor, grid: Grid) -
         witness(record, x, result, width, grid.keep, grid.over, grid.block)
 
 
-def _count(record: Tensor) -> None:
-    """Count a run."""
+def _count(record: Tensor, place: int = 0, more: Tensor | int = 1) -> None:
+    """Count a run, or what else is counted at another place."""
     with outside() if is_transformed() else nullcontext():
-        # What `record[0]` comes to, by a name that fake tensors know as well.
-        plain(record).select(0, 0).add_(1)
+        # What `record[place]` comes to, by a name that fake tensors know as well.
+        plain(record).select(0, place).add_(plain(more).sum() if isinstance(more, Tensor) else more)
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -363,12 +363,12 @@ def _learn(
         on = on & mode
     values = (batch.zero_point.to(running.zero_point.dtype), batch.range.to(running.range.dtype))
     finite = _is_finite(*values)
-    if record is not None:
-        record.select(0, SKIPPED).add_(on & ~finite)
     for state, value in zip(running, (*values, torch.ones_like(running.weight)), strict=True):
         # The published expression, in its order: float addition does not commute with rearrangement.
         updated = state * how.momentum + value * (1 - how.momentum)
         _write(state, torch.where(on & finite, updated, state))
+    if record is not None:
+        _count(record, SKIPPED, on & finite.logical_not())
     return batch
 
 
@@ -424,11 +424,11 @@ def _fake_quantize_learned(
         with torch.no_grad():
             batch, started = extent_of(x, (), None), weight > 0
             values = (batch.zero_point.to(zero_point.dtype), batch.range.to(range.dtype))
-            starts = ~started & _is_finite(*values)
+            starts = started.logical_not() & _is_finite(*values)
             for state, value in zip((zero_point, range, weight), (*values, torch.ones_like(weight)), strict=True):
                 _write(state, torch.where(starts, value, state))
             if record is not None:
-                record.select(0, SKIPPED).add_(~started & ~starts)
+                _count(record, SKIPPED, (started | starts).logical_not())
             known = torch.where(started | starts, 0.0, torch.nan).to(range.dtype)
         range = range + known  # while there is none, what is not finite stays visible
     result: Tensor = LearnedRange.apply(x, zero_point, range, bits, grid)  # type: ignore[no-untyped-call]

@@ -192,7 +192,7 @@ _products()
 
 
 def _geometric() -> None:
-    """What PyTorch Geometric sums with; some of it asks for values, which torch.fx cannot follow."""
+    """What PyTorch Geometric sums with; it asks for types and values, which torch.fx cannot follow."""
 
     if importlib.util.find_spec("torch_geometric") is None:
         return
@@ -210,8 +210,8 @@ def _geometric() -> None:
 
     for reduce in ("sum", "mean", "max", "min", "mul"):
         adds = reduce in ("sum", "mean")
-        op, captures = ("scatter_add_", ALL) if adds else ("scatter_reduce_", (PROGRAM, DYNAMO))
-        FORMS[f"utils.scatter {reduce}"] = Form(scatter(reduce), op, captures)
+        op = "scatter_add_" if adds else "scatter_reduce_"
+        FORMS[f"utils.scatter {reduce}"] = Form(scatter(reduce), op, (PROGRAM, DYNAMO))
     for reduce in ("sum", "mean", "max"):
         run = segment(reduce)
         FORMS[f"utils.segment {reduce}"] = Form(run, "segment_reduce", (PROGRAM, DYNAMO), ("sorted_source", "ends"))

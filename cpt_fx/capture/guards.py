@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpt_fx.aliasing import overwritten
 from cpt_fx.capture.identity import is_caught
+from cpt_fx.capture.memory import memory_of
 from cpt_fx.capture.refusals import TRACE, is_the_models, place_of_forward, refuse
 
 PLAIN = (bool, int, float, str, type(None))
@@ -212,7 +213,7 @@ def unchanged_tensors(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for name, tensor, data, asked, grad, hooks in before:
-            if tensor.data_ptr() != data.data_ptr() or tensor.shape != data.shape or tensor.dtype != data.dtype:
+            if memory_of(tensor) != memory_of(data):
                 tensor.data, changed = data, f"the data of {name}"
             if tensor.requires_grad is not asked:
                 tensor.requires_grad, changed = asked, f"whether {name} asks for a gradient"

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn.modules import module as torch_module
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cpt_fx.layer_state import PREFIX
 from cpt_fx.result import PART
@@ -193,7 +194,8 @@ class _Memory:
         return (getattr(value, "__wrapped__", None),)
 
     def _tensor(self, value: Tensor) -> Iterable[Any]:
-        if value.layout is not torch.strided or isinstance(value, FakeTensor):
+        is_wrapper = is_traceable_wrapper_subclass(value)
+        if value.layout is not torch.strided or isinstance(value, FakeTensor) or is_wrapper:
             return ()
         # The same memory under another counter of changes: a backward pass that is to come may rely on the tensor's.
         memory = value.detach() if value.is_inference() else value.data
@@ -203,7 +205,7 @@ class _Memory:
         hooks = {name: dict(getattr(value, name) or {}) for name in _TENSOR_HOOKS}
 
         def undo() -> None:
-            if not value.is_set_to(memory):
+            if memory_of(value) != memory_of(memory):
                 value.data = memory
             if copy is not None:
                 with torch.inference_mode(value.is_inference()):
@@ -220,6 +222,11 @@ class _Memory:
 
         self.undo.append(undo)
         return (gradient,)
+
+
+def memory_of(tensor: Tensor) -> tuple[object, ...]:
+    """Return which memory a tensor stands on, and how, without asking for an address, which not every tensor has."""
+    return (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
 
 
 def _is_ours(key: object) -> bool:

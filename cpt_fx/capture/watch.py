@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.modules import module as torch_module
 
 from cpt_fx.result import derived, plain_class
@@ -13,6 +13,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _OWN = frozenset({*vars(nn.Module()), "_cpt_fx_part", "_compiled_call_impl", "_is_torch_compile", "_training"})
 _NOTHING = object()
+_NEEDED = ("module", "outside", "looks_at_hooks")
 
 
 class Watch:
@@ -61,13 +62,15 @@ class _Seen:
     """One module as it was."""
 
     def __init__(self, module: nn.Module, *, is_entry: bool, outside: bool) -> None:
-        self.module = module
+        self.module, self.outside, self.looks_at_hooks = module, outside, not is_entry
+        self._look()
+
+    def _look(self) -> None:
+        module, outside = self.module, self.outside
         self.kind = type(module)
         self.plain_kind = plain_class(self.kind)
         self.is_derived = self.plain_kind is not self.kind
         self.forward = self.plain_kind.forward
-        self.outside = outside
-        self.looks_at_hooks = not is_entry
         self.hooked = is_hooked(module)
         self.children = None if outside else tuple(module._modules.items())
         self.tensors = None if outside else _presence(module)
@@ -78,17 +81,22 @@ class _Seen:
 
     def __getstate__(self) -> dict[str, Any]:
         """Go along with a copy of the module, naming the user's class and not the one derived from it."""
-        return {key: value for key, value in self.__dict__.items() if key not in ("kind", "forward")}
+        # The copy of a GraphModule has a class and a graph of its own: it is looked at anew.
+        known = _NEEDED if isinstance(self.module, fx.GraphModule) else self.__dict__.keys() - {"kind", "forward"}
+        return {key: self.__dict__[key] for key in known}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Expect of the copy what was seen of the module."""
         self.__dict__.update(state)
-        self.kind = derived(self.plain_kind) if self.is_derived else self.plain_kind
-        self.forward = self.plain_kind.forward
+        if "plain_kind" in state:
+            self.kind = derived(self.plain_kind) if self.is_derived else self.plain_kind
+            self.forward = self.plain_kind.forward
 
     def changed(self) -> str:
         """Say what is different; nothing where all is as it was."""
         module = self.module
+        if "kind" not in self.__dict__:
+            self._look()
         if type(module) is not self.kind:
             return "the class"
         if self.plain_kind.forward is not self.forward:

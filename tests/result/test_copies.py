@@ -215,9 +215,7 @@ CHANGES = [_hook, _hook_first, _temperature, _option, _scale, _head, _adapter]
 @ways
 @pytest.mark.parametrize("called", [False, True], ids=["fresh", "called"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_changes_of_a_copy_count_from_its_first_call_on(
-    change: Callable[[Net], None], called: bool, way: str
-) -> None:
+def test_changes_of_a_copy_count_from_its_first_call_on(change: Callable[[Net], None], called: bool, way: str) -> None:
     result = made(Net(), way, 32)
     plain = Net()
     if called:
