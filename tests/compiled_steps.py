@@ -63,7 +63,15 @@ def _encoder() -> nn.Module:
 
 
 GPT2 = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 16, "vocab_size": 100}
-T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4, "vocab_size": 100}
+T5 = {
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 1,
+    "num_heads": 4,
+    "vocab_size": 100,
+    "decoder_start_token_id": 0,
+}
 DISTIL = {"dim": 32, "n_layers": 1, "n_heads": 4, "hidden_dim": 48, "vocab_size": 100}
 MODELS: dict[str, Callable[[], Made]] = {
     "bert-classifier": lambda: _of_words("Bert", "BertForSequenceClassification", **SMALL),
