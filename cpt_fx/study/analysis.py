@@ -1,15 +1,20 @@
-"""What the records of a study say: rows and panels, differences, groups, correlations. What is missing is counted."""
+"""What the records of a study say: rows and panels, differences, groups, correlations. What is missing is counted.
+
+Of critical learning periods also: where a run had low precision, and what it is compared with.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
 
-from cpt_fx.schedules import NAMES, savings_group
+from cpt_fx.schedules import NAMES, Deficit, savings_group
 from cpt_fx.study import statistics
-from cpt_fx.study.records import Record
+from cpt_fx.study.records import Record, rebuild
 from cpt_fx.study.statistics import Correlation, Estimate
 
 FULL = "full precision"
@@ -23,34 +28,35 @@ EXPERIMENTS = ("schedules", "deficit", "window", "first-cycle", "delayed")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One schedule at one (q_min, q_max): a value for each seed, and what kept the other seeds from having one."""
+class Values:
+    """A value for each seed, and what it cost."""
 
-    label: str
-    group: str
-    schedule: str
     relative_cost: float
-    mean_bits: float
-    first_cycle_bits: float | None
-    total_steps: int
     values: Mapping[int, float]
-    failed: Mapping[int, str]
-    missing: tuple[int, ...]
 
     @cached_property
     def mean(self) -> Estimate | None:
         """The mean over the seeds that have a value, or None where none has."""
         return statistics.mean(list(self.values.values())) if self.values else None
 
+
+@dataclass(frozen=True, kw_only=True)
+class Row(Values):
+    """One schedule at one (q_min, q_max): a value for each seed, and what kept the other seeds from having one."""
+
+    label: str
+    group: str
+    schedule: str
+    mean_bits: float
+    first_cycle_bits: float | None
+    total_steps: int
+    failed: Mapping[int, str]
+    missing: tuple[int, ...]
+
     @cached_property
     def deviation(self) -> float | None:
         """The standard deviation over the seeds, or None for fewer than two."""
         return statistics.deviation(list(self.values.values())) if self.values else None
-
-    @property
-    def complete(self) -> bool:
-        """Say whether every seed has a value."""
-        return not self.failed and not self.missing
 
     @property
     def gaps(self) -> str:
@@ -86,24 +92,22 @@ class Panel:
         return tuple(row for row in self.rows if row.group not in ("static", FULL))
 
     @property
+    def sign(self) -> float:
+        """What turns the metric so that more is better."""
+        return 1.0 if self.better == "higher" else -1.0
+
+    @property
     def bits(self) -> str:
         """Return "(3, 8)"."""
         return f"({self.q_min}, {self.q_max})"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class Group(Values):
     """A savings group: the mean over its schedules, for each seed that all of them finished."""
 
     name: str
     labels: tuple[str, ...]
-    relative_cost: float
-    values: Mapping[int, float]
-
-    @property
-    def mean(self) -> Estimate | None:
-        """The mean over those seeds, or None where there is none."""
-        return statistics.mean(list(self.values.values())) if self.values else None
 
 
 def panels(records: Iterable[Record]) -> list[Panel]:
@@ -116,9 +120,15 @@ def panels(records: Iterable[Record]) -> list[Panel]:
     return [_panel(found[key]) for key in keys]
 
 
-def against(row: Row, reference: Row | Group) -> Estimate | None:
-    """Return the mean of a row minus that of a reference; paired by seed where both have the same seeds."""
-    return _difference(row.values, reference.values)
+def against(one: Values, other: Values) -> Estimate | None:
+    """Return the mean of one minus that of the other; paired by seed where both have the same seeds."""
+    if not one.values or not other.values:
+        return None
+    seeds = sorted(one.values)
+    if seeds == sorted(other.values):
+        pairs = [one.values[seed] for seed in seeds], [other.values[seed] for seed in seeds]
+        return statistics.difference(*pairs, paired=True)
+    return statistics.difference(list(one.values.values()), list(other.values.values()), paired=False)
 
 
 def verdict(estimate: Estimate | None, better: str) -> str:
@@ -136,22 +146,21 @@ def groups(panel: Panel) -> list[Group]:
     for name in GROUPS:
         rows = [row for row in panel.rows if row.group == name and row.values]
         if rows:
-            common = set.intersection(*(set(row.values) for row in rows))
-            values = {seed: sum(row.values[seed] for row in rows) / len(rows) for seed in sorted(common)}
             cost = sum(row.relative_cost for row in rows) / len(rows)
             labels = tuple(row.label for row in rows)
-            result.append(Group(name=name, labels=labels, relative_cost=cost, values=values))
+            result.append(Group(name=name, labels=labels, relative_cost=cost, values=averaged(rows)))
     return result
+
+
+def averaged(rows: Sequence[Row]) -> dict[int, float]:
+    """Return the mean over rows, for each seed that all of them have a value for."""
+    common = set.intersection(*(set(row.values) for row in rows))
+    return {seed: sum(row.values[seed] for row in rows) / len(rows) for seed in sorted(common)}
 
 
 def group_differences(panel: Panel) -> list[tuple[str, str, Estimate | None]]:
     """Return each two groups, the one with more compute first, and how much more its mean is."""
-    found = groups(panel)
-    return [
-        (one.name, two.name, _difference(one.values, two.values))
-        for index, one in enumerate(found)
-        for two in found[index + 1 :]
-    ]
+    return [(one.name, two.name, against(one, two)) for one, two in combinations(groups(panel), 2)]
 
 
 def cost_correlation(panel: Panel, *, baselines: bool = False) -> Correlation:
@@ -160,18 +169,15 @@ def cost_correlation(panel: Panel, *, baselines: bool = False) -> Correlation:
     `baselines` counts the static runs too. Costs that agree to three digits are one cost.
     """
     rows = [row for row in panel.rows if row in panel.cyclic or (baselines and row.group == "static")]
-    return correlation(rows, [round(row.relative_cost, 3) for row in rows], panel.better)
+    return correlation([(round(row.relative_cost, 3), row) for row in rows], panel)
 
 
-def correlation(rows: Sequence[Row], x: Sequence[float], better: str) -> Correlation:
+def correlation(points: Sequence[tuple[float, Row]], panel: Panel) -> Correlation:
     """Correlate a number of each row with its quality: the metric, turned so that more is better."""
-    sign = 1.0 if better == "higher" else -1.0
-    kept = [(place, row) for place, row in zip(x, rows, strict=True) if row.values]
-    values = [[sign * value for value in row.values.values()] for _, row in kept]
+    kept = [(place, row) for place, row in points if row.values]
     if not kept:
-        return Correlation(
-            rho=None, rho_interval=None, tau=None, tau_interval=None, points=0, runs=0, reason="no run has a value"
-        )
+        return Correlation(points=0, runs=0, reason="no run has a value")
+    values = [[panel.sign * value for value in row.values.values()] for _, row in kept]
     return statistics.rank_correlation([place for place, _ in kept], values)
 
 
@@ -184,12 +190,61 @@ def is_trend(found: Correlation) -> bool:
     return abs(found.rho) >= bound - 1e-9 and not found.rho_interval.covers(0.0)
 
 
+def low_steps(row: Row, panel: Panel) -> tuple[int, int] | None:
+    """Return the first step at low precision and the one after the last, (0, 0) for none; None for other schedules."""
+    if row.schedule.startswith("Deficit("):
+        with suppress(ValueError):  # a store may hold any text
+            made = rebuild(row.schedule)
+            assert isinstance(made, Deficit)
+            end = min(made.end + made.inclusive, row.total_steps)
+            return (made.start, end) if end > made.start else (0, 0)
+    if row.label == f"static {panel.q_max}":
+        return (0, 0)
+    if row.label == f"static {panel.q_min}":
+        return (0, row.total_steps)
+    return None
+
+
+def low_rows(panel: Panel) -> list[tuple[tuple[int, int], Row]]:
+    """Return the rows that have a value, and of which it is known where precision was low, with these steps."""
+    return [(low, row) for row in panel.rows if row.values and (low := low_steps(row, panel)) is not None]
+
+
+def undisturbed(panel: Panel) -> Row | None:
+    """Return the row that never had low precision."""
+    return next((row for row in panel.rows if low_steps(row, panel) == (0, 0)), None)
+
+
+def reference(row: Row, panel: Panel) -> Row | None:
+    """Return what a row is compared with, or None where there is nothing.
+
+    In the deficit and window experiments it is the run that never had low precision. ETV is compared with RTV where the
+    first cycle is the subject, a delayed schedule with the same one not delayed, everything else with static q_max.
+    """
+    found = panel.static
+    if panel.experiment in ("deficit", "window"):
+        found = undisturbed(panel)
+    elif panel.experiment == "first-cycle" and row.label == "ETV":
+        found = panel.row("RTV")
+    elif panel.experiment == "delayed" and not row.label.startswith("static "):
+        # "RR delayed 100" and "RR after deficit 100" belong to "RR".
+        plain = panel.row(row.label.partition(" ")[0])
+        found = panel.static if plain is row else plain
+    return None if found is row else found
+
+
+def beside(row: Row) -> tuple[str, bool, int]:
+    """Return a key to sort by: schedules that begin late beside the same one that does not, baselines at the end."""
+    if row.group in ("static", FULL):
+        return ("~", False, 0)
+    first, *rest = row.label.split()
+    return (first, "after" in rest, int(rest[-1][:18]) if rest and rest[-1].isdecimal() else 0)
+
+
 def _group(label: str) -> str:
     if label in NAMES:
         return savings_group(label)
-    if label == FULL:
-        return FULL
-    return "static" if label.startswith("static ") else "other"
+    return FULL if label == FULL else "static" if label.startswith("static ") else "other"
 
 
 def _panel(records: Sequence[Record]) -> Panel:
@@ -255,12 +310,3 @@ def _row(label: str, members: Sequence[Record], seeds: Sequence[int]) -> Row:
 
 def _common(values: Sequence[float]) -> float:
     return values[0] if len(set(values)) == 1 else sum(values) / len(values)
-
-
-def _difference(one: Mapping[int, float], two: Mapping[int, float]) -> Estimate | None:
-    if not one or not two:
-        return None
-    seeds = sorted(one)
-    if seeds == sorted(two):
-        return statistics.difference([one[seed] for seed in seeds], [two[seed] for seed in seeds], paired=True)
-    return statistics.difference(list(one.values()), list(two.values()), paired=False)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cpt_fx.study.analysis import Panel, Row, against, panels, verdict
+from cpt_fx.study.analysis import Panel, Row, against, averaged, panels, verdict
 from cpt_fx.study.records import Record
 from cpt_fx.study.statistics import difference
-from cpt_fx.study.tables import Table
-from cpt_fx.study.wording import NOTHING, decimals, signed, spread
+from cpt_fx.study.tables import NOTHING, Table, decimals, signed, spread
 
 
 def compare(first: Iterable[Record], second: Iterable[Record], *, names: tuple[str, str]) -> list[Table]:
@@ -17,15 +16,12 @@ def compare(first: Iterable[Record], second: Iterable[Record], *, names: tuple[s
     Differences are paired by seed where the seeds agree. The last row is the mean over all schedules that both have,
     seed by seed. What only one of both has is named in the note.
     """
-    others = {(panel.experiment, panel.q_min, panel.q_max): panel for panel in panels(second)}
-    pairs = [
-        (panel, others[key])
-        for panel in panels(first)
-        if (key := (panel.experiment, panel.q_min, panel.q_max)) in others
-    ]
-    if not pairs:
+    others = {(panel.experiment, panel.bits): panel for panel in panels(second)}
+    pairs = [(panel, others.get((panel.experiment, panel.bits))) for panel in panels(first)]
+    made = [_table(one, two, names) for one, two in pairs if two is not None]
+    if not made:
         raise ValueError(f"{names[0]} and {names[1]} have no experiment at the same (q_min, q_max)")
-    return [_table(one, two, names) for one, two in pairs]
+    return made
 
 
 def _table(one: Panel, two: Panel, names: tuple[str, str]) -> Table:
@@ -35,18 +31,13 @@ def _table(one: Panel, two: Panel, names: tuple[str, str]) -> Table:
             f"({two.better} is better), which cannot be compared"
         )
     show = max(decimals(one), decimals(two))
-    rows, shared = [], []
-    for row in one.rows:
-        other = two.row(row.label)
-        if other is None:
-            continue
+    shared = [(row, other) for row in one.rows if (other := two.row(row.label)) is not None]
+    rows = []
+    for row, other in shared:
         estimate = against(row, other)
         means = (spread(each.mean, each.deviation, show) for each in (row, other))
-        counts = (
-            f"{len(row.values)}" if len(row.values) == len(other.values) else f"{len(row.values)}, {len(other.values)}"
-        )
+        counts = ", ".join(dict.fromkeys(str(len(each.values)) for each in (row, other)))
         rows.append((row.label, *means, counts, signed(estimate, show), _word(verdict(estimate, one.better))))
-        shared.append((row, other))
     rows.extend(_overall(shared, one, show))
     lone = [row.label for row in one.rows if two.row(row.label) is None]
     lone += [row.label for row in two.rows if one.row(row.label) is None]
@@ -67,12 +58,11 @@ def _overall(shared: list[tuple[Row, Row]], panel: Panel, show: int) -> list[tup
     valued = [(row, other) for row, other in shared if row.values and other.values]
     if len(valued) < 2:
         return []
-    seeds = sorted(set.intersection(*(set(row.values) & set(other.values) for row, other in valued)))
+    ones, twos = averaged([row for row, _ in valued]), averaged([other for _, other in valued])
+    seeds = sorted(set(ones) & set(twos))
     if not seeds:
         return []
-    one = [sum(row.values[seed] for row, _ in valued) / len(valued) for seed in seeds]
-    two = [sum(other.values[seed] for _, other in valued) / len(valued) for seed in seeds]
-    estimate = difference(one, two, paired=True)
+    estimate = difference([ones[seed] for seed in seeds], [twos[seed] for seed in seeds], paired=True)
     name = f"mean of {len(valued)}"
     word = _word(verdict(estimate, panel.better))
     return [(name, NOTHING, NOTHING, str(len(seeds)), signed(estimate, show), word)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,17 +12,19 @@ from cpt_fx.study.analysis import (
     Panel,
     Row,
     against,
+    beside,
     correlation,
     cost_correlation,
     group_differences,
     groups,
     is_trend,
+    low_rows,
+    reference,
+    undisturbed,
     verdict,
 )
-from cpt_fx.study.critical_rows import beside, first_cycles, low_steps, reference, undisturbed
 from cpt_fx.study.statistics import Estimate
-from cpt_fx.study.tables import TITLES
-from cpt_fx.study.wording import correlated, decimals, plus, signed, spread, without_value
+from cpt_fx.study.tables import TITLES, correlated, counted, decimals, plus, signed, spread, without_value
 
 NONE = "no difference that these seeds can show"
 
@@ -36,17 +39,16 @@ class Conclusion:
 
 def conclusions(panels: Sequence[Panel]) -> list[Conclusion]:
     """Return what each panel says."""
-    makers = {"deficit": _deficit, "window": _window, "delayed": _delayed, "first-cycle": _first_cycle}
     found = []
     for panel in panels:
         title = TITLES.get(panel.experiment, panel.experiment)
-        where = f"{title} at {panel.bits}, by {panel.metric} ({panel.better} is better), over {seeds(panel)}."
-        sentences = _common(panel, makers.get(panel.experiment, _schedules)(panel))
-        found.append(Conclusion(where, tuple(sentences)))
+        seeds = counted(len(panel.seeds), "seed")
+        where = f"{title} at {panel.bits}, by {panel.metric} ({panel.better} is better), over {seeds}."
+        found.append(Conclusion(where, tuple(_findings(panel))))
     return found
 
 
-def _common(panel: Panel, sentences: Iterator[str]) -> Iterator[str]:
+def _findings(panel: Panel) -> Iterator[str]:
     if not any(row.values for row in panel.rows):
         yield "No run has a value."
         return
@@ -54,12 +56,8 @@ def _common(panel: Panel, sentences: Iterator[str]) -> Iterator[str]:
         yield f"{gaps}; what follows is from the others."
     if len(panel.seeds) < 2:
         yield "With one seed there is no spread, so nothing below says what another seed would give."
-    yield from sentences
-
-
-def seeds(panel: Panel) -> str:
-    """Return "3 seeds"."""
-    return f"{len(panel.seeds)} seed{'s' * (len(panel.seeds) != 1)}"
+    makers = {"deficit": _deficit, "window": _window, "delayed": _delayed, "first-cycle": _first_cycle}
+    yield from makers.get(panel.experiment, _schedules)(panel)
 
 
 def _schedules(panel: Panel) -> Iterator[str]:
@@ -67,7 +65,7 @@ def _schedules(panel: Panel) -> Iterator[str]:
     yield _cost(panel)
     cyclic = [row for row in panel.cyclic if row.mean is not None]
     if cyclic:
-        best = _best(cyclic, panel)
+        best = max(cyclic, key=lambda row: panel.sign * row.mean.value if row.mean else 0.0)
         cheapest = min(cyclic, key=lambda row: row.relative_cost)
         yield f"The best mean among the schedules: {_named(best, show)}. The cheapest: {_named(cheapest, show)}."
     yield from _against_static(panel, cyclic, show)
@@ -93,22 +91,19 @@ def _against_static(panel: Panel, cyclic: Sequence[Row], show: int) -> Iterator[
     static = panel.static
     if static is None or not static.values or not cyclic:
         return
-    compared = [(row, against(row, static)) for row in cyclic]
-    start = f"Against static {panel.q_max} at {spread(static.mean, static.deviation, show)}: "
-    parts = []
-    for word in ("better", "worse"):
-        found = [f"{row.label} {signed(one, show)}" for row, one in compared if verdict(one, panel.better) == word]
-        parts.append(f"{word} {', '.join(found) or 'none'}")
-    alike = [row.label for row, one in compared if verdict(one, panel.better) == "not told apart"]
-    if alike:
-        parts.append(f"{NONE} for {', '.join(alike)}")
-    unknown = [row.label for row, one in compared if verdict(one, panel.better) == "no interval"]
-    if unknown:
-        parts.append(f"too few seeds to say for {', '.join(unknown)}")
+    told: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
+    for row in cyclic:
+        estimate = against(row, static)
+        told[verdict(estimate, panel.better)].append((row.label, signed(estimate, show)))
+    parts = [f"{word} {', '.join(map(' '.join, told[word])) or 'none'}" for word in ("better", "worse")]
+    for word, lead in (("not told apart", NONE), ("no interval", "too few seeds to say")):
+        if told[word]:
+            parts.append(f"{lead} for {', '.join(label for label, _ in told[word])}")
     chance = ""
-    if (tried := len(compared) - len(unknown)) > 1:
+    if (tried := len(cyclic) - len(told["no interval"])) > 1:
         chance = f" Of {tried} such comparisons at 95 %, {tried * 0.05:.2g} would stand out by chance."
-    yield start + "; ".join(parts) + "." + chance
+    level = spread(static.mean, static.deviation, show)
+    yield f"Against static {panel.q_max} at {level}: {'; '.join(parts)}.{chance}"
 
 
 def _groups(panel: Panel, show: int) -> Iterator[str]:
@@ -123,37 +118,33 @@ def _groups(panel: Panel, show: int) -> Iterator[str]:
 
 
 def _first_cycle(panel: Panel) -> Iterator[str]:
-    pair, show = first_cycles(panel), decimals(panel)
-    if pair is None or not all(row.values for row in pair):
+    high, low = panel.row("RTV"), panel.row("ETV")
+    if high is None or low is None or not (high.values and low.values):
         return
-    high, low = pair
     bits = ", ".join(
         f"{row.label} {row.first_cycle_bits:.1f} bits in its first cycle and cost {row.relative_cost:.3f}"
-        for row in pair
+        for row in (high, low)
         if row.first_cycle_bits is not None
     )
-    told = _told(against(high, low), panel, show)
+    told = _told(against(high, low), panel, decimals(panel))
     yield f"RTV and ETV cost the same but begin differently ({bits}): RTV less ETV is {told}."
 
 
 def _deficit(panel: Panel) -> Iterator[str]:
-    rows = [(low[1], row) for row in panel.rows if row.values and (low := low_steps(row, panel)) is not None]
-    rows.sort(key=lambda item: item[0])
-    if len({row.total_steps for _, row in rows}) > 1:
+    points = sorted(((low[1], row) for low, row in low_rows(panel)), key=lambda point: point[0])
+    if len({row.total_steps for _, row in points}) > 1:
         yield (
             "Each run is longer by its deficit, so that all have the same steps at full width: where training is far "
             "from its end, the steps at low width help as well."
         )
-    yield from _order(panel, [row for _, row in rows], [length for length, _ in rows], "A longer deficit")
-    yield from _each(panel, [row for _, row in rows])
+    yield from _order(panel, points, "A longer deficit")
 
 
 def _window(panel: Panel) -> Iterator[str]:
-    found = [(low_steps(row, panel), row) for row in panel.rows if row.values]
-    rows = sorted(((low[0], row) for low, row in found if low is not None and low[1]), key=lambda item: item[0])
-    yield from _order(panel, [row for _, row in rows], [start for start, _ in rows], "A later window")
-    yield from _each(panel, [row for _, row in rows])
-    for row in (row for low, row in found if low is not None and low[1] == row.total_steps):
+    found = low_rows(panel)
+    points = sorted(((low[0], row) for low, row in found if low[1]), key=lambda point: point[0])
+    yield from _order(panel, points, "A later window")
+    for row in (row for low, row in found if low[1] == row.total_steps):
         yield (
             f"{row.label} ends at {panel.q_min} bits and is evaluated at {panel.q_max}: if the net has batch norm, its "
             "statistics are those of the low width, unless they were estimated anew. So this number is of the window "
@@ -169,28 +160,22 @@ def _delayed(panel: Panel) -> Iterator[str]:
             yield f"{row.label} less {other.label}: {_told(against(row, other), panel, show)}."
 
 
-def _order(panel: Panel, rows: Sequence[Row], x: Sequence[float], subject: str) -> Iterator[str]:
-    found = correlation(rows, x, panel.better)
+def _order(panel: Panel, points: Sequence[tuple[int, Row]], subject: str) -> Iterator[str]:
+    """Say whether the points are a trend, and how each compares with the run that never had low precision."""
+    found = correlation(points, panel)
+    rho, interval, _, _ = correlated(found)
     if found.points < FEWEST_POINTS:
         yield f"{subject}: {found.points} points are too few for a trend, which takes {FEWEST_POINTS}."
-        return
-    if found.rho is None or found.rho_interval is None:
-        return
-    rho, interval, _, _ = correlated(found)
-    if is_trend(found):
-        word = f"goes with {'better' if found.rho > 0 else 'worse'} quality"
-    else:
+    elif found.rho is not None and found.rho_interval is not None:
         word = "shows no order of quality that these seeds and points can show"
-    yield f"{subject} {word}: rank correlation {rho} (95 % interval {interval}), {found.points} points."
-
-
-def _each(panel: Panel, rows: Sequence[Row]) -> Iterator[str]:
+        if is_trend(found):
+            word = f"goes with {'better' if found.rho > 0 else 'worse'} quality"
+        yield f"{subject} {word}: rank correlation {rho} (95 % interval {interval}), {found.points} points."
     base, show = undisturbed(panel), decimals(panel)
-    if base is None or not base.values:
-        return
-    told = [f"{row.label} {_told(against(row, base), panel, show)}" for row in rows if row is not base]
-    level = spread(base.mean, base.deviation, show)
-    yield f"Against training without low precision, at {level}: {'; '.join(told)}."
+    if base is not None and base.values:
+        told = [f"{row.label} {_told(against(row, base), panel, show)}" for _, row in points if row is not base]
+        level = spread(base.mean, base.deviation, show)
+        yield f"Against training without low precision, at {level}: {'; '.join(told)}."
 
 
 def _told(estimate: Estimate | None, panel: Panel, show: int) -> str:
@@ -200,11 +185,6 @@ def _told(estimate: Estimate | None, panel: Panel, show: int) -> str:
     if word == "no interval":
         return f"{plus(estimate.value, show)}, from too few seeds for an interval"
     return f"{signed(estimate, show)}, {NONE if word == 'not told apart' else word}"
-
-
-def _best(rows: Sequence[Row], panel: Panel) -> Row:
-    sign = 1.0 if panel.better == "higher" else -1.0
-    return max(rows, key=lambda row: sign * row.mean.value if row.mean else -float("inf"))
 
 
 def _named(row: Row, show: int) -> str:

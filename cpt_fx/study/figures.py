@@ -1,15 +1,31 @@
-"""The figures of a study. The main one: quality against relative cost, a point for each schedule."""
+"""The figures of a study. The main one: quality against relative cost, a point for each schedule.
+
+The others are of critical learning periods: deficits, windows, first cycles, delayed schedules.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from cpt_fx.study import critical_figures
-from cpt_fx.study.analysis import FULL, GROUPS, Panel, Row, cost_correlation
-from cpt_fx.study.figure_style import COLOURS, INK, MARKERS, SOFT, STYLE, caption, fixed, heading, new
-from cpt_fx.study.label_placement import Box, place
-from cpt_fx.study.wording import correlated, number, without_value
+import numpy as np
+from numpy.typing import ArrayLike
+
+from cpt_fx.study.analysis import (
+    FEWEST_POINTS,
+    FULL,
+    GROUPS,
+    Panel,
+    Row,
+    beside,
+    correlation,
+    cost_correlation,
+    low_rows,
+    undisturbed,
+)
+from cpt_fx.study.figure_style import COLOURS, INK, MARKERS, PANEL, SOFT, STYLE, caption, fixed, heading, new
+from cpt_fx.study.statistics import Array, Correlation
+from cpt_fx.study.tables import correlated, number, without_value
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,68 +36,134 @@ _NEAR, _APART = 0.02, 0.031
 """Points nearer than the first, in axis lengths, are drawn this far apart."""
 _FAR = 1.2
 """A baseline this many ranges of all others away is drawn at the edge, with its value."""
+_DISTANCES = (0.0, 0.7, 1.5, 2.5, 4.0)
+"""How far from its point a label may stand, in its heights."""
+_DIRECTIONS = ((0, 1), (0, -1), (1, 0), (-1, 0), (1, 1), (-1, 1), (1, -1), (-1, -1))
+"""From a point to its label, in order of preference."""
+_OUTWARDS = np.array([-1, -1, 1, 1])
+"""Times a margin, what makes a box larger by it."""
 
 
 def figures(panels: Sequence[Panel]) -> dict[str, Figure]:
     """Return the figures that a study has data for, by name: "cost", "deficit", "window", "first-cycle", "delayed"."""
     import matplotlib
 
+    # Full precision is a line beside the points of others, and no figure of its own.
+    drawable = [panel for panel in panels if {row.group for row in _valued(panel)} - {FULL}]
     drawn: dict[str, Figure] = {}
-    draw = {"schedules": cost_figure, **critical_figures.DRAW}
     with matplotlib.rc_context(STYLE):
-        for experiment in dict.fromkeys(panel.experiment for panel in panels):
-            own = [
-                panel for panel in panels if panel.experiment == experiment and any(row.values for row in panel.rows)
-            ]
-            if own:
-                figure = draw.get(experiment, critical_figures.rows_figure)(own)
-                fixed(figure)
-                drawn["cost" if experiment == "schedules" else experiment] = figure
+        for experiment in dict.fromkeys(panel.experiment for panel in drawable):
+            own = [panel for panel in drawable if panel.experiment == experiment]
+            is_cost = experiment == "schedules"
+            figure, axes = new(len(own), height=PANEL[1] if is_cost else 4.2)
+            points = [_DRAW.get(experiment, _draw_rows)(ax, panel) for ax, panel in zip(axes, own, strict=True)]
+            fixed(figure)
+            if is_cost:  # labels are measured in pixels
+                for ax, placed in zip(axes, points, strict=True):
+                    _label(ax, placed)
+            drawn["cost" if is_cost else experiment] = figure
     return drawn
 
 
-def cost_figure(panels: Sequence[Panel]) -> Figure:
-    """Draw quality against relative cost, a panel for each (q_min, q_max)."""
-    figure, axes = new(len(panels))
-    placed = [_cost_panel(ax, panel) for ax, panel in zip(axes, panels, strict=True)]
-    fixed(figure)  # labels are measured in pixels
-    for ax, points in zip(axes, placed, strict=True):
-        _label(ax, points)
-    return figure
-
-
-def _cost_panel(ax: Axes, panel: Panel) -> list[tuple[str, float, float, float]]:
-    """Draw a panel; return label, x, y and half the length of the bar of each point."""
-    rows = [row for row in panel.rows if row.mean is not None and row.group != FULL]
+def _draw_cost(ax: Axes, panel: Panel) -> list[tuple[str, float, float, float]]:
+    """Draw quality against relative cost; return label, x, y and half the length of the bar of each point."""
+    rows = [row for row in _valued(panel) if row.group != FULL]
     ax.set_xlabel(f"BitOps relative to static {panel.q_max}")
     low, high = _limits(panel)
     ax.set_ylim(low, high)
     places = _side_by_side([row.relative_cost for row in rows])
     points = []
     for row, x in zip(rows, places, strict=True):
-        assert row.mean is not None  # such rows were left out
-        y, bar = row.mean.value, row.deviation or 0.0
-        label = row.label
+        y, bar, label = _mean(row), row.deviation or 0.0, row.label
         if not low <= y <= high:  # a baseline far off: its place at the edge, and its value
             label = f"{row.label}: {number(y, 3)} {'↓' if y < low else '↑'}"
             y, bar = (low if y < low else high), 0.0
-        ax.errorbar(
-            x, y, yerr=bar or None, fmt=MARKERS[row.group], color=COLOURS[row.group], markersize=6.5, elinewidth=1.3,
-            capsize=2.5, clip_on=False, zorder=3, markerfacecolor="white" if row.group == "static" else None,
-            markeredgewidth=1.5,
-        )  # fmt: skip
+        _point(ax, x, y, bar or None, row.group, clip_on=False)
         points.append((label, x, y, bar))
     heading(ax, panel, [*_keys(rows), *_full_precision(ax, panel)])
-    caption(ax, _cost_caption(panel, rows))
+    found, said = cost_correlation(panel), []
+    if found.rho is not None:
+        said = [f"Cost and quality, {found.points} schedules: {_rho(found)}, Kendall's tau-b {correlated(found)[2]}."]
+    said.append(f"{_bars(rows)} Points of nearly equal cost stand side by side.")
+    if gaps := without_value(panel):
+        said.append(f"{gaps}, and so no part in a mean.")
+    caption(ax, said)
     return points
+
+
+def _draw_deficits(ax: Axes, panel: Panel) -> None:
+    """Draw quality against the length of a deficit at the start of training."""
+    points = sorted(((low[1], row) for low, row in low_rows(panel)), key=lambda point: point[0])
+    x = [length for length, _ in points]
+    ax.plot(x, [_mean(row) for _, row in points], color=COLOURS["small"], linewidth=1.4, zorder=2)
+    for length, row in points:
+        _point(ax, length, _mean(row), row.deviation, "small")
+    heading(ax, panel, _baseline(ax, panel))
+    ax.set_xlabel(f"first steps at {panel.q_min} bits")
+    longer = len({row.total_steps for _, row in points}) > 1
+    said = ["Each run is longer by its deficit: the steps at full width are the same."] * longer
+    caption(ax, [*said, _order(points, panel, "length of the deficit"), _bars_and_gaps(panel)])
+
+
+def _draw_windows(ax: Axes, panel: Panel) -> None:
+    """Draw quality for a window of low precision that moves along training."""
+    windows = sorted(((low, row) for low, row in low_rows(panel) if low[1]), key=lambda item: item[0])
+    for window, row in windows:
+        ax.plot(window, [_mean(row)] * 2, color=COLOURS["large"], linewidth=4, alpha=0.45, zorder=2,
+                solid_capstyle="butt")  # fmt: skip
+        _point(ax, sum(window) / 2, _mean(row), row.deviation, "large")
+    heading(ax, panel, _baseline(ax, panel))
+    ax.set_xlim(0, max(row.total_steps for row in _valued(panel)))
+    ax.set_xlabel(f"steps at {panel.q_min} bits: each bar is the window of one schedule")
+    starts = [(window[0], row) for window, row in windows]
+    caption(ax, [_order(starts, panel, "start of the window"), _bars_and_gaps(panel)])
+
+
+def _draw_rows(ax: Axes, panel: Panel) -> None:
+    """Draw a column for each schedule: every seed, mean and standard deviation."""
+    rows = sorted(_valued(panel), key=beside)
+    for column, row in enumerate(rows):
+        group = row.group if row.group in COLOURS else "static"
+        count = len(row.values)
+        spots = [column + 0.18 + 0.06 * (index - (count - 1) / 2) for index in range(count)]
+        ax.plot(spots, list(row.values.values()), "o", color=COLOURS[group], markersize=3.5, alpha=0.5, zorder=2)
+        _point(ax, column, _mean(row), row.deviation, group)
+    names = [_name(row, panel) for row in rows]
+    # From eight on, words of this size would run into each other.
+    ax.set_xticks(range(len(rows)), names, fontsize="medium" if len(rows) < 8 else "x-small")
+    ax.set_xlim(-0.6, len(rows) - 0.4)
+    ax.grid(axis="x", visible=False)
+    ax.margins(y=0.15)
+    heading(ax, panel)
+    drop = 14 + 13 * max(name.count("\n") + 1 for name in names)
+    caption(ax, [f"Small dots: seeds. {_bars_and_gaps(panel)}"], drop=drop)
+
+
+_DRAW: dict[str, Callable[[Axes, Panel], Any]] = {
+    "schedules": _draw_cost, "deficit": _draw_deficits, "window": _draw_windows,
+}  # fmt: skip
+
+
+def _valued(panel: Panel) -> list[Row]:
+    return [row for row in panel.rows if row.values]
+
+
+def _mean(row: Row) -> float:
+    assert row.mean is not None  # rows without values are not drawn
+    return row.mean.value
+
+
+def _point(ax: Axes, x: float, y: float, bar: float | None, group: str, **more: Any) -> None:
+    ax.errorbar(
+        x, y, yerr=bar, fmt=MARKERS[group], color=COLOURS[group], markersize=6.5, elinewidth=1.3, capsize=2.5,
+        zorder=3, markerfacecolor="white" if group == "static" else None, markeredgewidth=1.5, **more,
+    )  # fmt: skip
 
 
 def _limits(panel: Panel) -> tuple[float, float]:
     """The range of the y axis: of everything, unless a static baseline or full precision would flatten the rest."""
     spans = {
-        row.label: (row.mean.value - (row.deviation or 0.0), row.mean.value + (row.deviation or 0.0))
-        for row in panel.rows
-        if row.mean is not None
+        row.label: (_mean(row) - (row.deviation or 0.0), _mean(row) + (row.deviation or 0.0)) for row in _valued(panel)
     }
     core = [spans[row.label] for row in panel.cyclic if row.label in spans] or list(spans.values())
     if panel.static is not None and panel.static.label in spans:
@@ -136,19 +218,47 @@ def _full_precision(ax: Axes, panel: Panel) -> list[Line2D]:
     return [ax.axhline(value, color=SOFT, linestyle=(0, (5, 4)), linewidth=1.2, zorder=1, label=label)]
 
 
-def _cost_caption(panel: Panel, rows: Sequence[Row]) -> list[str]:
-    found = cost_correlation(panel)
-    rho, interval, tau, _ = correlated(found)
-    lines = []
-    if found.rho is not None:
-        ends = f" (95 % interval {interval})" if found.rho_interval else f" (no interval: {interval})"
-        lines.append(f"Cost and quality, {found.points} schedules: Spearman's rho {rho}{ends}, Kendall's tau-b {tau}.")
+def _baseline(ax: Axes, panel: Panel) -> list[Line2D]:
+    """Draw the run that never had low precision, with its spread; return what the legend shows."""
+    row = undisturbed(panel)
+    if row is None or row.mean is None:
+        return []
+    value, deviation = row.mean.value, row.deviation or 0.0
+    label = "never at low precision, with its standard deviation"
+    line = ax.axhline(value, color=INK, linestyle=(0, (5, 4)), linewidth=1.2, zorder=1, label=label)
+    ax.axhspan(value - deviation, value + deviation, color=SOFT, alpha=0.15, linewidth=0, zorder=0)
+    return [line]
+
+
+def _order(points: Sequence[tuple[float, Row]], panel: Panel, name: str) -> str:
+    found = correlation(points, panel)
+    if found.points < FEWEST_POINTS:
+        return f"{found.points} points are too few for a trend."
+    if found.rho is None:
+        return f"Too few or too equal points for a rank correlation of {name} and quality."
+    return f"Rank correlation of {name} and quality: {_rho(found)}, {found.points} points."
+
+
+def _rho(found: Correlation) -> str:
+    rho, interval, _, _ = correlated(found)
+    return f"Spearman's rho {rho} ({'95 % interval' if found.rho_interval else 'no interval:'} {interval})"
+
+
+def _bars(rows: Sequence[Row]) -> str:
     counts = sorted({len(row.values) for row in rows})
     seeds = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    lines.append(f"Bars: one standard deviation over {seeds} seeds. Points of nearly equal cost stand side by side.")
-    if gaps := without_value(panel):
-        lines.append(f"{gaps}, and so no part in a mean.")
-    return lines
+    return f"Bars: one standard deviation over {seeds} seeds."
+
+
+def _bars_and_gaps(panel: Panel) -> str:
+    gaps = without_value(panel)
+    return _bars(_valued(panel)) + f" {gaps}." * bool(gaps)
+
+
+def _name(row: Row, panel: Panel) -> str:
+    if panel.experiment == "first-cycle" and row.first_cycle_bits is not None:
+        return f"{row.label}\nfirst cycle: {row.first_cycle_bits:.1f} bits\ncost {row.relative_cost:.3f}"
+    return row.label.replace(" delayed ", "\ndelayed\n").replace(" after deficit ", "\nafter\ndeficit\n")
 
 
 def _label(ax: Axes, points: Sequence[tuple[str, float, float, float]]) -> None:
@@ -159,22 +269,69 @@ def _label(ax: Axes, points: Sequence[tuple[str, float, float, float]]) -> None:
                     va="center", zorder=4, annotation_clip=False)
         for label, x, y, _ in points
     ]  # fmt: skip
-    marks, reaches = [], []
-    for _, x, y, bar in points:
-        across, up = ax.transData.transform((x, y))
-        marks.append(Box(across, up, across, up).grown(4.5 * scale))
-        ends = [ax.transData.transform((x, end))[1] for end in (y - bar, y + bar)]
-        reaches.append(Box(across - 3 * scale, ends[0], across + 3 * scale, ends[1]).around(marks[-1]))
-    extents = [text.get_window_extent(renderer) for text in texts]
-    sizes = [(extent.width, extent.height) for extent in extents]
-    inside = ax.get_window_extent(renderer)
-    boxes = place(marks, reaches, sizes, Box(inside.x0, inside.y0, inside.x1, inside.y1), 2.5 * scale)
-    for text, mark, reach, box in zip(texts, marks, reaches, boxes, strict=True):
-        (x, y), (to_x, to_y) = mark.centre, box.centre
-        offset = ((to_x - x) / scale, (to_y - y) / scale)
+    x, y, bar = np.array([place for _, *place in points]).T
+    middles, lowest, highest = (ax.transData.transform(np.column_stack([x, end])) for end in (y, y - bar, y + bar))
+    marks = np.hstack([middles, middles]) + 4.5 * scale * _OUTWARDS
+    reaches = np.column_stack(
+        [marks[:, 0], np.minimum(marks[:, 1], lowest[:, 1]), marks[:, 2], np.maximum(marks[:, 3], highest[:, 1])]
+    )
+    sizes = [text.get_window_extent(renderer).size for text in texts]
+    boxes = labels(marks, reaches, sizes, np.array(ax.get_window_extent(renderer).extents), 2.5 * scale)
+    for text, middle, reach, box in zip(texts, middles, reaches, boxes, strict=True):
+        offset = tuple(((box[:2] + box[2:]) / 2 - middle) / scale)
         text.set_position(offset)
-        if box.distance(reach) > 8 * scale:  # far enough that a thin line must say whose label it is
+        if distance(box, reach) > 8 * scale:  # far enough that a thin line must say whose label it is
             ax.annotate(
                 "", text.xy, xytext=offset, textcoords="offset points", zorder=2, annotation_clip=False,
                 arrowprops={"arrowstyle": "-", "color": SOFT, "linewidth": 0.6, "shrinkA": 7, "shrinkB": 5},
             )  # fmt: skip
+
+
+# Where labels go so that they cover neither each other nor the points. A box is an array: left, bottom, right, top.
+
+
+def labels(marks: Array, reaches: Array, sizes: Sequence[ArrayLike], bounds: Array, gap: float) -> list[Array]:
+    """Return a box for each label: near its point, inside `bounds`, off all points and the other labels.
+
+    A point is a mark, and a reach that also holds its error bar: labels stand beside the one, above or below the
+    other. `sizes` are widths and heights. Each label takes the place with the least overlap, the nearest one of those;
+    a few rounds let the first ones make room for the later ones.
+    """
+    placed: dict[int, Array] = {}
+    for _ in range(3):
+        for index, (mark, reach, size) in enumerate(zip(marks, reaches, np.array(sizes), strict=True)):
+            choices = _around(mark, reach, size, gap)
+            others = [box + gap / 2 * _OUTWARDS for other, box in placed.items() if other != index]
+            covered = overlap(choices[:, None], np.array([*reaches, *others])).sum(axis=1)
+            outside = size.prod() - overlap(choices, bounds)
+            # Distance decides only among places that cover nothing, or equally little. Among equals the earlier one
+            # wins: straight above, straight below, beside.
+            near = distance(choices, reach) / size[1] / 10 + np.arange(len(choices)) / 50
+            placed[index] = choices[np.argmin(100 * (2 * outside + covered) / size.prod() + near)]
+    return list(placed.values())
+
+
+def _around(mark: Array, reach: Array, size: Array, gap: float) -> Array:
+    """Return places for a label: beside the mark; above or below the bar, straight or with a corner near its end."""
+    x, y = np.tile(_DIRECTIONS, (len(_DISTANCES), 1)).T
+    away = gap + np.repeat(_DISTANCES, len(_DIRECTIONS)) * size[1]
+    side = np.where(y == 0, (mark[2] - mark[0]) / 2, 0.0)
+    across = (mark[0] + mark[2]) / 2 + x * (side + size[0] / 2 + away)
+    above, below = reach[3] + away + size[1] / 2, reach[1] - away - size[1] / 2
+    up = np.select([y > 0, y < 0], [above, below], (mark[1] + mark[3]) / 2)
+    middles = np.column_stack([across, up])
+    return np.hstack([middles - size / 2, middles + size / 2])
+
+
+def overlap(one: Array, two: Array) -> Array:
+    """Return the area that two boxes both cover, or each of several boxes with another."""
+    sides: Array = np.minimum(one[..., 2:], two[..., 2:]) - np.maximum(one[..., :2], two[..., :2])
+    area: Array = sides.clip(0.0).prod(axis=-1)
+    return area
+
+
+def distance(one: Array, two: Array) -> Array:
+    """Return how far boxes are apart along the axis on which they are farther; 0 where they touch."""
+    gaps: Array = np.maximum(one[..., :2], two[..., :2]) - np.minimum(one[..., 2:], two[..., 2:])
+    farther: Array = gaps.max(axis=-1)
+    return farther.clip(0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from cpt_fx import report
@@ -21,6 +21,8 @@ FIGURE_TITLES = {
 # The same hues on a dark page, light enough to read.
 _DARK = {"small": "#56b4e9", "medium": "#3fc79a", "large": "#ff9a57", "other": "#dd8fc0"}
 
+_VARIABLES = {COLOURS[name]: f"--{name}" for name in _DARK}
+_VARIABLES |= {INK: "--ink", SOFT: "--soft", RULE: "--rule", "#ffffff": "--page"}
 _LIGHT_RULES = "".join(f"--{name}: {COLOURS[name]}; " for name in _DARK)
 _DARK_RULES = "".join(f"--{name}: {colour}; " for name, colour in _DARK.items())
 
@@ -83,14 +85,9 @@ def inlined(svg: str, name: str) -> str:
         r'<svg\b[^>]*?viewBox="([^"]*)"[^>]*>', rf'<svg viewBox="\1" role="img" aria-label="{_title(name)}">', svg
     )
     svg = svg.replace("<svg ", '<svg style="stroke-linejoin: round; stroke-linecap: butt" ', 1)
-    for colour, variable in _variables():
+    for colour, variable in _VARIABLES.items():
         svg = re.sub(re.escape(colour), f"var({variable})", svg, flags=re.IGNORECASE)
     return svg
-
-
-def _variables() -> Iterator[tuple[str, str]]:
-    yield from ((COLOURS[name], f"--{name}") for name in _DARK)
-    yield from ((INK, "--ink"), (SOFT, "--soft"), (RULE, "--rule"), ("#ffffff", "--page"))
 
 
 def _title(name: str) -> str:

@@ -59,12 +59,12 @@ class Estimate:
 class Correlation:
     """Spearman's rho and Kendall's tau-b; None where a side is constant. `reason` says why there is no interval."""
 
-    rho: float | None
-    rho_interval: Interval | None
-    tau: float | None
-    tau_interval: Interval | None
     points: int
     runs: int
+    rho: float | None = None
+    rho_interval: Interval | None = None
+    tau: float | None = None
+    tau_interval: Interval | None = None
     reason: str = ""
 
 
@@ -128,9 +128,8 @@ def rank_correlation(x: ArrayLike, values: Sequence[ArrayLike], *, draws: int = 
         raise ValueError(f"x and values must be of one length, got {len(places)} and {len(runs)}")
     total = sum(map(len, runs))
     if len(runs) < 3:
-        reason = f"{len(runs)} points have no rank correlation worth the name"
         return Correlation(
-            rho=None, rho_interval=None, tau=None, tau_interval=None, points=len(runs), runs=total, reason=reason
+            points=len(runs), runs=total, reason=f"{len(runs)} points have no rank correlation worth the name"
         )
     means = np.array([[one.mean() for one in runs]])
     rho, tau = _defined(spearman(places, means)[0]), _defined(kendall(places, means)[0])
@@ -164,16 +163,14 @@ def ranks(rows: Array) -> Array:
 def spearman(x: Array, rows: Array) -> Array:
     """Return Spearman's rho of `x` with each row, ties included; nan where one of both is constant."""
     one, two = ranks(x[None, :]), ranks(rows)
-    one, two = one - one.mean(axis=1, keepdims=True), two - two.mean(axis=1, keepdims=True)
-    return _ratio((one * two).sum(axis=1), np.sqrt((one**2).sum(axis=1) * (two**2).sum(axis=1)))
+    return _cosine(one - one.mean(axis=1, keepdims=True), two - two.mean(axis=1, keepdims=True))
 
 
 def kendall(x: Array, rows: Array) -> Array:
     """Return Kendall's tau-b of `x` with each row, ties included; nan where one of both is constant."""
     first, second = np.triu_indices(len(x), k=1)
     one, two = _without_noise(x[None, :]), _without_noise(rows)
-    one, two = np.sign(one[:, first] - one[:, second]), np.sign(two[:, first] - two[:, second])
-    return _ratio((one * two).sum(axis=1), np.sqrt((one**2).sum(axis=1) * (two**2).sum(axis=1)))
+    return _cosine(np.sign(one[:, first] - one[:, second]), np.sign(two[:, first] - two[:, second]))
 
 
 def deviation(values: ArrayLike) -> float | None:
@@ -218,7 +215,9 @@ def _without_noise(rows: Array) -> Array:
     return rows if largest == 0 else np.round(rows / largest, 12)
 
 
-def _ratio(above: Array, below: Array) -> Array:
+def _cosine(one: Array, two: Array) -> Array:
+    above: Array = (one * two).sum(axis=1)
+    below: Array = np.sqrt((one**2).sum(axis=1) * (two**2).sum(axis=1))
     return np.divide(above, below, out=np.full_like(above, np.nan), where=below > 0)
 
 

@@ -1,15 +1,28 @@
-"""The tables of a study: rows, groups, correlations, failed runs."""
+"""The tables of a study, and how its numbers are written: rounded to what their spread supports, with true signs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from html import escape
 
-from cpt_fx.study.analysis import GROUPS, Panel, Row, against, cost_correlation, group_differences, groups, verdict
-from cpt_fx.study.critical_rows import low_steps, reference
-from cpt_fx.study.statistics import Estimate
-from cpt_fx.study.wording import NOTHING, correlated, decimals, estimated, markdown, signed, signed_ends, spread
+from cpt_fx.study.analysis import (
+    GROUPS,
+    Panel,
+    Row,
+    against,
+    cost_correlation,
+    group_differences,
+    groups,
+    low_steps,
+    reference,
+    verdict,
+)
+from cpt_fx.study.statistics import Correlation, Estimate, Interval
 
+NOTHING = "–"
 TITLES = {
     "schedules": "Schedules",
     "deficit": "Low precision at the start",
@@ -37,40 +50,46 @@ class Table:
 
 def tables(panels: Sequence[Panel]) -> list[Table]:
     """Return the tables of a study, in the order in which a report shows them."""
-    made = [table for panel in panels for table in _of_panel(panel)]
-    return [*made, *failures(panels)]
+    made: list[Table | None] = []
+    for panel in panels:
+        made.append(schedule_table(panel))
+        if panel.experiment == "schedules":
+            made += [correlation_table(panel), group_table(panel)]
+    return [table for table in (*made, failures(panels)) if table is not None]
 
 
 def schedule_table(panel: Panel) -> Table:
     """Return a row for each schedule, cheapest first."""
     show = decimals(panel)
-    others = list(dict.fromkeys(other.label for row in panel.rows if (other := reference(row, panel)) is not None))
+    compared = [(row, reference(row, panel)) for row in panel.rows]
+    others = list(dict.fromkeys(other.label for _, other in compared if other is not None))
     rows = []
-    for row in panel.rows:
-        other = reference(row, panel)
+    for row, other in compared:
         estimate = against(row, other) if other else None
+        difference = f"less {other.label}: " * (len(others) > 1) + signed(estimate, show) if other else NOTHING
         rows.append(
             (
                 row.label,
                 row.group if row.group in GROUPS else NOTHING,
                 f"{row.relative_cost:.3f}",
                 f"{row.mean_bits:.2f}",
-                *_places(panel, row),
+                *_place(panel, row).values(),
                 spread(row.mean, row.deviation, show),
                 f"{len(row.values)}" + f" ({row.gaps})" * bool(row.gaps),
-                _compared(other, estimate, show, named=len(others) > 1),
+                difference,
                 verdict(estimate, panel.better) if other else NOTHING,
             )
         )
-    headings = ("schedule", "saving", "cost", "mean bits", *_place_headings(panel), f"{panel.metric} ± sd", "seeds")
+    place = _place(panel, panel.rows[0])
     difference = f"less {others[0]} (95 % interval)" if len(others) == 1 else "difference (95 % interval)"
+    quality = f"{panel.metric} ± sd"
     note = (
         f"{panel.metric}: {panel.better} is better; mean and standard deviation over seeds. Cost: BitOps relative to "
         f"static {panel.q_max}. A difference whose interval holds zero is none that these seeds can show."
     )
     return Table(
         title=f"{TITLES.get(panel.experiment, panel.experiment)} at {panel.bits}",
-        headings=(*headings, difference, "verdict"),
+        headings=("schedule", "saving", "cost", "mean bits", *place, quality, "seeds", difference, "verdict"),
         rows=tuple(rows),
         note=note,
     )
@@ -81,19 +100,13 @@ def group_table(panel: Panel) -> Table | None:
     found, show = groups(panel), decimals(panel)
     if len(found) < 2:
         return None
-    rows = [
-        (
-            f"{group.name} saving",
-            ", ".join(group.labels),
-            f"{group.relative_cost:.3f}",
-            *estimated(group.mean, show),
-            NOTHING,
-        )
-        for group in found
-    ]
+    rows = []
+    for group in found:
+        name, labels = f"{group.name} saving", ", ".join(group.labels)
+        rows.append((name, labels, f"{group.relative_cost:.3f}", *_told(group.mean, show, number), NOTHING))
     for one, two, estimate in group_differences(panel):
-        value = signed(estimate, show, interval=False)
-        rows.append((f"{one} less {two}", "", "", value, *signed_ends(estimate, show), verdict(estimate, panel.better)))
+        word = verdict(estimate, panel.better)
+        rows.append((f"{one} less {two}", "", "", *_told(estimate, show, plus), word))
     return Table(
         title=f"Savings groups at {panel.bits}",
         headings=("group", "schedules", "cost", panel.metric, "95 % interval", "seeds", "verdict"),
@@ -105,14 +118,13 @@ def group_table(panel: Panel) -> Table | None:
     )
 
 
-def correlation_table(panels: Sequence[Panel]) -> Table | None:
-    """Return the rank correlations of cost and quality; None without a panel of at least three schedules."""
+def correlation_table(panel: Panel) -> Table | None:
+    """Return the rank correlations of cost and quality; None for fewer than three points."""
     rows = []
-    for panel in panels:
-        for name, baselines in (("schedules", False), ("schedules and static", True)):
-            found = cost_correlation(panel, baselines=baselines)
-            if found.points >= 3:
-                rows.append((panel.bits, name, str(found.points), *correlated(found)))
+    for name, baselines in (("schedules", False), ("schedules and static", True)):
+        found = cost_correlation(panel, baselines=baselines)
+        if found.points >= 3:
+            rows.append((panel.bits, name, str(found.points), *correlated(found)))
     if not rows:
         return None
     return Table(
@@ -126,60 +138,110 @@ def correlation_table(panels: Sequence[Panel]) -> Table | None:
     )
 
 
-def failures(panels: Sequence[Panel]) -> list[Table]:
-    """Return the runs without a value, or nothing where there are none."""
-    rows: list[tuple[Panel, str, int, str]] = []
+def failures(panels: Sequence[Panel]) -> Table | None:
+    """Return the runs without a value, or None where there are none."""
+    rows: list[tuple[str, ...]] = []
     for panel in panels:
         for row in panel.rows:
-            rows.extend((panel, row.label, seed, reason) for seed, reason in row.failed.items())
-            rows.extend((panel, row.label, seed, "was not run, or not finished") for seed in row.missing)
+            lost = {**row.failed, **dict.fromkeys(row.missing, "was not run, or not finished")}
+            rows.extend((panel.experiment, panel.bits, row.label, str(seed), _said(lost[seed])) for seed in lost)
     if not rows:
-        return []
-    return [
-        Table(
-            title="Runs without a value",
-            headings=("experiment", "bits", "schedule", "seed", "reason"),
-            rows=tuple(
-                (p.experiment, p.bits, label, str(seed), _first_line(reason)) for p, label, seed, reason in rows
-            ),
-            note=f"{len(rows)} of {_planned(panels)} runs have no value. They count in no mean.",
-        )
-    ]
+        return None
+    planned = sum(len(panel.rows) * len(panel.seeds) for panel in panels)
+    return Table(
+        title="Runs without a value",
+        headings=("experiment", "bits", "schedule", "seed", "reason"),
+        rows=tuple(rows),
+        note=f"{len(rows)} of {planned} runs have no value. They count in no mean.",
+    )
 
 
-def _of_panel(panel: Panel) -> Iterator[Table]:
-    yield schedule_table(panel)
-    if panel.experiment == "schedules":
-        for table in (correlation_table([panel]), group_table(panel)):
-            if table is not None:
-                yield table
-
-
-def _place_headings(panel: Panel) -> tuple[str, ...]:
-    names = {"deficit": ("low steps",), "window": ("low steps",), "first-cycle": ("bits of first cycle",)}
-    return names.get(panel.experiment, ())
-
-
-def _places(panel: Panel, row: Row) -> tuple[str, ...]:
+def _place(panel: Panel, row: Row) -> dict[str, str]:
+    """Return where a row's precision was low, by its heading, in experiments that are about it."""
     if panel.experiment in ("deficit", "window"):
         low = low_steps(row, panel)
         place = NOTHING if low is None else "none" if low == (0, 0) else f"{low[0]} to {low[1]}"
-        return (f"{place} of {row.total_steps}",)
+        return {"low steps": f"{place} of {row.total_steps}"}
     if panel.experiment == "first-cycle":
-        return (NOTHING if row.first_cycle_bits is None else f"{row.first_cycle_bits:.2f}",)
-    return ()
+        return {"bits of first cycle": NOTHING if row.first_cycle_bits is None else f"{row.first_cycle_bits:.2f}"}
+    return {}
 
 
-def _compared(other: Row | None, estimate: Estimate | None, show: int, *, named: bool) -> str:
-    if other is None:
-        return NOTHING
-    return f"less {other.label}: " * named + signed(estimate, show)
-
-
-def _planned(panels: Sequence[Panel]) -> int:
-    return sum(len(panel.rows) * len(panel.seeds) for panel in panels)
-
-
-def _first_line(text: str) -> str:
-    lines = text.strip().splitlines()
+def _said(error: str) -> str:
+    """Return the line of an error that says most."""
+    lines = error.strip().splitlines()
     return lines[-1] if lines and lines[0].startswith("Traceback") else (lines or [""])[0]
+
+
+# How numbers are written.
+
+
+def markdown(text: str) -> str:
+    """Return text that stays text in Markdown: no tags, links or code, and on one line."""
+    return re.sub(r"([\\`\[\]|])", r"\\\1", escape(" ".join(text.split()), quote=False))
+
+
+def decimals(panel: Panel) -> int:
+    """Return how many decimals show two digits of the usual standard deviation."""
+    deviations = sorted(row.deviation for row in panel.rows if row.deviation)
+    if deviations:
+        typical = deviations[len(deviations) // 2]
+    else:
+        typical = max((abs(value) for row in panel.rows for value in row.values.values()), default=1.0) / 100
+    return min(max(1 - math.floor(math.log10(typical)), 0), 8) if typical > 0 else 2
+
+
+def counted(number: int, noun: str) -> str:
+    """Return "3 seeds"."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def without_value(panel: Panel) -> str:
+    """Say how many runs of a panel have no value; empty where all have one."""
+    gaps = sum(len(row.failed) + len(row.missing) for row in panel.rows)
+    return f"{gaps} run{'s have' if gaps > 1 else ' has'} no value" if gaps else ""
+
+
+def spread(estimate: Estimate | None, deviation: float | None, show: int) -> str:
+    """Return "0.912 ± 0.004"."""
+    if estimate is None:
+        return NOTHING
+    return f"{estimate.value:.{show}f}" + (f" ± {deviation:.{show}f}" if deviation is not None else "")
+
+
+def signed(estimate: Estimate | None, show: int) -> str:
+    """Return "−0.004 (−0.010 to +0.002)"."""
+    if estimate is None:
+        return NOTHING
+    return plus(estimate.value, show) + (f" ({ends(estimate.interval, show)})" if estimate.interval else "")
+
+
+def plus(value: float, show: int) -> str:
+    """Return a number with its sign, and a minus as wide as the plus; zero has none."""
+    text = f"{value:+.{show}f}"
+    return text[1:] if float(text) == 0 else text.replace("-", "−")
+
+
+def number(value: float, show: int) -> str:
+    """Return a number with a true minus."""
+    return f"{value:.{show}f}".replace("-", "−")
+
+
+def ends(interval: Interval, show: int, write: Callable[[float, int], str] = plus) -> str:
+    """Return "−0.010 to +0.002"."""
+    return f"{write(interval.low, show)} to {write(interval.high, show)}"
+
+
+def correlated(found: Correlation) -> tuple[str, str, str, str]:
+    """Return rho, its interval, tau-b and its interval."""
+    rho, tau = (NOTHING if value is None else plus(value, 2) for value in (found.rho, found.tau))
+    rhos, taus = (ends(one, 2) if one else found.reason or NOTHING for one in (found.rho_interval, found.tau_interval))
+    return rho, rhos, tau, taus
+
+
+def _told(estimate: Estimate | None, show: int, write: Callable[[float, int], str]) -> tuple[str, str, str]:
+    """Return value, interval and number of seeds."""
+    if estimate is None:
+        return NOTHING, NOTHING, "0"
+    interval = ends(estimate.interval, show, write) if estimate.interval else NOTHING
+    return write(estimate.value, show), interval, str(estimate.n)

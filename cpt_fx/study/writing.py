@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from cpt_fx.files import replace
-from cpt_fx.study import csv_text, figure_style
-from cpt_fx.study.analysis import Panel, panels
+from cpt_fx.study import figure_style
+from cpt_fx.study.analysis import Panel, against, low_steps, panels, reference, verdict
 from cpt_fx.study.conclusions import conclusions
-from cpt_fx.study.facts import facts, runs
 from cpt_fx.study.page import FIGURE_TITLES, html
 from cpt_fx.study.records import Record
-from cpt_fx.study.tables import tables
-from cpt_fx.study.wording import markdown
+from cpt_fx.study.statistics import Estimate
+from cpt_fx.study.tables import counted, markdown, tables
 
 NO_FIGURES = 'There are no figures, because matplotlib is not installed: pip install "cpt_fx[viz]".'
 
@@ -47,11 +50,10 @@ def write(
     made: dict[str, Path] = {}
     for study in studies:
         own = [record for record in kept if record.study == study]
-        for key, content in _contents(own, stems[study], title or study, notes or "", command).items():
-            path = folder / f"{stems[study]}{key}"
+        for end, content in _contents(own, stems[study], title or study, notes or "", command).items():
+            path = folder / f"{stems[study]}{end}"
             replace(path, content)
-            name = key.removeprefix("-") if key.startswith("-") else key.removeprefix(".")
-            made[name if len(studies) == 1 else f"{study}: {name}"] = path
+            made[f"{study}: " * (len(studies) > 1) + end[1:]] = path
     return made
 
 
@@ -80,11 +82,7 @@ def _contents(
         title, lead, figures={topic: kinds["svg"].decode() for topic, kinds in drawn.items()}, said=said,
         tables=shown, facts=about, notes=notes, missing_figures=missing,
     )  # fmt: skip
-    contents: dict[str, str | bytes] = {
-        ".html": page,
-        ".csv": csv_text.summary(found),
-        "-records.csv": csv_text.raw(records),
-    }
+    contents: dict[str, str | bytes] = {".html": page, ".csv": summary(found), "-records.csv": raw(records)}
     for topic, kinds in drawn.items():
         contents |= {f"-{topic}.{kind}": data for kind, data in kinds.items()}
     text = [f"# {markdown(title)}", lead, *([notes] if notes else []), *([missing] if missing else [])]
@@ -94,7 +92,8 @@ def _contents(
         text += [f"**{markdown(one.where)}**", "\n".join(f"* {markdown(finding)}" for finding in one.findings)]
     for table in shown:
         text += [f"## {markdown(table.title)}", table.markdown()]
-    text += ["## What was run", "\n".join(f"* {fact}: {_code(fact, told)}" for fact, told in about)]
+    lines = [f"* {fact}: " + (f"`{told}`" if fact == "Command" else markdown(told)) for fact, told in about]
+    text += ["## What was run", "\n".join(lines)]
     contents[".md"] = "\n\n".join(text) + "\n"
     return contents
 
@@ -103,17 +102,140 @@ def _lead(found: Sequence[Panel], records: Sequence[Record]) -> str:
     """Say how large the study is, before it says anything else."""
     bits = ", ".join(dict.fromkeys(panel.bits for panel in found))
     labels = len({record.label for record in records})
-    seeds = len({record.seed for record in records})
+    seeds = counted(len({record.seed for record in records}), "seed")
     steps = sorted({record.total_steps for record in records})
     length = f"{steps[0]:,}" if len(steps) == 1 else f"{steps[0]:,} to {steps[-1]:,}"
-    trained = runs(records)
+    trained = _runs(records)
     finished = sum(record.status == "done" for record in trained)
     return (
-        f"{labels} schedules at (q_min, q_max) = {bits}, {seeds} seed{'s' * (seeds != 1)}, {length} steps each; "
-        f"{finished} of {len(trained)} runs finished. One task: what holds here need not hold for other data, other "
-        "models or longer training."
+        f"{labels} schedules at (q_min, q_max) = {bits}, {seeds}, {length} steps each; {finished} of {len(trained)} "
+        "runs finished. One task: what holds here need not hold for other data, other models or longer training."
     )
 
 
-def _code(fact: str, text: str) -> str:
-    return f"`{text}`" if fact == "Command" else markdown(text)
+# What was run, as sentences.
+
+
+def facts(records: Sequence[Record], command: str | None = None) -> list[tuple[str, str]]:
+    """Return name and text of each fact. Where runs differ in one, all its values are named."""
+    trained = _runs(records)
+    done = sum(record.status == "done" for record in trained)
+    seconds = sum(record.seconds for record in trained)
+    days = sorted({record.started[:10] for record in records})
+    found = [
+        ("Runs", f"{len(trained)}, of which {done} finished; {duration(seconds)} from start to end, added up"),
+        ("Steps", _listed(f"{steps:,}" for steps in sorted({record.total_steps for record in records}))),
+        ("Seeds", _listed(str(seed) for seed in sorted({record.seed for record in records}))),
+        ("Options", _listed(_options(record) for record in records)),
+        ("Machine", _listed(_machine(record) for record in records)),
+        ("Versions", _listed(_versions(record) for record in records)),
+        ("Dates", days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"),
+    ]
+    return [*found, ("Command", command)] if command else found
+
+
+def _runs(records: Iterable[Record]) -> list[Record]:
+    """Return one record of each training run: static 8 may stand in several experiments, and was trained once."""
+    distinct = {
+        (record.study, record.schedule, record.seed, record.started, json.dumps(record.options, sort_keys=True)): record
+        for record in records
+    }
+    return list(distinct.values())
+
+
+def duration(seconds: float) -> str:
+    """Return "42 s", "12 min" or "3.4 h"."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def _listed(texts: Iterable[str]) -> str:
+    return "; ".join(dict.fromkeys(texts))
+
+
+def _options(record: Record) -> str:
+    pairs = (
+        f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in record.options.items()
+    )
+    return ", ".join(pairs) or "none"
+
+
+def _machine(record: Record) -> str:
+    known = dict(record.machine)
+    place = str(known.pop("processor", "")) or "not recorded"
+    counts = [f"{value} {name if value != 1 else name.removesuffix('s')}" for name, value in known.items()]
+    return ", ".join([place, *counts])
+
+
+def _versions(record: Record) -> str:
+    return ", ".join(f"{name} {number}" for name, number in record.versions.items()) or "not recorded"
+
+
+# The numbers as CSV, in full precision.
+
+
+def summary(panels: Sequence[Panel]) -> str:
+    """Return all rows of all panels as CSV."""
+    lines = []
+    for panel in panels:
+        for row in panel.rows:
+            other = reference(row, panel)
+            estimate = against(row, other) if other else None
+            low_from, low_until = low_steps(row, panel) or (None, None)
+            values = list(row.values.values())
+            lines.append(
+                {
+                    "experiment": panel.experiment,
+                    "q_min": panel.q_min,
+                    "q_max": panel.q_max,
+                    "schedule": row.label,
+                    "saving": row.group,
+                    "relative_cost": row.relative_cost,
+                    "mean_bits": row.mean_bits,
+                    "first_cycle_bits": row.first_cycle_bits,
+                    "total_steps": row.total_steps,
+                    "low_from": low_from,
+                    "low_until": low_until,
+                    "metric": panel.metric,
+                    "better": panel.better,
+                    "seeds": len(values),
+                    "failed": len(row.failed),
+                    "missing": len(row.missing),
+                    "mean": row.mean.value if row.mean else None,
+                    "sd": row.deviation,
+                    "lowest": min(values, default=None),
+                    "highest": max(values, default=None),
+                    **_ends("mean", row.mean),
+                    "compared_with": other.label if other else None,
+                    "difference": estimate.value if estimate else None,
+                    **_ends("difference", estimate),
+                    "paired": estimate.paired if estimate else None,
+                    "verdict": verdict(estimate, panel.better) if other else None,
+                }
+            )
+    return _csv(lines)
+
+
+def raw(records: Sequence[Record]) -> str:
+    """Return every record as CSV; each metric has a column, mappings are JSON."""
+    metrics = sorted({name for record in records for name in record.metrics})
+    lines = []
+    for record in records:
+        line = {name: value for name, value in asdict(record).items() if name != "metrics"}
+        line = {name: json.dumps(v, sort_keys=True) if isinstance(v, dict) else v for name, v in line.items()}
+        lines.append(line | {f"metrics.{name}": record.metrics.get(name) for name in metrics})
+    return _csv(lines)
+
+
+def _ends(name: str, estimate: Estimate | None) -> Mapping[str, float | None]:
+    interval = estimate.interval if estimate else None
+    return {f"{name}_{end}": getattr(interval, end, None) for end in ("low", "high")}
+
+
+def _csv(lines: Sequence[Mapping[str, object]]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(dict.fromkeys(name for line in lines for name in line)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()

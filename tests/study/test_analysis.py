@@ -11,8 +11,7 @@ from scipy import stats
 
 from cpt_fx.schedules import NAMES, Deficit, Static, relative_cost, savings_group
 from cpt_fx.study import analysis
-from cpt_fx.study.analysis import Panel, panels
-from cpt_fx.study.critical_rows import call, first_cycles, low_steps, reference, undisturbed
+from cpt_fx.study.analysis import Panel, low_steps, panels, reference, undisturbed
 from cpt_fx.study.records import Record
 from tests.study import made_up
 
@@ -57,13 +56,13 @@ def test_what_failed_and_what_is_missing_is_counted() -> None:
     assert rr.failed == {1: "ValueError: the loss is nan at step 40"}
     assert er.mean is None and er.deviation is None and er.missing == (1,)
     assert er.failed == {0: "accuracy is nan", 2: "accuracy is inf"}
-    assert cr.complete and not rr.complete and cr.gaps == ""
+    assert cr.gaps == ""
 
 
 def test_a_second_try_that_worked_counts() -> None:
     schedule = made_up.schedules()["CR"]
     row = only([made_up.record("CR", schedule, None), made_up.record("CR", schedule, 0.5)]).rows[0]
-    assert row.complete and dict(row.values) == {0: 0.5}
+    assert not row.gaps and dict(row.values) == {0: 0.5}
 
 
 def test_what_cannot_be_averaged_is_refused() -> None:
@@ -201,19 +200,16 @@ def test_references() -> None:
 
 
 def test_first_cycles() -> None:
-    pair = first_cycles(only(made_up.by_cost()))
-    assert pair is not None and [row.label for row in pair] == ["RTV", "ETV"]
-    assert pair[0].first_cycle_bits == pytest.approx(7.2, abs=0.05)
-    assert pair[1].first_cycle_bits == pytest.approx(4.2, abs=0.05)
-    assert first_cycles(only(made_up.deficits())) is None
+    panel = only(made_up.by_cost())
+    high, low = panel.row("RTV"), panel.row("ETV")
+    assert high is not None and high.first_cycle_bits == pytest.approx(7.2, abs=0.05)
+    assert low is not None and low.first_cycle_bits == pytest.approx(4.2, abs=0.05)
 
 
-def test_a_repr_is_read_without_being_run() -> None:
-    assert call(repr(made_up.schedules()["CR"]))[1]["q_max"] == 8
-    name, arguments = call("Delayed(schedule=named('CR', q_min=3), start=100)")
-    assert name == "Delayed" and arguments == {"schedule": "named('CR', q_min=3)", "start": 100}
-    assert call("__import__('os').system('true')") == ("", {})
-    assert call("not an expression") == ("", {}) and call("3") == ("", {})
+@pytest.mark.parametrize("text", ["Deficit(start=__import__('os').system('true'), end=8)", "Deficit(", "Deficit(3)"])
+def test_where_precision_was_low_is_read_without_running_a_text(text: str) -> None:
+    panel = only([dataclasses.replace(record, schedule=text) for record in made_up.deficits([100])])
+    assert low_steps(panel.rows[0], panel) is None
 
 
 def test_the_made_up_costs_are_the_real_ones() -> None:

@@ -91,11 +91,9 @@ def test_three_points_are_no_trend() -> None:
         assert "3 points are too few for a trend, which takes 4." in text
         assert "goes with" not in text and "rank correlation" not in text
     # Five points out of order by one place: chance does that more often than once in twenty.
-    found = analysis.correlation(
-        [row for row in panels(made_up.windows((0, 200, 300, 400, 600)))[0].rows if row.label != "static 8"],
-        [2.0, 1.0, 3.0, 4.0, 5.0],
-        "higher",
-    )
+    (panel,) = panels(made_up.windows((0, 200, 300, 400, 600)))
+    rows = [row for row in panel.rows if row.label != "static 8"]
+    found = analysis.correlation(list(zip([2.0, 1.0, 3.0, 4.0, 5.0], rows, strict=True)), panel)
     assert found.rho == pytest.approx(0.9) and found.rho_interval is not None and not found.rho_interval.covers(0.0)
     assert not analysis.is_trend(found)
 

@@ -13,13 +13,12 @@ import pytest
 from cpt_fx.schedules import NAMES
 from cpt_fx.study import figure_style
 from cpt_fx.study.analysis import panels
-from cpt_fx.study.label_placement import Box
 from cpt_fx.study.records import Record
 from tests.study import made_up
 
 pytest.importorskip("matplotlib")
 
-from cpt_fx.study.figures import _side_by_side, figures
+from cpt_fx.study.figures import _side_by_side, figures, overlap
 
 
 def texts(records: list[Record], name: str = "cost") -> list[str]:
@@ -85,11 +84,9 @@ def test_labels_cover_nothing(noise: float) -> None:
     assert len(labels) == 12
     boxes = []
     for text in labels:
-        extent = text.get_window_extent(renderer)
-        boxes.append(Box(extent.x0, extent.y0, extent.x1, extent.y1))
+        boxes.append(text.get_window_extent(renderer).extents)
     for index, box in enumerate(boxes):
-        area = (box.right - box.left) * (box.top - box.bottom)
-        assert sum(box.overlap(other) for other in boxes[index + 1 :]) < 0.03 * area
+        assert sum(overlap(box, other) for other in boxes[index + 1 :]) < 0.03 * overlap(box, box)
 
 
 def test_a_baseline_far_off_does_not_flatten_the_rest() -> None:
@@ -118,6 +115,7 @@ def test_failed_runs_are_mentioned() -> None:
     assert "13 runs have no value, and so no part in a mean." in texts(records)
     lost = [made_up.record("RR", made_up.schedules()["RR"], None)]
     assert figures(panels(lost)) == {}
+    assert figures(panels(made_up.comparison({"full precision": 0.9}))) == {}
 
 
 def test_deficit_and_window() -> None:

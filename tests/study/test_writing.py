@@ -13,9 +13,8 @@ import pytest
 
 from cpt_fx import files
 from cpt_fx.study import writing
-from cpt_fx.study.facts import duration, facts
 from cpt_fx.study.records import Record
-from cpt_fx.study.writing import write
+from cpt_fx.study.writing import duration, facts, write
 from tests.study import made_up
 
 
