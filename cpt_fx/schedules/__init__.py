@@ -8,14 +8,8 @@ from cpt_fx.schedules.basic import Custom, Deficit, Piecewise, Static
 from cpt_fx.schedules.bits import FULL_PRECISION, Bits
 from cpt_fx.schedules.combined import Delayed, Sequence
 from cpt_fx.schedules.cyclic import NAMES, Cyclic, named
-from cpt_fx.schedules.savings import (
-    Recommendation,
-    StepCost,
-    mean_costs,
-    recommend,
-    relative_cost,
-    savings_group,
-)
+from cpt_fx.schedules.measured import Recommendation, recommend
+from cpt_fx.schedules.savings import StepCost, mean_costs, relative_cost, savings_group
 
 # range_test and RangeTest are left out: listing them would make `import *` load torch.
 __all__ = [

@@ -1,7 +1,7 @@
-"""What was measured: how schedules did on real tasks, and the choice that follows from it.
+"""Which schedule to choose: by how schedules did on real tasks, or by what they cost.
 
-The data are in measured.json beside this file, written by :func:`cpt_fx.study.measured.update` from the records of
-studies. Differences and their intervals are in it too, so that reading it needs no statistics.
+What was measured is in measured.json beside this file, written by :func:`cpt_fx.study.measured.update` from the records
+of studies. Differences and their intervals are in it too, so that reading it needs no statistics.
 """
 
 from __future__ import annotations
@@ -10,10 +10,16 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from cpt_fx.schedules.cyclic import NAMES
+import numpy as np
+
+from cpt_fx.errors import check_choice
+from cpt_fx.schedules.bits import check_range
+from cpt_fx.schedules.cyclic import NAMES, named
+from cpt_fx.schedules.savings import GROUPS, relative_cost, savings_group
 
 PATH = Path(__file__).with_name("measured.json")
 MARGIN = 0.01
@@ -21,6 +27,16 @@ _SHARES = ("accuracy", "f1", "map")
 """Metrics from 0 to 1, where the margin is a difference; of others it is a part of the mean."""
 FEWEST = 3
 """Two seeds may agree by chance, and then have no spread."""
+_PRIORITIES = {"quality": "small", "balanced": "medium", "savings": "large"}
+_PUBLISHED = {
+    "cnn": "convolutional networks used q_min 3 (CIFAR ResNets) or 4 (MobileNetV2, ImageNet), q_max 6 or 8, 8 cycles",
+    "detector": "detectors used q_min 5, q_max 6 or 8, 8 cycles, from a pretrained backbone",
+    "gnn": "graph networks used q_min 3 or 4, q_max 6 or 8, 8 cycles",
+    "rnn": "the language-model LSTM used q_min 5, q_max 6 or 8, 8 cycles",
+    "transformer": "fine-tuning BERT used q_min 5, q_max 8, 2 cycles",
+}
+
+FAMILIES = tuple(_PUBLISHED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,14 +118,30 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Schedules in order, with their costs, and the reason in numbers."""
+class Recommendation:
+    """Schedules to try, in order, what each costs relative to static q_max, and why.
+
+    ``measured`` says whether measurements chose them, or the cost formula alone; ``known`` whether these measurements
+    show that the first one loses no more than a margin. Where they do not, the reason says "Not known", and the names
+    are only what to try first. ``figure`` is where the measurements are drawn, in the repository.
+    """
 
     names: tuple[str, ...]
+    group: str
     relative_costs: tuple[float, ...]
     reason: str
-    known: bool
-    """Whether the measurements show it; else the names are only what to try first."""
+    measured: bool = False
+    figure: str | None = None
+    known: bool = False
+
+    def __str__(self) -> str:
+        """Return the first schedule with the reason; without the name where it is not known."""
+        return self.reason if self.measured and not self.known else f"{self.names[0]}. {self.reason}"
+
+    @property
+    def relative_cost(self) -> float:
+        """The relative cost of the first schedule."""
+        return self.relative_costs[0]
 
 
 def read(path: Path | None = None) -> dict[str, list[Measurement]]:
@@ -126,9 +158,82 @@ def read(path: Path | None = None) -> dict[str, list[Measurement]]:
         raise ValueError(f"{path} is no file of measurements: {type(error).__name__}: {error}") from error
 
 
-def find(family: str, q_min: int, q_max: int) -> list[Measurement]:
-    """Return the measurements of a family at these widths."""
-    return [one for one in read().get(family, []) if (one.q_min, one.q_max) == (q_min, q_max)]
+def recommend(
+    *,
+    priority: str = "balanced",
+    family: str | None = None,
+    budget: float | None = None,
+    q_min: int = 3,
+    q_max: int = 8,
+) -> Recommendation:
+    """Return the published schedules that fit a priority and a budget, best first, and why.
+
+    ``priority`` is "quality", "balanced" or "savings"; ``budget`` the largest cost allowed, relative to static q_max.
+    With a ``family`` ("cnn", "detector", "gnn", "rnn", "transformer") that was measured at these widths, the answer
+    comes from the measurements: for quality the best mean, for savings the cheapest that is shown to lose at most a
+    margin against static q_max, balanced by both; or it is "Not known", where too few or too different seeds show
+    nothing. The margin is 0.01 of accuracy, or 1 % by other metrics. Otherwise the answer comes from the cost formula
+    alone, and the reason says so.
+    """
+    wanted = _PRIORITIES[check_choice("priority", priority, _PRIORITIES)]
+    if family is not None:
+        check_choice("family", family, _PUBLISHED)
+    low, high = check_range(q_min, q_max)
+    costs = _costs(low, high)
+    limit = _check_budget(budget, min(costs.values()))
+    known = [] if family is None else read().get(family, [])
+    found = [one for one in known if (one.q_min, one.q_max) == (low, high)]
+    if found and (choice := _choose(found, priority, limit)) is not None:
+        return choice
+    order = ["small", "medium", "large"]
+    # The group asked for, or else the first one that saves more and fits.
+    for group in order[order.index(wanted) :]:
+        names = tuple(sorted((name for name in GROUPS[group] if costs[name] <= limit), key=costs.__getitem__))
+        if names:
+            break
+    chosen = tuple(costs[name] for name in names)
+    reason = _reason(priority, wanted, group, chosen, budget)
+    if family is not None:
+        reason += f" {_why_not(family, known, low, high, budget)}"
+    return Recommendation(names, group, chosen, reason)
+
+
+@cache
+def _costs(low: int, high: int) -> dict[str, float]:
+    return {name: relative_cost(named(name, q_min=low, q_max=high, total_steps=64_000)) for name in NAMES}
+
+
+def _check_budget(budget: object, cheapest: float) -> float:
+    if budget is None:
+        return float("inf")
+    if isinstance(budget, bool) or not isinstance(budget, int | float | np.number):
+        raise TypeError(f"budget must be a number, the largest cost relative to static q_max, got {budget!r}")
+    if not budget >= cheapest:
+        raise ValueError(f"budget must be at least {cheapest:.3f}, the cost of the cheapest schedule, got {budget!r}")
+    return float(budget)
+
+
+def _reason(priority: str, wanted: str, group: str, costs: tuple[float, ...], budget: float | None) -> str:
+    spread = " to ".join(f"{cost:.3f}" for cost in sorted({costs[0], costs[-1]}))
+    text = f'Priority "{priority}" asks for the group with {wanted} savings. '
+    if group != wanted:
+        text += f"None of it fits the budget of {budget}, so these are from the group with {group} savings. "
+    return text + (
+        f"They cost {spread} of static q_max by the BitOps formula (cheapest first; 8 cycles). This is the published "
+        "grouping by cost; which one trains best on a given model is not predicted."
+    )
+
+
+def _why_not(family: str, known: Sequence[Measurement], low: int, high: int, budget: object) -> str:
+    """Say why the answer does not come from measurements."""
+    if not known:
+        why = f'The family "{family}" was not measured here'
+    elif any((one.q_min, one.q_max) == (low, high) for one in known):
+        why = f'None of the schedules that were measured for the family "{family}" fits the budget of {budget}'
+    else:
+        pairs = ", ".join(dict.fromkeys(one.bits for one in known))
+        why = f'The family "{family}" was measured at (q_min, q_max) = {pairs}, not at ({low}, {high})'
+    return f"{why}, so this is by the cost formula alone. Published runs: {_PUBLISHED[family]}."
 
 
 def margin(found: Measurement) -> float:
@@ -139,13 +244,16 @@ def margin(found: Measurement) -> float:
     return MARGIN * abs(found.schedules[label]["mean"])
 
 
-def choose(found: Measurement, priority: str, limit: float) -> Choice | None:
+def _choose(several: Sequence[Measurement], priority: str, limit: float) -> Recommendation | None:
     """Return the schedules within a cost limit that a priority asks for, or None where none was measured within it.
+
+    The first of several measurements decides; the others are named.
 
     A schedule is named where its loss, to the far end of the 95 % interval, is at most the margin: against static q_max
     for savings, else against the best, which itself must not lose more than that against any other. So noise leads to
     "not known", never to a name.
     """
+    found, *others = several
     within = [name for name in NAMES if name in found.schedules and found.cost(name) <= limit]
     if not within:
         return None
@@ -154,24 +262,30 @@ def choose(found: Measurement, priority: str, limit: float) -> Choice | None:
     if priority == "savings":
         rivals, reference = static or within, found.static
     else:
-        rivals, reference = (
-            [*within, *(static if found.cost(static[0]) <= limit else [])] if static else within,
-            within[0],
-        )
+        rivals, reference = [*within, *(one for one in static if found.cost(one) <= limit)], within[0]
     known = bool(static) if priority == "savings" else found.loss(reference, rivals) <= allowed
     safe = [name for name in within if known and found.loss(name, [reference]) <= allowed]
     names = _ordered(found, safe, priority) if safe else _least_risk(found, within, rivals, allowed)
     rule = _rule(found, names[0], reference, priority) if safe else _not_known(found, names, rivals)
-    parts = [_task(found), rule]
+    parts = [
+        f"Measured on {found.dataset} with {found.model} ({found.size}): {found.steps:,} steps, {len(found.seeds)} "
+        f"seeds, at {found.bits}, by {found.metric} ({found.better} is better).",
+        rule,
+    ]
     if worse := [name for name in within if name not in names and any(found.worse(name, one) for one in rivals)]:
         parts.append(f"Measurably worse, and so not among them: {', '.join(worse)}.")
-    if others := [name for name in within if name not in (*names, *worse)]:
-        parts.append(f"Not shown to be within the margin: {', '.join(others)}.")
+    if unsafe := [name for name in within if name not in (*names, *worse)]:
+        parts.append(f"Not shown to be within the margin: {', '.join(unsafe)}.")
     if missing := [name for name in NAMES if name not in found.schedules]:
-        parts.append(f"Without a measured value: {', '.join(_left_out(found, missing))}.")
-    parts.append(f"Figure: {found.figure}.")
-    parts.append(f"What it cannot show: {found.limits}")
-    return Choice(tuple(names), tuple(found.cost(name) for name in names), " ".join(parts), bool(safe))
+        reasons = {name: f"{name} ({reason})" for name, reason in found.left_out.items()}
+        parts.append(f"Without a measured value: {', '.join(reasons.get(name, name) for name in missing)}.")
+    parts += [f"Figure: {found.figure}.", f"What it cannot show: {found.limits}"]
+    if others:
+        listed = "; ".join(f"{one.dataset}, {one.model} ({one.figure})" for one in others)
+        parts.append(f"Also measured: {listed}.")
+    costs = tuple(found.cost(name) for name in names)
+    group, reason = savings_group(names[0]), " ".join(parts)
+    return Recommendation(tuple(names), group, costs, reason, True, found.figure, bool(safe))
 
 
 def _ordered(found: Measurement, safe: Sequence[str], priority: str) -> list[str]:
@@ -194,7 +308,10 @@ def _rule(found: Measurement, first: str, reference: str, priority: str) -> str:
     role = {"quality": "has the best mean", "balanced": "has the smallest sum of ranks by mean and by cost"}
     text = f"{first} {role.get(priority, 'is the cheapest')} of those that lose at most {show}"
     text += f" against {reference}, by the 95 % interval: {_value(found, first)}."
-    return text if first == reference else f"{text} Less {reference}: {_list(found, [first], reference)}."
+    if first == reference:
+        return text
+    difference, low, high = map(found.signed, found.difference(first, reference))
+    return f"{text} Less {reference}: {first} ({difference}, {low} to {high})."
 
 
 def _not_known(found: Measurement, names: Sequence[str], rivals: Sequence[str]) -> str:
@@ -209,51 +326,8 @@ def _not_known(found: Measurement, names: Sequence[str], rivals: Sequence[str]) 
     return text + f"{_value(found, names[0])}. It is the first to try; more seeds would tell."
 
 
-def also(others: Sequence[Measurement]) -> str:
-    """Name further measurements of the same family and widths."""
-    if not others:
-        return ""
-    return " Also measured: " + "; ".join(f"{one.dataset}, {one.model} ({one.figure})" for one in others) + "."
-
-
-def why_not(family: str, q_min: int, q_max: int, budget: object) -> str:
-    """Say why the answer does not come from measurements."""
-    known = read().get(family, [])
-    if not known:
-        return f'The family "{family}" was not measured here, so this is by the cost formula alone.'
-    if any((one.q_min, one.q_max) == (q_min, q_max) for one in known):
-        return (
-            f'None of the schedules that were measured for the family "{family}" fits the budget of {budget}, so this '
-            "is by the cost formula alone."
-        )
-    pairs = ", ".join(dict.fromkeys(one.bits for one in known))
-    return (
-        f'The family "{family}" was measured at (q_min, q_max) = {pairs}, not at ({q_min}, {q_max}), so this is by the '
-        "cost formula alone."
-    )
-
-
-def _task(found: Measurement) -> str:
-    return (
-        f"Measured on {found.dataset} with {found.model} ({found.size}): {found.steps:,} steps, {len(found.seeds)} "
-        f"seeds, at {found.bits}, by {found.metric} ({found.better} is better)."
-    )
-
-
 def _value(found: Measurement, label: str) -> str:
     row = found.schedules[label]
     show = found.decimals
     spread = f"{row['mean']:.{show}f} ± {row['sd']:.{show}f}"
     return f"{spread} at {row['relative_cost']:.3f} of the cost of static {found.q_max}"
-
-
-def _list(found: Measurement, names: Iterable[str], reference: str) -> str:
-    parts = []
-    for name in names:
-        value, low, high = found.difference(name, reference)
-        parts.append(f"{name} ({found.signed(value)}, {found.signed(low)} to {found.signed(high)})")
-    return ", ".join(parts)
-
-
-def _left_out(found: Measurement, names: Iterable[str]) -> list[str]:
-    return [f"{name} ({found.left_out[name]})" if name in found.left_out else name for name in names]

@@ -7,14 +7,14 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from cpt_fx.errors import check_choice
 from cpt_fx.files import replace
 from cpt_fx.schedules import NAMES
-from cpt_fx.schedules.measured import PATH, Measurement, read
-from cpt_fx.schedules.savings import FAMILIES
+from cpt_fx.schedules.measured import FAMILIES, PATH, Measurement, read
 from cpt_fx.study.analysis import Panel, against, panels
 from cpt_fx.study.records import Record
 
@@ -42,7 +42,11 @@ def update(
     """
     check_choice("family", family, FAMILIES)
     target = PATH if path is None else Path(path)
-    made = [_measurement(task, panel, own) for panel, own in _panels(records)]
+    own = [record for record in records if record.experiment == "schedules"]
+    studies = sorted({record.study for record in own})
+    if len(studies) > 1:
+        raise ValueError(f"give the records of one study at a time, these are of {', '.join(studies)}")
+    made = [_measurement(studies[0], task, panel) for panel in panels(own)]
     if not made:
         raise ValueError('the records hold no comparison of schedules: none has experiment "schedules"')
     known = read(target) if target.exists() else {}
@@ -57,40 +61,27 @@ def update(
     return made
 
 
-def _panels(records: Iterable[Record]) -> Iterable[tuple[Panel, list[Record]]]:
-    own = [record for record in records if record.experiment == "schedules"]
-    studies = sorted({record.study for record in own})
-    if len(studies) > 1:
-        raise ValueError(f"give the records of one study at a time, these are of {', '.join(studies)}")
-    return [(panel, own) for panel in panels(own)]
-
-
-def _measurement(task: Task, panel: Panel, records: list[Record]) -> Measurement:
+def _measurement(study: str, task: Task, panel: Panel) -> Measurement:
     rows = [row for row in panel.rows if len(row.values) > 1]
     if not any(row.label in NAMES for row in rows):
         raise ValueError(
             f"no published schedule has two finished seeds at {panel.bits}, so nothing can be said with an interval"
         )
     differences: dict[str, dict[str, list[float]]] = {}
-    for index, one in enumerate(rows):
-        for other in rows[index + 1 :]:
-            estimate = against(one, other)
-            assert estimate is not None and estimate.interval is not None  # both have two values at least
-            found = (estimate.value, estimate.interval.low, estimate.interval.high)
-            differences.setdefault(one.label, {})[other.label] = [_rounded(number) for number in found]
+    for one, other in combinations(rows, 2):
+        estimate = against(one, other)
+        assert estimate is not None and estimate.interval is not None  # both have two values at least
+        found = (estimate.value, estimate.interval.low, estimate.interval.high)
+        differences.setdefault(one.label, {})[other.label] = [_rounded(number) for number in found]
     return Measurement(
-        study=records[0].study,
-        dataset=task.dataset,
-        model=task.model,
-        size=task.size,
-        limits=task.limits,
+        study=study,
+        **asdict(task),
         steps=rows[0].total_steps,
         seeds=list(panel.seeds),
         q_min=panel.q_min,
         q_max=panel.q_max,
         metric=panel.metric,
         better=panel.better,
-        figure=task.figure,
         schedules={
             row.label: {
                 "mean": _rounded(row.mean.value),
