@@ -166,7 +166,7 @@ def run_critical(options: argparse.Namespace) -> None:
 
 def _carry_out(options: argparse.Namespace, planner: Callable[..., Plan], **more: Any) -> None:
     """Run a study, write its report, and fail where cells did."""
-    from cpt_fx.study.running import carry_out, check_engine
+    from cpt_fx.study.running import Engine, carry_out
 
     _check_folder(options.out)
     names = [name for name, _ in options.options]
@@ -174,30 +174,12 @@ def _carry_out(options: argparse.Namespace, planner: Callable[..., Plan], **more
     if repeated:
         raise UsageError(f"--set gives {repeated[0]} more than once")
     try:
-        check_engine(options.workers, options.threads, options.ray, options.gpus)
-        planned = planner(
-            options.train,
-            name=options.name,
-            total_steps=options.steps,
-            seeds=options.seeds,
-            cycles=options.cycles,
-            q_grad=options.q_grad,
-            better=options.better,
-            metric=options.metric,
-            options=dict(options.options),
-            **more,
-        )
+        engine = Engine(options.workers, options.threads, options.ray, options.gpus)
+        more |= {name: getattr(options, name) for name in ("name", "seeds", "cycles", "q_grad", "better", "metric")}
+        planned = planner(options.train, total_steps=options.steps, options=dict(options.options), **more)
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from error
-    study = carry_out(
-        planned,
-        store=options.store,
-        workers=options.workers,
-        threads=options.threads,
-        ray=options.ray,
-        gpus=options.gpus,
-        progress=not options.quiet,
-    )
+    study = carry_out(planned, options.store, engine, not options.quiet)
     files = {} if options.out is None else study.write(options.out)
     if options.json:
         print_json(_status(study) | {"files": {name: str(path) for name, path in files.items()}})

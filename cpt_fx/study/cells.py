@@ -20,6 +20,8 @@ from cpt_fx.schedules.savings import costs_of, static_cost
 Build = Callable[..., Schedule]
 BASELINES = ("static q_max", "static q_min", "full precision")
 GradientBits = int | tuple[int, int] | None
+Task = tuple[Schedule, int, dict[str, Any], str | None]
+"""What a training needs to know: schedule, seed, options, and what of the result is compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +35,73 @@ class Facts:
     first_cycle_bits: float | None
 
 
+class Setting:
+    """What all cells of a study have in common, checked."""
+
+    def __init__(
+        self,
+        *,
+        study: str,
+        total_steps: int,
+        seeds: int | Iterable[int],
+        cycles: int,
+        q_grad: GradientBits,
+        better: str,
+        metric: str | None,
+        options: Mapping[str, Any] | None,
+    ) -> None:
+        if metric is not None and not isinstance(metric, str):
+            raise TypeError(f"metric must be the name of what is compared, or None, got {metric!r}")
+        if not isinstance(study, str) or not study.strip():
+            raise ValueError(f"name must be a text that names the study, got {study!r}")
+        self.study, self.metric, self.q_grad = study, metric, q_grad
+        self.total_steps = check_int("total_steps", total_steps, 1)
+        self.seeds = check_seeds(seeds)
+        self.cycles = check_int("cycles", cycles, 1)
+        self.better = check_choice("better", better, ("higher", "lower"))
+        self.options = check_options(options)
+
+    def cells(self, experiment: str, label: str, schedule: Schedule, bits: tuple[int, int]) -> list[Cell]:
+        """Return the cells of a schedule, one for each seed."""
+        if schedule.total_steps is None:
+            raise ValueError(f"schedules of a study must have an end: give {label!r} total_steps")
+        known = facts(schedule, bits[1])
+        return [
+            Cell(
+                setting=self, experiment=experiment, label=label, schedule=schedule, facts=known, q_min=bits[0],
+                q_max=bits[1], seed=seed,
+            )
+            for seed in self.seeds
+        ]  # fmt: skip
+
+    def gradient(self, q_max: int) -> int:
+        """Return the gradient width of schedules that do not cycle."""
+        if self.q_grad is None:
+            return q_max
+        return self.q_grad if isinstance(self.q_grad, int) else self.q_grad[1]
+
+    def static(self, width: int, q_max: int) -> Static:
+        """Return the baseline of one forward width; gradients are as in the schedules, or in full precision with it."""
+        gradient = FULL_PRECISION if width == FULL_PRECISION else self.gradient(q_max)
+        return Static(Bits(width, width, gradient), total_steps=self.total_steps)
+
+    def named(self, name: str, bits: tuple[int, int], total_steps: int | None = None) -> Cyclic:
+        """Return one of the ten."""
+        return named(
+            name,
+            q_min=bits[0],
+            q_max=bits[1],
+            total_steps=self.total_steps if total_steps is None else total_steps,
+            cycles=self.cycles,
+            q_grad=self.q_grad,
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     """One training run, and its place in a study."""
 
-    study: str
+    setting: Setting
     experiment: str
     label: str
     schedule: Schedule
@@ -45,9 +109,6 @@ class Cell:
     q_min: int
     q_max: int
     seed: int
-    metric: str | None
-    better: str
-    options: Mapping[str, Any]
 
     @property
     def total_steps(self) -> int:
@@ -62,7 +123,18 @@ class Cell:
         The experiment and the label are no part of it: static 8 bits is the same training in every comparison. The
         widths themselves are, as a digest, because a schedule made of your own function shows only its name.
         """
-        return canonical([self.study, repr(self.schedule), self.facts.widths, self.seed, dict(self.options)])
+        common = self.setting
+        return canonical([common.study, repr(self.schedule), self.facts.widths, self.seed, common.options])
+
+    @property
+    def place(self) -> tuple[str, str, str, int, int, int]:
+        """What tells it from all other cells of a store."""
+        return self.setting.study, self.experiment, self.label, self.q_min, self.q_max, self.seed
+
+    @property
+    def task(self) -> Task:
+        """What its training needs to know, wherever it runs."""
+        return self.schedule, self.seed, self.setting.options, self.setting.metric
 
 
 def facts(schedule: Schedule, q_max: int) -> Facts:
@@ -90,94 +162,6 @@ def _first_cycle_bits(schedule: Schedule) -> float | None:
         return None
     period = inner.period or inner.total_steps / inner.cycles
     return float(schedule.trajectory(max(round(period), 1))[:, 0].mean())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What all cells of a study have in common."""
-
-    study: str
-    total_steps: int
-    seeds: tuple[int, ...]
-    cycles: int
-    q_grad: GradientBits
-    better: str
-    metric: str | None
-    options: Mapping[str, Any]
-
-    def cells(self, experiment: str, label: str, schedule: Schedule, bits: tuple[int, int]) -> list[Cell]:
-        """Return the cells of a schedule, one for each seed."""
-        if schedule.total_steps is None:
-            raise ValueError(f"schedules of a study must have an end: give {label!r} total_steps")
-        known = facts(schedule, bits[1])
-        return [self._cell(experiment, label, schedule, known, bits, seed) for seed in self.seeds]
-
-    def _cell(
-        self, experiment: str, label: str, schedule: Schedule, known: Facts, bits: tuple[int, int], seed: int
-    ) -> Cell:
-        return Cell(
-            study=self.study,
-            experiment=experiment,
-            label=label,
-            schedule=schedule,
-            facts=known,
-            q_min=bits[0],
-            q_max=bits[1],
-            seed=seed,
-            metric=self.metric,
-            better=self.better,
-            options=self.options,
-        )
-
-    def gradient(self, q_max: int) -> int:
-        """Return the gradient width of schedules that do not cycle."""
-        if self.q_grad is None:
-            return q_max
-        return self.q_grad if isinstance(self.q_grad, int) else self.q_grad[1]
-
-    def static(self, width: int, q_max: int) -> Static:
-        """Return the baseline of one forward width; gradients are as in the schedules, or in full precision with it."""
-        gradient = FULL_PRECISION if width == FULL_PRECISION else self.gradient(q_max)
-        return Static(Bits(width, width, gradient), total_steps=self.total_steps)
-
-    def named(self, name: str, bits: tuple[int, int], total_steps: int | None = None) -> Cyclic:
-        """Return one of the ten."""
-        return named(
-            name,
-            q_min=bits[0],
-            q_max=bits[1],
-            total_steps=self.total_steps if total_steps is None else total_steps,
-            cycles=self.cycles,
-            q_grad=self.q_grad,
-        )
-
-
-def setting(
-    *,
-    study: str,
-    total_steps: int,
-    seeds: int | Iterable[int],
-    cycles: int,
-    q_grad: GradientBits,
-    better: str,
-    metric: str | None,
-    options: Mapping[str, Any] | None,
-) -> Setting:
-    """Check what all cells have in common."""
-    if metric is not None and not isinstance(metric, str):
-        raise TypeError(f"metric must be the name of what is compared, or None, got {metric!r}")
-    if not isinstance(study, str) or not study.strip():
-        raise ValueError(f"name must be a text that names the study, got {study!r}")
-    return Setting(
-        study=study,
-        total_steps=check_int("total_steps", total_steps, 1),
-        seeds=check_seeds(seeds),
-        cycles=check_int("cycles", cycles, 1),
-        q_grad=q_grad,
-        better=check_choice("better", better, ("higher", "lower")),
-        metric=metric,
-        options=check_options(options),
-    )
 
 
 def plan(setting: Setting, schedules: Sequence[Any] | None, bits: Iterable[tuple[int, int]]) -> list[Cell]:

@@ -17,10 +17,10 @@ from typing import Any
 from cpt_fx.errors import check_choice, check_int
 from cpt_fx.schedules import NAMES, Bits, Deficit, Delayed, Schedule, Sequence, Static
 from cpt_fx.schedules.bits import check_range
-from cpt_fx.study.cells import GradientBits, Setting, check_options, ordered, setting
+from cpt_fx.study.cells import GradientBits, Setting, check_options, ordered
 from cpt_fx.study.function import train_function
 from cpt_fx.study.result import Study
-from cpt_fx.study.running import Plan, carry_out, warn_of_failures
+from cpt_fx.study.running import Engine, Plan, carry_out, warn_of_failures
 
 EXPERIMENTS = ("deficit", "window", "first-cycle", "delayed")
 Labelled = tuple[str, Schedule]
@@ -71,7 +71,7 @@ def critical(
     )  # fmt: skip
     if not planned.cells:
         return Study(Path(store), planned.study)
-    study = carry_out(planned, store=store, workers=workers, threads=threads, ray=ray, gpus=gpus, progress=progress)
+    study = carry_out(planned, store, Engine(workers, threads, ray, gpus), progress)
     warn_of_failures(study, planned)
     return study
 
@@ -94,7 +94,7 @@ def periods(
 ) -> Plan:
     """Return what the experiments consist of; all that can be wrong with them is said here."""
     function = train_function(train, check_options(options))
-    made = setting(study=function.name if name is None else name, options=options, **common)
+    made = Setting(study=function.name if name is None else name, options=options, **common)
     bits = check_range(q_min, q_max)
     steps = made.total_steps
     eighths = [steps * part // 8 for part in range(5)]

@@ -12,12 +12,11 @@ from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import Any
 
 import numpy as np
 
-from cpt_fx.schedules import Schedule
 from cpt_fx.schedules.memory import fresh
+from cpt_fx.study.cells import Task
 from cpt_fx.study.function import TrainFunction
 from cpt_fx.study.machine import processor, versions
 
@@ -51,13 +50,16 @@ class Stopwatch:
         """The time since."""
         return round(time.perf_counter() - self._began, 3)
 
+    def failed(self, error: str) -> Outcome:
+        """Return the outcome of a run that was lost."""
+        return Outcome(status="failed", error=error, started=self.started, seconds=self.seconds)
 
-def execute(
-    train: TrainFunction, schedule: Schedule, seed: int, options: Mapping[str, Any], threads: int, metric: str | None
-) -> Outcome:
+
+def execute(train: TrainFunction, threads: int, task: Task) -> Outcome:
     """Seed, train, and check what is returned. Whatever goes wrong in the training is part of the outcome."""
     import torch
 
+    schedule, seed, options, metric = task
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     watch = Stopwatch()

@@ -91,7 +91,7 @@ class _Worker:
         self.cell = cell
         self._watch = Stopwatch()
         with suppress(OSError):  # of one that has died; receiving says so
-            self.connection.send((cell.schedule, cell.seed, dict(cell.options), cell.metric))
+            self.connection.send(cell.task)
 
     def receive(self) -> Outcome | None:
         """Return the outcome of the cell given, also when the process died of it; None when it is ready for one."""
@@ -125,12 +125,7 @@ class _Worker:
                 'must start below the line `if __name__ == "__main__":`'
             )
         self.cell = None
-        return Outcome(
-            status="failed",
-            error=f"the process died while it trained: {how}",
-            started=self._watch.started,
-            seconds=self._watch.seconds,
-        )
+        return self._watch.failed(f"the process died while it trained: {how}")
 
 
 def _ending(code: int | None) -> str:
@@ -156,10 +151,10 @@ def _work(connection: Connection, reference: str, takes_seed: bool, threads: int
     connection.send(READY)
     while True:
         try:
-            schedule, seed, options, metric = connection.recv()
+            task = connection.recv()
         except EOFError:
             return
-        connection.send(execute(train, schedule, seed, options, threads, metric))
+        connection.send(execute(train, threads, task))
 
 
 def _end_with_parent() -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import builtins
 import logging
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
-from cpt_fx.schedules import Schedule
-from cpt_fx.study.cells import Cell
+from cpt_fx.study.cells import Cell, Task
 from cpt_fx.study.function import TrainFunction, load_in_worker
 from cpt_fx.study.outcome import Outcome, Stopwatch, execute
 from cpt_fx.study.processes import check_portable
@@ -44,9 +43,7 @@ def run_on_ray(
         # A cell that is lost with its node is recorded as failed, and tried again when the study is.
         task: Any = ray.remote(num_cpus=threads, num_gpus=gpus, max_retries=0)(_work)
         for cell in cells:
-            made = task.remote(
-                train.reference, train.takes_seed, cell.schedule, cell.seed, dict(cell.options), threads, cell.metric
-            )
+            made = task.remote(train.reference, train.takes_seed, threads, cell.task)
             pending[made] = cell, Stopwatch()
         while pending:
             ended, _ = ray.wait(list(pending), num_returns=1)
@@ -55,12 +52,7 @@ def run_on_ray(
                 try:
                     outcome = ray.get(made)
                 except ray.exceptions.RayError as error:
-                    outcome = Outcome(
-                        status="failed",
-                        error=f"Ray lost the cell: {error}",
-                        started=watch.started,
-                        seconds=watch.seconds,
-                    )
+                    outcome = watch.failed(f"Ray lost the cell: {error}")
                 yield cell, outcome
     finally:
         for made in pending:
@@ -76,15 +68,6 @@ def _environment(train: TrainFunction) -> dict[str, Any]:
     return {"working_dir": str(Path(place).parent)} if place.endswith(".py") else {}
 
 
-def _work(
-    reference: str,
-    takes_seed: bool,
-    schedule: Schedule,
-    seed: int,
-    options: Mapping[str, Any],
-    threads: int,
-    metric: str | None,
-) -> Outcome:
+def _work(reference: str, takes_seed: bool, threads: int, task: Task) -> Outcome:
     """Train one cell, in a worker of Ray."""
-    train = TrainFunction(load_in_worker(reference), reference, takes_seed)
-    return execute(train, schedule, seed, options, threads, metric)
+    return execute(TrainFunction(load_in_worker(reference), reference, takes_seed), threads, task)

@@ -13,7 +13,7 @@ from typing import Any
 
 from cpt_fx.errors import check_int
 from cpt_fx.study import store as stores
-from cpt_fx.study.cells import Cell, GradientBits, check_options, plan, setting
+from cpt_fx.study.cells import Cell, GradientBits, Setting, check_options, plan
 from cpt_fx.study.function import TrainFunction, refuse_in_worker, train_function
 from cpt_fx.study.outcome import Outcome, execute
 from cpt_fx.study.processes import run_in_processes
@@ -30,6 +30,42 @@ class Plan:
     study: str
     cells: list[Cell]
     train: TrainFunction
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Where and how cells are trained; settings that contradict each other are refused."""
+
+    workers: int
+    threads: int
+    ray: str | None
+    gpus: float
+
+    def __post_init__(self) -> None:
+        check_int("workers", self.workers, 1)
+        check_int("threads", self.threads, 1)
+        if isinstance(self.gpus, bool) or not isinstance(self.gpus, int | float) or not self.gpus >= 0:
+            raise ValueError(f"gpus must be the number of GPUs for each cell, got {self.gpus!r}")
+        if self.ray is not None and self.workers != 1:
+            raise ValueError(
+                f"workers are processes of this machine; with ray the cluster decides, got workers={self.workers}"
+            )
+        if self.ray is None and self.gpus:
+            raise ValueError(
+                f"gpus are what Ray reserves; without ray the training chooses its device, got gpus={self.gpus}"
+            )
+
+    def results(self, cells: list[Cell], train: TrainFunction) -> Results:
+        """Train the cells, and yield each with its outcome as it ends."""
+        if self.ray is not None:
+            from cpt_fx.study.ray_running import run_on_ray
+
+            yield from run_on_ray(cells, train, address=self.ray, threads=self.threads, gpus=self.gpus)
+        elif self.workers > 1:
+            yield from run_in_processes(cells, train, workers=self.workers, threads=self.threads)
+        else:
+            for cell in cells:
+                yield cell, execute(train, self.threads, cell.task)
 
 
 def run(
@@ -70,7 +106,7 @@ def run(
         train, name=name, schedules=schedules, bits=bits, total_steps=total_steps, seeds=seeds, cycles=cycles,
         q_grad=q_grad, better=better, metric=metric, options=options,
     )  # fmt: skip
-    study = carry_out(planned, store=store, workers=workers, threads=threads, ray=ray, gpus=gpus, progress=progress)
+    study = carry_out(planned, store, Engine(workers, threads, ray, gpus), progress)
     warn_of_failures(study, planned)
     return study
 
@@ -86,59 +122,37 @@ def comparison(
 ) -> Plan:
     """Return what a comparison of schedules consists of; all that can be wrong with it is said here."""
     function = train_function(train, check_options(options))
-    made = setting(study=function.name if name is None else name, options=options, **common)
+    made = Setting(study=function.name if name is None else name, options=options, **common)
     return Plan(made.study, plan(made, schedules, bits), function)
 
 
-def carry_out(
-    planned: Plan,
-    *,
-    store: str | PathLike[str],
-    workers: int,
-    threads: int,
-    ray: str | None,
-    gpus: float,
-    progress: bool,
-) -> Study:
+def carry_out(planned: Plan, store: str | PathLike[str], engine: Engine, progress: bool) -> Study:
     """Run what is not finished of a plan, and return the study that the store then holds."""
     refuse_in_worker()
-    check_engine(workers, threads, ray, gpus)
     path, train = Path(store), planned.train
     code = train.fingerprint
     with stores.writing(path) as kept:
         kept.add_plan(planned.cells)
-        _warn_of_other_code(kept, planned, code)
         finished = kept.finished()
+        _warn_of_other_code(finished, planned, code)
         runs: dict[str, Cell] = {}  # cells that agree in their identity are trained once
         for cell in planned.cells:
             runs.setdefault(cell.identity, cell)
         todo = [cell for identity, cell in runs.items() if identity not in finished]
-        results = _engine(todo, train, workers, threads, ray, gpus)
+        results = engine.results(todo, train)
         try:
             with Progress(planned.study, len(runs), len(runs) - len(todo), progress) as shown, closing(results):
                 for cell, outcome in results:
                     kept.add_run(cell.identity, outcome, code)
                     shown.add(cell, outcome)
         except KeyboardInterrupt:
-            done = len(kept.finished() & set(runs))
+            done = len(kept.finished().keys() & runs)
             print(
                 f"stopped: {done} of {len(runs)} cells are done and kept in {path}; the same call goes on from there",
                 file=sys.stderr,
             )
             raise
     return Study(path, planned.study)
-
-
-def check_engine(workers: int, threads: int, ray: str | None, gpus: float) -> None:
-    """Refuse settings of where and how cells are trained that contradict each other."""
-    check_int("workers", workers, 1)
-    check_int("threads", threads, 1)
-    if isinstance(gpus, bool) or not isinstance(gpus, int | float) or not gpus >= 0:
-        raise ValueError(f"gpus must be the number of GPUs for each cell, got {gpus!r}")
-    if ray is not None and workers != 1:
-        raise ValueError(f"workers are processes of this machine; with ray the cluster decides, got workers={workers}")
-    if ray is None and gpus:
-        raise ValueError(f"gpus are what Ray reserves; without ray the training chooses its device, got gpus={gpus}")
 
 
 def warn_of_failures(study: Study, planned: Plan) -> None:
@@ -154,28 +168,10 @@ def warn_of_failures(study: Study, planned: Plan) -> None:
         )
 
 
-def _engine(
-    cells: list[Cell], train: TrainFunction, workers: int, threads: int, ray: str | None, gpus: float
-) -> Results:
-    if ray is not None:
-        from cpt_fx.study.ray_running import run_on_ray
-
-        return run_on_ray(cells, train, address=ray, threads=threads, gpus=gpus)
-    if workers > 1:
-        return run_in_processes(cells, train, workers=workers, threads=threads)
-    return _run_here(cells, train, threads)
-
-
-def _run_here(cells: list[Cell], train: TrainFunction, threads: int) -> Results:
-    for cell in cells:
-        yield cell, execute(train, cell.schedule, cell.seed, cell.options, threads, cell.metric)
-
-
-def _warn_of_other_code(kept: stores.Store, planned: Plan, now: str | None) -> None:
+def _warn_of_other_code(finished: Mapping[str, str | None], planned: Plan, now: str | None) -> None:
     """Say it where finished results were made by another version of the training function's file."""
-    before = kept.codes()
     identities = {cell.identity for cell in planned.cells}
-    other = [identity for identity in identities if before.get(identity, now) != now]
+    other = [identity for identity in identities if finished.get(identity, now) != now]
     if other:
         warnings.warn(
             f"{len(other)} of {len(identities)} cells of {planned.study!r} were made by other code: the file of the "

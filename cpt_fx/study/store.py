@@ -15,7 +15,6 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ import numpy as np
 from cpt_fx.schedules.bits import FULL_PRECISION
 from cpt_fx.schedules.savings import costs_of, static_cost
 from cpt_fx.study.cells import Cell, canonical
-from cpt_fx.study.outcome import Outcome, absent
+from cpt_fx.study.outcome import Outcome, Stopwatch, absent
 from cpt_fx.study.records import Record
 
 FORMAT = 1
@@ -67,41 +66,39 @@ class Store:
 
     def add_plan(self, cells: Sequence[Cell]) -> None:
         """Add cells to the plan. Those of the same experiments that were never trained and are not asked for now go."""
+        common = cells[0].setting
         rows = [
             (
-                position, cell.study, cell.experiment, cell.label, cell.q_min, cell.q_max, cell.seed, cell.identity,
-                repr(cell.schedule), cell.total_steps, cell.facts.relative_cost, cell.facts.mean_bits,
-                cell.facts.first_cycle_bits, cell.metric, cell.better, canonical(dict(cell.options)),
+                position, *cell.place, cell.identity, repr(cell.schedule), cell.total_steps, cell.facts.relative_cost,
+                cell.facts.mean_bits, cell.facts.first_cycle_bits, common.metric, common.better,
+                canonical(common.options),
             )
             for position, cell in enumerate(cells)
         ]  # fmt: skip
-        studies = {cell.study: (cell.metric, cell.better) for cell in cells}
         with self._connection:
             self._connection.executemany(
                 "DELETE FROM cells WHERE study = ? AND experiment = ? "
                 "AND run NOT IN (SELECT identity FROM runs WHERE status = 'done')",
-                sorted({(cell.study, cell.experiment) for cell in cells}),
+                sorted({cell.place[:2] for cell in cells}),
             )
             for cell in cells:
                 self._check_place(cell)
             marks = ", ".join("?" * len(rows[0]))
             self._connection.executemany(f"INSERT OR REPLACE INTO cells VALUES ({marks})", rows)
             # What is compared is compared in all of a study.
-            self._connection.executemany(
-                "UPDATE cells SET metric = ?, better = ? WHERE study = ?",
-                [(metric, better, study) for study, (metric, better) in studies.items()],
-            )
+            values = (common.metric, common.better, common.study)
+            self._connection.execute("UPDATE cells SET metric = ?, better = ? WHERE study = ?", values)
 
     def _check_place(self, cell: Cell) -> None:
         """Refuse a cell where another one was trained: a study compares like with like."""
         earlier = self._connection.execute(
             "SELECT schedule, options FROM cells WHERE study = ? AND experiment = ? AND label = ? AND q_min = ? "
             "AND q_max = ? AND seed = ? AND run != ?",
-            (cell.study, cell.experiment, cell.label, cell.q_min, cell.q_max, cell.seed, cell.identity),
+            (*cell.place, cell.identity),
         ).fetchone()
         if earlier is None:
             return
-        options = canonical(dict(cell.options))
+        options = canonical(cell.setting.options)
         there, here = (
             (f"options {earlier['options']}", f"options {options}")
             if earlier["options"] != options
@@ -109,27 +106,22 @@ class Store:
         )
         if there == here:
             there, here = "another function in its schedule", "this one"
+        study, _, label, q_min, q_max, seed = cell.place
         raise ValueError(
-            f"the study {cell.study!r} in {self.path} has a finished {cell.label} ({cell.q_min}, {cell.q_max}) seed "
-            f"{cell.seed} with {there}, not with {here}: a study compares like with like, so give this one another name"
+            f"the study {study!r} in {self.path} has a finished {label} ({q_min}, {q_max}) seed {seed} with {there}, "
+            f"not with {here}: a study compares like with like, so give this one another name"
         )
 
-    def finished(self) -> set[str]:
-        """Return the identities of the runs that need not be done again."""
-        return {identity for (identity,) in self._connection.execute("SELECT identity FROM runs WHERE status = 'done'")}
-
-    def codes(self) -> dict[str, str | None]:
-        """Return by identity what code made the finished runs."""
+    def finished(self) -> dict[str, str | None]:
+        """Return the runs that need not be done again, by identity, and what code made each."""
         return dict(self._connection.execute("SELECT identity, code FROM runs WHERE status = 'done'"))
 
     def add_run(self, identity: str, outcome: Outcome, code: str | None) -> None:
         """Keep what came out of a run; a failed one is replaced when it is tried again."""
         with self._connection:
             self._connection.execute(
-                "INSERT INTO runs VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 1) ON CONFLICT (identity) DO UPDATE SET "
-                "status = excluded.status, error = excluded.error, metrics = excluded.metrics, "
-                "started = excluded.started, seconds = excluded.seconds, machine = excluded.machine, "
-                "versions = excluded.versions, code = excluded.code, attempts = attempts + 1",
+                "INSERT OR REPLACE INTO runs VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, "
+                "1 + ifnull((SELECT attempts FROM runs WHERE identity = ?1), 0))",
                 (
                     identity, outcome.status, outcome.error, json.dumps(outcome.metrics), outcome.started,
                     outcome.seconds, json.dumps(outcome.machine), json.dumps(outcome.versions), code,
@@ -160,7 +152,7 @@ class Store:
     def note_runner(self) -> None:
         """Write down which process runs."""
         with self._connection:
-            values = (os.getpid(), now())
+            values = (os.getpid(), Stopwatch().started)
             self._connection.execute("INSERT OR REPLACE INTO running VALUES (1, ?, ?)", values)
 
 
@@ -197,11 +189,6 @@ def writing(path: Path) -> Iterator[Store]:
                 ) from None
             store.note_runner()
             yield store
-
-
-def now() -> str:
-    """Return the time in UTC, to the second."""
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def _check_made_of_tables(connection: sqlite3.Connection, path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cpt_fx.schedules import NAMES, Bits, Custom, Cyclic, Delayed, Schedule, Static, named, relative_cost
-from cpt_fx.study.cells import Cell, Setting, check_options, facts, plan, setting
+from cpt_fx.study.cells import Cell, Setting, check_options, facts, plan
 from cpt_fx.study.records import rebuild
 
 
@@ -16,7 +16,7 @@ def common(**changed: Any) -> Setting:
         "study": "s", "total_steps": 800, "seeds": 2, "cycles": 8, "q_grad": None, "better": "higher", "metric": None,
         "options": None,
     }  # fmt: skip
-    return setting(**given | changed)
+    return Setting(**given | changed)
 
 
 def cells(schedules: Any = None, bits: Any = ((3, 8),), **changed: Any) -> list[Cell]:

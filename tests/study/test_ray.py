@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from cpt_fx import study
-from cpt_fx.study.cells import plan, setting
+from cpt_fx.study.cells import Setting, plan
 from cpt_fx.study.function import train_function
 from tests.study import trains
 
@@ -88,7 +88,7 @@ def test_leaving_early_cancels_what_is_left(tmp_path: Path) -> None:
 
     (tmp_path / "folder").mkdir()
     options = {"folder": str(tmp_path / "folder")}
-    common = setting(
+    common = Setting(
         study="s", total_steps=80, seeds=1, cycles=8, q_grad=None, better="higher", metric=None, options=options
     )
     cells = plan(common, ["CR", "LR", "RR", "CT", "ER"], [(3, 8)])
