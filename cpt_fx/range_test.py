@@ -103,18 +103,9 @@ class RangeTest:
 
     def to_dict(self) -> dict[str, object]:
         """Return everything as plain data; a loss that is not finite becomes None, which JSON can hold."""
-        return {
-            "q_min": self.q_min,
-            "at_lower_end": self.at_lower_end,
-            "threshold": self.threshold,
-            "widths": list(self.widths),
-            "progress": [_plain(value) for value in self.progress],
-            "drops": [_plain(value) for value in self.drops],
-            "losses": [[_plain(value) for value in losses] for losses in self.losses],
-            "full_precision_drop": self.full_precision_drop,
-            "full_precision": [_plain(value) for value in self.full_precision],
-            "evaluations": [_plain(value) for value in self.evaluations],
-        }
+        names = ("q_min", "at_lower_end", "threshold", "widths", "progress", "drops", "losses", "full_precision_drop",
+                 "full_precision", "evaluations")  # fmt: skip
+        return {name: _plain(getattr(self, name)) for name in names}
 
     def plot(self, path: str | PathLike[str] | None = None) -> Axes:
         """Draw the loss of every width over the steps, and save the picture when a path is given."""
@@ -262,7 +253,9 @@ def _adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=3e-3)
 
 
-def _plain(value: float) -> float | None:
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(part) for part in value]
     return value if math.isfinite(value) else None
 
 

@@ -336,12 +336,12 @@ def _is_comparable(values: Iterable[object]) -> bool:
         if isinstance(value, list | tuple):
             if not _is_comparable(value):
                 return False
-        elif callable(value) and not _is_importable(value):
+        elif callable(value) and not is_importable(value):
             return False
     return True
 
 
-def _is_importable(function: object) -> bool:
+def is_importable(function: object) -> bool:
     """Whether a callable is what its module has under its name."""
     found: object = sys.modules.get(getattr(function, "__module__", None) or "")
     for name in str(getattr(function, "__qualname__", "<unnamed>")).split("."):

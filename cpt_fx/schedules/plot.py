@@ -10,7 +10,6 @@ from cpt_fx.schedules.base import Schedule
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
 
 # Distinguishable for colour-blind readers, and each with its own line style.
 _STYLES = {"forward": ("#0072b2", "-"), "activation": ("#009e73", "-."), "gradient": ("#d55e00", "--")}
@@ -25,6 +24,8 @@ def plot_schedule(
         raise ValueError("length must be at least 1 to plot a schedule, got 0")
     values = schedule._values(schedule._within_run(np.arange(len(bits), dtype=np.int64)))
     ax = _axes(shown=path is None) if ax is None else ax
+    from matplotlib.ticker import MaxNLocator  # there, or the line above has raised
+
     # One edge more than steps: a step's bits hold from its start to the start of the next.
     edges = np.arange(len(bits) + 1)
     columns = {"forward": bits[:, 0], "activation": bits[:, 1], "gradient": bits[:, 2]}
@@ -38,18 +39,12 @@ def plot_schedule(
     ax.set_xlabel("step")
     ax.set_ylabel("bits")
     ax.set_xlim(0, len(bits))
-    ax.yaxis.set_major_locator(_integer_ticks())
+    ax.yaxis.set_major_locator(MaxNLocator(integer=True))
     ax.margins(y=0.12)
     if path is not None:
         ax.legend(loc="best", fontsize="small")
         ax.figure.figure.savefig(path)  # the whole figure, also for axes in a subfigure
     return ax
-
-
-def _integer_ticks() -> "MaxNLocator":
-    from matplotlib.ticker import MaxNLocator
-
-    return MaxNLocator(integer=True)
 
 
 def new_figure(width: float, height: float) -> "Figure":

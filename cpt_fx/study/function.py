@@ -9,8 +9,7 @@ import inspect
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +17,7 @@ from typing import Any
 
 from cpt_fx.errors import nearest
 from cpt_fx.schedules import Schedule
+from cpt_fx.schedules.base import is_importable
 
 LOADING = "CPT_FX_STUDY_LOADS"
 """Set in the environment while a worker imports the training function's file."""
@@ -110,8 +110,11 @@ def named(found: Any, path: str, where: str) -> Any:
 
 def load_in_worker(reference: str) -> Callable[..., object]:
     """Load, in a process that was started to train; a file that starts a study while it is imported is told so."""
-    with _marked():
+    os.environ[LOADING] = str(os.getpid())
+    try:
         return load(reference)[0]
+    finally:
+        del os.environ[LOADING]
 
 
 def refuse_in_worker() -> None:
@@ -121,15 +124,6 @@ def refuse_in_worker() -> None:
             "this study starts whenever its file is imported, and its worker processes import it: put the call below "
             'the line `if __name__ == "__main__":`'
         )
-
-
-@contextmanager
-def _marked() -> Iterator[None]:
-    os.environ[LOADING] = str(os.getpid())
-    try:
-        yield
-    finally:
-        del os.environ[LOADING]
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -162,10 +156,7 @@ def _load_file(path: Path) -> ModuleType:
 def _reference(call: Any) -> str | None:
     """Return how another process can import a function, or None where it cannot."""
     name, module = getattr(call, "__qualname__", ""), sys.modules.get(getattr(call, "__module__", None) or "")
-    found: Any = module
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    if module is None or found is not call:
+    if module is None or not is_importable(call):
         return None
     if module.__name__ == "__main__":
         file = getattr(module, "__file__", None)

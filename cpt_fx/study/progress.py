@@ -5,22 +5,20 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any
 
 from cpt_fx.study.cells import Cell
 from cpt_fx.study.outcome import Outcome
 
 
-class Progress:
+class Progress(ExitStack):
     """Shows cells as they end. `finished` ones are not counted for the estimate."""
 
     def __init__(self, study: str, total: int, finished: int, shown: bool) -> None:
+        super().__init__()
         self.failed = 0
-        self._study, self._total, self._ended, self._shown = study, total, finished, shown
-        self._todo = self._todo_at_start = total - finished
+        self._study, self._total, self._before, self._ended, self._shown = study, total, finished, finished, shown
         self._began = time.monotonic()
-        self._stack = ExitStack()
         self._bar: Any = None
         self._task: Any = None
 
@@ -30,12 +28,12 @@ class Progress:
             return self
         if not sys.stderr.isatty():
             done = f", {self._ended} of them done before" if self._ended else ""
-            self._say(f"{self._study}: {self._total} cell{'s' * (self._total != 1)}{done}")
+            print(f"{self._study}: {self._total} cell{'s' * (self._total != 1)}{done}", file=sys.stderr, flush=True)
             return self
         from rich import progress
         from rich.console import Console
 
-        self._bar = self._stack.enter_context(
+        self._bar = self.enter_context(
             progress.Progress(
                 "{task.description}",
                 progress.BarColumn(),
@@ -49,22 +47,15 @@ class Progress:
         self._task = self._bar.add_task(self._study, total=self._total, completed=self._ended, failed="", left="")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Take the bar away."""
-        self._stack.close()
-
     def add(self, cell: Cell, outcome: Outcome) -> None:
         """Count a cell that has ended."""
         self._ended += 1
-        self._todo -= 1
         self.failed += outcome.status == "failed"
         if not self._shown:
             return
         line = f"{describe(cell)}: {result(outcome)}, {outcome.seconds:.0f} s"
         if self._bar is None:
-            self._say(f"[{self._ended}/{self._total}] {line}{self._left()}")
+            print(f"[{self._ended}/{self._total}] {line}{self._left()}", file=sys.stderr, flush=True)
             return
         if outcome.status == "failed":
             self._bar.console.print(line, style="red", markup=False, highlight=False)
@@ -73,14 +64,9 @@ class Progress:
 
     def _left(self) -> str:
         """Say how long the rest will take, at the pace of this session."""
-        if not self._todo:
-            return ""
-        ended = self._todo_at_start - self._todo
-        return f"; about {duration((time.monotonic() - self._began) / ended * self._todo)} left"
-
-    @staticmethod
-    def _say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+        todo = self._total - self._ended
+        pace = (time.monotonic() - self._began) / (self._ended - self._before)
+        return f"; about {duration(pace * todo)} left" if todo else ""
 
 
 def describe(cell: Any) -> str:
