@@ -7,14 +7,13 @@ import ast
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cpt_fx.cli.common import Commands, UsageError, add_json, command, print_json, print_table
+from cpt_fx.study.critical_periods import periods
+from cpt_fx.study.engines import Engine
 from cpt_fx.study.progress import describe, last_line
-from cpt_fx.study.result import Study, load
-
-if TYPE_CHECKING:
-    from cpt_fx.study.running import Plan
+from cpt_fx.study.running import Plan, Study, carry_out, comparison, load
 
 TRAIN = "the training function, as file.py:name or package.module:name"
 
@@ -150,15 +149,11 @@ def _help(options: argparse.Namespace) -> None:
 
 def run_run(options: argparse.Namespace) -> None:
     """Compare schedules."""
-    from cpt_fx.study.running import comparison
-
     _carry_out(options, comparison, schedules=options.schedules, bits=options.bits or [(3, 8)])
 
 
 def run_critical(options: argparse.Namespace) -> None:
     """Look for critical learning periods."""
-    from cpt_fx.study.critical_periods import periods
-
     given = ("experiments", "deficits", "window", "starts", "delayed", "delays")
     more = {name: getattr(options, name) for name in given if getattr(options, name) is not None}
     _carry_out(options, periods, q_min=options.q_min, q_max=options.q_max, lengthen=not options.constant_length, **more)
@@ -166,8 +161,6 @@ def run_critical(options: argparse.Namespace) -> None:
 
 def _carry_out(options: argparse.Namespace, planner: Callable[..., Plan], **more: Any) -> None:
     """Run a study, write its report, and fail where cells did."""
-    from cpt_fx.study.running import Engine, carry_out
-
     _check_folder(options.out)
     names = [name for name, _ in options.options]
     repeated = [name for name, count in Counter(names).items() if count > 1]

@@ -11,7 +11,6 @@ study.run(train, store="study.sqlite", total_steps=800).write("report")
 
 from cpt_fx.study.critical_periods import EXPERIMENTS, critical
 from cpt_fx.study.records import Record
-from cpt_fx.study.result import Study, load
-from cpt_fx.study.running import run
+from cpt_fx.study.running import Study, load, run
 
 __all__ = ["EXPERIMENTS", "Record", "Study", "critical", "load", "run"]

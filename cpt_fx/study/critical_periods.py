@@ -18,9 +18,9 @@ from cpt_fx.errors import check_choice, check_int
 from cpt_fx.schedules import NAMES, Bits, Deficit, Delayed, Schedule, Sequence, Static
 from cpt_fx.schedules.bits import check_range
 from cpt_fx.study.cells import GradientBits, Setting, check_options, ordered
+from cpt_fx.study.engines import Engine
 from cpt_fx.study.function import train_function
-from cpt_fx.study.result import Study
-from cpt_fx.study.running import Engine, Plan, carry_out, warn_of_failures
+from cpt_fx.study.running import Plan, Study, carry_out, warn_of_failures
 
 EXPERIMENTS = ("deficit", "window", "first-cycle", "delayed")
 Labelled = tuple[str, Schedule]

@@ -1,26 +1,75 @@
-"""Runs the cells of a study that are not finished, and keeps each result as it comes."""
+"""Runs the cells of a study that are not finished, and keeps each result as it comes; a study as its store holds it."""
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from cpt_fx.errors import check_int
-from cpt_fx.study import store as stores
+from cpt_fx.errors import nearest
 from cpt_fx.study.cells import Cell, GradientBits, Setting, check_options, plan
+from cpt_fx.study.engines import Engine
 from cpt_fx.study.function import TrainFunction, refuse_in_worker, train_function
-from cpt_fx.study.outcome import Outcome, execute
-from cpt_fx.study.processes import run_in_processes
 from cpt_fx.study.progress import Progress, describe, last_line
-from cpt_fx.study.result import Study
+from cpt_fx.study.records import Record
+from cpt_fx.study.store import Found, reading, writing
 
-Results = Generator[tuple[Cell, Outcome], None, None]
+
+@dataclass(frozen=True)
+class Study:
+    """What is in a store, read anew each time: a study that is still running may be looked at."""
+
+    store: Path
+    name: str | None = None
+    """None: all studies of the store."""
+
+    @property
+    def cells(self) -> list[Found]:
+        """What the study consists of, each with its record where it was trained."""
+        with reading(self.store) as kept:
+            return kept.cells(self.name)
+
+    @property
+    def records(self) -> list[Record]:
+        """All cells that were trained, finished and failed."""
+        return [cell.record for cell in self.cells if cell.record is not None]
+
+    @property
+    def failed(self) -> list[Record]:
+        """The cells that failed; `error` of each says why."""
+        return [record for record in self.records if record.status == "failed"]
+
+    def write(
+        self,
+        folder: str | PathLike[str],
+        *,
+        title: str | None = None,
+        notes: str | None = None,
+        command: str | None = None,
+    ) -> dict[str, Path]:
+        """Write tables and figures: CSV, Markdown, PNG, SVG and one page of HTML; returns the files by what they are.
+
+        ``notes`` say what the data are and what they cannot show, ``command`` what regenerates the report.
+        """
+        from cpt_fx.study.writing import write  # keeps matplotlib and the page's parts out of a study that only runs
+
+        return write(self.records, folder, title=title, notes=notes, command=command)
+
+
+def load(store: str | PathLike[str], name: str | None = None) -> Study:
+    """Return a study that was run, or is running; without a name, all that the store holds."""
+    path = Path(store)
+    with reading(path) as kept:
+        names = kept.studies()
+    if name is not None and name not in names:
+        listed = ", ".join(repr(one) for one in names) or "none"
+        raise ValueError(f"the store {path} has no study {name!r}; it has {listed}.{nearest(name, names)}")
+    return Study(path, name)
 
 
 @dataclass(frozen=True)
@@ -30,42 +79,6 @@ class Plan:
     study: str
     cells: list[Cell]
     train: TrainFunction
-
-
-@dataclass(frozen=True)
-class Engine:
-    """Where and how cells are trained; settings that contradict each other are refused."""
-
-    workers: int
-    threads: int
-    ray: str | None
-    gpus: float
-
-    def __post_init__(self) -> None:
-        check_int("workers", self.workers, 1)
-        check_int("threads", self.threads, 1)
-        if isinstance(self.gpus, bool) or not isinstance(self.gpus, int | float) or not self.gpus >= 0:
-            raise ValueError(f"gpus must be the number of GPUs for each cell, got {self.gpus!r}")
-        if self.ray is not None and self.workers != 1:
-            raise ValueError(
-                f"workers are processes of this machine; with ray the cluster decides, got workers={self.workers}"
-            )
-        if self.ray is None and self.gpus:
-            raise ValueError(
-                f"gpus are what Ray reserves; without ray the training chooses its device, got gpus={self.gpus}"
-            )
-
-    def results(self, cells: list[Cell], train: TrainFunction) -> Results:
-        """Train the cells, and yield each with its outcome as it ends."""
-        if self.ray is not None:
-            from cpt_fx.study.ray_running import run_on_ray
-
-            yield from run_on_ray(cells, train, address=self.ray, threads=self.threads, gpus=self.gpus)
-        elif self.workers > 1:
-            yield from run_in_processes(cells, train, workers=self.workers, threads=self.threads)
-        else:
-            for cell in cells:
-                yield cell, execute(train, self.threads, cell.task)
 
 
 def run(
@@ -131,7 +144,7 @@ def carry_out(planned: Plan, store: str | PathLike[str], engine: Engine, progres
     refuse_in_worker()
     path, train = Path(store), planned.train
     code = train.fingerprint
-    with stores.writing(path) as kept:
+    with writing(path) as kept:
         kept.add_plan(planned.cells)
         finished = kept.finished()
         _warn_of_other_code(finished, planned, code)

@@ -84,7 +84,7 @@ def trains_own(q_min: int, q_max: int, total_steps: int) -> Any:
 
 @pytest.mark.usefixtures("cluster")
 def test_leaving_early_cancels_what_is_left(tmp_path: Path) -> None:
-    from cpt_fx.study.ray_running import run_on_ray
+    from cpt_fx.study.engines import run_on_ray
 
     (tmp_path / "folder").mkdir()
     options = {"folder": str(tmp_path / "folder")}
