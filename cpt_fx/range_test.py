@@ -190,7 +190,7 @@ def range_test(
     tried, steps, low = check_settings(widths, steps_per_width, threshold, gradient, seed)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    make = optimizer if optimizer is not None else _adam
+    make = partial(torch.optim.Adam, lr=3e-3) if optimizer is None else optimizer
     # Rewritten once; every width trains a copy of the result. That one shares the model's weights and is not run.
     rewritten = transform(model, Static(FULL_PRECISION), recipe=recipe, **options)
     part_of(rewritten).session.reminder.rest()
@@ -200,7 +200,12 @@ def range_test(
         batches = _take(data, steps)
         full, at_last = _train(rewritten, Bits(*[FULL_PRECISION] * 3), batches, loss, make, evaluate, seed, advance)
         drop = _drop(full, full[0])
-        _check_progress(full, drop)
+        if not drop > 0:  # there is nothing to compare a width with
+            raise ValueError(
+                f"the model makes no progress in full precision: its loss goes from {full[0]:.4g} to "
+                f"{_arrived(full):.4g} in {len(full)} steps. Pass an optimizer with another learning rate, or more "
+                "steps_per_width"
+            )
         runs = [
             _train(rewritten, Bits(width, width, low), batches, loss, make, evaluate, seed, advance) for width in tried
         ]
@@ -249,10 +254,6 @@ def _train(
         return tuple(curve), float(evaluate(copied.eval()))
 
 
-def _adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=3e-3)
-
-
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(part) for part in value]
@@ -268,15 +269,6 @@ def _drop(losses: Sequence[float], start: float) -> float:
     """How far the loss fell. All widths are measured from one start, that of the model in full precision."""
     end = _arrived(losses)
     return start - end if math.isfinite(end) else -math.inf
-
-
-def _check_progress(full: Sequence[float], drop: float) -> None:
-    """Without progress in full precision there is nothing to compare a width with."""
-    if not drop > 0:
-        raise ValueError(
-            f"the model makes no progress in full precision: its loss goes from {full[0]:.4g} to {_arrived(full):.4g} "
-            f"in {len(full)} steps. Pass an optimizer with another learning rate, or more steps_per_width"
-        )
 
 
 def _smallest(widths: Sequence[int], progress: Sequence[float], threshold: float) -> int:

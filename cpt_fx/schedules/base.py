@@ -218,7 +218,7 @@ class Schedule(ABC):
             state["ran"] = [[*bits, count] for bits, count in [*self._widths_that_ran(), (self.current, 0)]]
         return state
 
-    def load_state_dict(self, state: Mapping[str, object]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume at a saved position; ValueError when the state belongs to a differently configured schedule."""
         missing = [key for key in ("position", "schedule", "config") if key not in state]
         if missing:
@@ -230,10 +230,6 @@ class Schedule(ABC):
                 f"this state is of another schedule: {difference}. To go on from position {position} "
                 f"all the same, call step({position}) on a fresh schedule"
             )
-        self._restore(state, position)
-
-    def _restore(self, state: Mapping[str, Any], position: int) -> None:
-        """Take over a state that was checked."""
         from cpt_fx.schedules.memory import recall
 
         recall(self, state.get("memory", {}))

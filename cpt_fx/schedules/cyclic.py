@@ -91,9 +91,9 @@ class Cyclic(Schedule):
     def _values(self, steps: IntArray) -> FloatArray:
         cycle, t, u = self._positions(steps)
         decaying = (cycle % 2 == 0) & (self.pattern == "triangular")
-        fractions = self._curve.fractions(t, u, decaying, self.reflection == "horizontal")
-        forward = fractions.between(self.q_min, self.q_max)
-        return np.stack([forward, forward, fractions.between(*self._grad_range)], axis=1)
+        bounds = ((self.q_min, self.q_max), self._grad_range)
+        forward, gradient = self._curve.widths(bounds, t, u, decaying, self.reflection == "horizontal")
+        return np.stack([forward, forward, gradient], axis=1)
 
     def _widest(self) -> Bits:
         return Bits(self.q_max, self.q_max, self._grad_range[1])

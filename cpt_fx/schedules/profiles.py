@@ -17,6 +17,7 @@ from cpt_fx.errors import check_choice
 
 FloatArray = NDArray[np.float64]
 Growth = Callable[[float], float]
+Range = tuple[int, int]
 
 PROFILES = ("cosine", "linear", "exponential", "rex")
 REX_CONSTANT = 0.9
@@ -33,28 +34,20 @@ class Profile:
     from_top: bool = False
     symmetric: bool = False
 
-    def fractions(self, t: FloatArray, u: FloatArray, decaying: NDArray[np.bool_], horizontal: bool) -> "Fractions":
-        """Evaluate the curve at the positions given; where ``decaying``, reflected."""
+    def widths(
+        self, bounds: Iterable[Range], t: FloatArray, u: FloatArray, decaying: NDArray[np.bool_], horizontal: bool
+    ) -> list[FloatArray]:
+        """Return the widths at the positions given, for each pair of bounds; where ``decaying``, reflected."""
+        # Turned upside down, the same distance is travelled from the other end.
+        from_top = decaying != self.from_top
         if horizontal and bool(decaying.any()):
             # Run the curve backwards: u is the position, and what is left is 1 - u. This rounds differently from
             # t, and one published tie depends on it.
             t, u = np.where(decaying, u, t), np.where(decaying, 1.0 - u, u)
-            return Fractions(self.distance(t, u), np.full(decaying.shape, self.from_top))
-        # Turned upside down, the same distance is travelled from the other end.
-        return Fractions(self.distance(t, u), decaying != self.from_top)
-
-
-@dataclass(frozen=True)
-class Fractions:
-    """Distances from an end of the range, in units of its span, and which end each is measured from."""
-
-    distance: FloatArray
-    from_top: NDArray[np.bool_]
-
-    def between(self, low: int, high: int) -> FloatArray:
-        """Return the widths these fractions stand for between two bounds."""
-        travelled = (high - low) * self.distance
-        return np.where(self.from_top, high - travelled, low + travelled)
+            from_top = np.full(decaying.shape, self.from_top)
+        distance = self.distance(t, u)
+        spans = [(low, high, (high - low) * distance) for low, high in bounds]
+        return [np.where(from_top, high - travelled, low + travelled) for low, high, travelled in spans]
 
 
 def make_profile(profile: str | Growth, rex_constant: float = REX_CONSTANT) -> Profile:
