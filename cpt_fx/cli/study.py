@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from cpt_fx.cli.common import Commands, UsageError, add_json, command, print_json, print_table
+from cpt_fx.study.cells import Cell, Setting, plan
 from cpt_fx.study.critical_periods import periods
 from cpt_fx.study.engines import Engine
 from cpt_fx.study.progress import describe, last_line
-from cpt_fx.study.running import Plan, Study, carry_out, comparison, load
+from cpt_fx.study.running import Study, carry_out, load
 
 TRAIN = "the training function, as file.py:name or package.module:name"
 
@@ -149,7 +150,7 @@ def _help(options: argparse.Namespace) -> None:
 
 def run_run(options: argparse.Namespace) -> None:
     """Compare schedules."""
-    _carry_out(options, comparison, schedules=options.schedules, bits=options.bits or [(3, 8)])
+    _carry_out(options, plan, schedules=options.schedules, bits=options.bits or [(3, 8)])
 
 
 def run_critical(options: argparse.Namespace) -> None:
@@ -159,20 +160,21 @@ def run_critical(options: argparse.Namespace) -> None:
     _carry_out(options, periods, q_min=options.q_min, q_max=options.q_max, lengthen=not options.constant_length, **more)
 
 
-def _carry_out(options: argparse.Namespace, planner: Callable[..., Plan], **more: Any) -> None:
+def _carry_out(options: argparse.Namespace, planner: Callable[..., list[Cell]], **more: Any) -> None:
     """Run a study, write its report, and fail where cells did."""
     _check_folder(options.out)
     names = [name for name, _ in options.options]
     repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:
         raise UsageError(f"--set gives {repeated[0]} more than once")
+    common = {name: getattr(options, name) for name in ("name", "seeds", "cycles", "q_grad", "better", "metric")}
     try:
         engine = Engine(options.workers, options.threads, options.ray, options.gpus)
-        more |= {name: getattr(options, name) for name in ("name", "seeds", "cycles", "q_grad", "better", "metric")}
-        planned = planner(options.train, total_steps=options.steps, options=dict(options.options), **more)
+        setting = Setting(options.train, total_steps=options.steps, options=dict(options.options), **common)
+        cells = planner(setting, **more)
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from error
-    study = carry_out(planned, options.store, engine, not options.quiet)
+    study = carry_out(setting, cells, options.store, engine, not options.quiet)
     files = {} if options.out is None else study.write(options.out)
     if options.json:
         print_json(_status(study) | {"files": {name: str(path) for name, path in files.items()}})

@@ -16,6 +16,7 @@ from cpt_fx.schedules import FULL_PRECISION, NAMES, Bits, Cyclic, Delayed, Sched
 from cpt_fx.schedules.bits import check_range
 from cpt_fx.schedules.memory import fresh, remembered
 from cpt_fx.schedules.savings import costs_of, static_cost
+from cpt_fx.study.function import train_function
 
 Build = Callable[..., Schedule]
 BASELINES = ("static q_max", "static q_min", "full precision")
@@ -40,8 +41,9 @@ class Setting:
 
     def __init__(
         self,
+        train: Callable[..., object] | str,
         *,
-        study: str,
+        name: str | None,
         total_steps: int,
         seeds: int | Iterable[int],
         cycles: int,
@@ -50,16 +52,18 @@ class Setting:
         metric: str | None,
         options: Mapping[str, Any] | None,
     ) -> None:
+        self.options = check_options(options)
+        self.train = train_function(train, self.options)
+        self.study = self.train.name if name is None else name
         if metric is not None and not isinstance(metric, str):
             raise TypeError(f"metric must be the name of what is compared, or None, got {metric!r}")
-        if not isinstance(study, str) or not study.strip():
-            raise ValueError(f"name must be a text that names the study, got {study!r}")
-        self.study, self.metric, self.q_grad = study, metric, q_grad
+        if not isinstance(self.study, str) or not self.study.strip():
+            raise ValueError(f"name must be a text that names the study, got {name!r}")
+        self.metric, self.q_grad = metric, q_grad
         self.total_steps = check_int("total_steps", total_steps, 1)
         self.seeds = check_seeds(seeds)
         self.cycles = check_int("cycles", cycles, 1)
         self.better = check_choice("better", better, ("higher", "lower"))
-        self.options = check_options(options)
 
     def cells(self, experiment: str, label: str, schedule: Schedule, bits: tuple[int, int]) -> list[Cell]:
         """Return the cells of a schedule, one for each seed."""
@@ -198,8 +202,6 @@ def ordered(setting: Setting, parts: Iterable[tuple[str, str, Schedule, tuple[in
 
 def _build(entry: Any, setting: Setting, bits: tuple[int, int]) -> tuple[str, Schedule]:
     """Return the label and the schedule that an entry of `schedules` stands for."""
-    if isinstance(entry, str):
-        return _from_text(entry, setting, bits)
     label, thing = entry if isinstance(entry, tuple) else (None, entry)
     if isinstance(thing, str):
         found, schedule = _from_text(thing, setting, bits)

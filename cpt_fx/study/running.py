@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from cpt_fx.errors import nearest
-from cpt_fx.study.cells import Cell, GradientBits, Setting, check_options, plan
+from cpt_fx.study.cells import Cell, GradientBits, Setting, plan
 from cpt_fx.study.engines import Engine
-from cpt_fx.study.function import TrainFunction, refuse_in_worker, train_function
+from cpt_fx.study.function import refuse_in_worker
 from cpt_fx.study.progress import Progress, describe, last_line
 from cpt_fx.study.records import Record
 from cpt_fx.study.store import Found, reading, writing
@@ -72,15 +72,6 @@ def load(store: str | PathLike[str], name: str | None = None) -> Study:
     return Study(path, name)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is to be trained, by which function."""
-
-    study: str
-    cells: list[Cell]
-    train: TrainFunction
-
-
 def run(
     train: Callable[..., object] | str,
     *,
@@ -115,80 +106,64 @@ def run(
     ``workers`` processes train with ``threads`` torch threads each; 1 trains in this process. ``ray`` is "auto" or the
     address of a Ray cluster: then Ray distributes the cells, and reserves `gpus` GPUs for each.
     """
-    planned = comparison(
-        train, name=name, schedules=schedules, bits=bits, total_steps=total_steps, seeds=seeds, cycles=cycles,
-        q_grad=q_grad, better=better, metric=metric, options=options,
+    setting = Setting(
+        train, name=name, total_steps=total_steps, seeds=seeds, cycles=cycles, q_grad=q_grad, better=better,
+        metric=metric, options=options,
     )  # fmt: skip
-    study = carry_out(planned, store, Engine(workers, threads, ray, gpus), progress)
-    warn_of_failures(study, planned)
+    cells = plan(setting, schedules, bits)
+    study = carry_out(setting, cells, store, Engine(workers, threads, ray, gpus), progress)
+    warn_of_failures(study, cells)
     return study
 
 
-def comparison(
-    train: Callable[..., object] | str,
-    *,
-    name: str | None,
-    schedules: Sequence[Any] | None,
-    bits: Iterable[tuple[int, int]],
-    options: Mapping[str, Any] | None,
-    **common: Any,
-) -> Plan:
-    """Return what a comparison of schedules consists of; all that can be wrong with it is said here."""
-    function = train_function(train, check_options(options))
-    made = Setting(study=function.name if name is None else name, options=options, **common)
-    return Plan(made.study, plan(made, schedules, bits), function)
-
-
-def carry_out(planned: Plan, store: str | PathLike[str], engine: Engine, progress: bool) -> Study:
-    """Run what is not finished of a plan, and return the study that the store then holds."""
+def carry_out(
+    setting: Setting, cells: Sequence[Cell], store: str | PathLike[str], engine: Engine, progress: bool
+) -> Study:
+    """Train the cells that are not finished, and return the study that the store then holds."""
     refuse_in_worker()
-    path, train = Path(store), planned.train
-    code = train.fingerprint
-    with writing(path) as kept:
-        kept.add_plan(planned.cells)
+    study = Study(Path(store), setting.study)
+    if not cells:
+        return study
+    code = setting.train.fingerprint
+    with writing(study.store) as kept:
+        kept.add_plan(cells)
         finished = kept.finished()
-        _warn_of_other_code(finished, planned, code)
         runs: dict[str, Cell] = {}  # cells that agree in their identity are trained once
-        for cell in planned.cells:
+        for cell in cells:
             runs.setdefault(cell.identity, cell)
+        if other := sum(finished.get(identity, code) != code for identity in runs):
+            warnings.warn(
+                f"{other} of {len(runs)} cells of {setting.study!r} were made by other code: the file of the training "
+                "function has changed since. They are kept and not run again; use another name or another store to run "
+                "all of them anew",
+                stacklevel=3,
+            )
         todo = [cell for identity, cell in runs.items() if identity not in finished]
-        results = engine.results(todo, train)
+        results = engine.results(todo, setting.train)
         try:
-            with Progress(planned.study, len(runs), len(runs) - len(todo), progress) as shown, closing(results):
+            with Progress(setting.study, len(runs), len(runs) - len(todo), progress) as shown, closing(results):
                 for cell, outcome in results:
                     kept.add_run(cell.identity, outcome, code)
                     shown.add(cell, outcome)
         except KeyboardInterrupt:
             done = len(kept.finished().keys() & runs)
             print(
-                f"stopped: {done} of {len(runs)} cells are done and kept in {path}; the same call goes on from there",
+                f"stopped: {done} of {len(runs)} cells are done and kept in {study.store}; the same call goes on from "
+                "there",
                 file=sys.stderr,
             )
             raise
-    return Study(path, planned.study)
+    return study
 
 
-def warn_of_failures(study: Study, planned: Plan) -> None:
-    """Say it where cells of a plan failed."""
-    experiments = {cell.experiment for cell in planned.cells}
-    failed = [record for record in study.failed if record.experiment in experiments]
+def warn_of_failures(study: Study, cells: Sequence[Cell]) -> None:
+    """Say it where some of the cells failed."""
+    experiments = {cell.experiment for cell in cells}
+    failed = [record for record in study.failed if record.experiment in experiments] if cells else []
     if failed:
         warnings.warn(
-            f"{len(failed)} of {len(planned.cells)} cells failed, the first one, {describe(failed[0])}, with: "
+            f"{len(failed)} of {len(cells)} cells failed, the first one, {describe(failed[0])}, with: "
             f"{last_line(failed[0].error)}. `cpt-fx study status {study.store}` shows all; the same call tries them "
             "again",
             stacklevel=3,
-        )
-
-
-def _warn_of_other_code(finished: Mapping[str, str | None], planned: Plan, now: str | None) -> None:
-    """Say it where finished results were made by another version of the training function's file."""
-    identities = {cell.identity for cell in planned.cells}
-    other = [identity for identity in identities if finished.get(identity, now) != now]
-    if other:
-        warnings.warn(
-            f"{len(other)} of {len(identities)} cells of {planned.study!r} were made by other code: the file of the "
-            "training function has changed since. They are kept and not run again; use another name or another store "
-            "to run all of them anew",
-            stacklevel=4,
         )

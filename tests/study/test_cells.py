@@ -13,10 +13,14 @@ from cpt_fx.study.records import rebuild
 
 def common(**changed: Any) -> Setting:
     given: dict[str, Any] = {
-        "study": "s", "total_steps": 800, "seeds": 2, "cycles": 8, "q_grad": None, "better": "higher", "metric": None,
+        "name": "s", "total_steps": 800, "seeds": 2, "cycles": 8, "q_grad": None, "better": "higher", "metric": None,
         "options": None,
     }  # fmt: skip
-    return Setting(**given | changed)
+    return Setting(trained, **given | changed)
+
+
+def trained(schedule: Schedule, **options: Any) -> float:
+    return 0.0
 
 
 def cells(schedules: Any = None, bits: Any = ((3, 8),), **changed: Any) -> list[Cell]:
@@ -98,7 +102,7 @@ def test_the_identity_is_what_the_result_depends_on() -> None:
     assert identity([("another label", "CR")]) == same
     assert identity(options={"a": 1, "b": [2]}) == identity(options={"b": [2], "a": 1})
     others = [
-        identity(study="t"),
+        identity(name="t"),
         identity(seeds=[1]),
         identity(options={"a": 1}),
         identity(options={"a": 2}),
@@ -157,7 +161,7 @@ def own_widths(step: int) -> int:
         ({"seeds": 0}, "seeds must be"),
         ({"seeds": []}, "at least one seed"),
         ({"seeds": [-1]}, "a seed of seeds"),
-        ({"study": " "}, "name must be"),
+        ({"name": " "}, "name must be"),
         ({"better": "highest"}, 'Did you mean "higher"'),
         ({"total_steps": 4}, "cycles must not exceed total_steps"),
     ],

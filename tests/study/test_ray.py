@@ -16,7 +16,6 @@ import pytest
 
 from cpt_fx import study
 from cpt_fx.study.cells import Setting, plan
-from cpt_fx.study.function import train_function
 from tests.study import trains
 
 ray = pytest.importorskip("ray")
@@ -89,10 +88,18 @@ def test_leaving_early_cancels_what_is_left(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     options = {"folder": str(tmp_path / "folder")}
     common = Setting(
-        study="s", total_steps=80, seeds=1, cycles=8, q_grad=None, better="higher", metric=None, options=options
+        trains.blocking,
+        name="s",
+        total_steps=80,
+        seeds=1,
+        cycles=8,
+        q_grad=None,
+        better="higher",
+        metric=None,
+        options=options,
     )
     cells = plan(common, ["CR", "LR", "RR", "CT", "ER"], [(3, 8)])
-    results = run_on_ray(cells, train_function(trains.blocking, options), address="auto", threads=1)
+    results = run_on_ray(cells, common.train, address="auto", threads=1)
     assert {next(results)[0].label, next(results)[0].label} == {"CR", "LR"}
     results.close()  # RR and CT would wait for ten minutes, and keep both processors
     assert len(run(tmp_path).records) == 6
