@@ -18,7 +18,6 @@ from cpt_fx.schedules.memory import fresh, remembered
 from cpt_fx.schedules.savings import costs_of, static_cost
 from cpt_fx.study.function import train_function
 
-Build = Callable[..., Schedule]
 BASELINES = ("static q_max", "static q_min", "full precision")
 GradientBits = int | tuple[int, int] | None
 Task = tuple[Schedule, int, dict[str, Any], str | None]
@@ -64,19 +63,6 @@ class Setting:
         self.seeds = check_seeds(seeds)
         self.cycles = check_int("cycles", cycles, 1)
         self.better = check_choice("better", better, ("higher", "lower"))
-
-    def cells(self, experiment: str, label: str, schedule: Schedule, bits: tuple[int, int]) -> list[Cell]:
-        """Return the cells of a schedule, one for each seed."""
-        if schedule.total_steps is None:
-            raise ValueError(f"schedules of a study must have an end: give {label!r} total_steps")
-        known = facts(schedule, bits[1])
-        return [
-            Cell(
-                setting=self, experiment=experiment, label=label, schedule=schedule, facts=known, q_min=bits[0],
-                q_max=bits[1], seed=seed,
-            )
-            for seed in self.seeds
-        ]  # fmt: skip
 
     def gradient(self, q_max: int) -> int:
         """Return the gradient width of schedules that do not cycle."""
@@ -170,49 +156,52 @@ def _first_cycle_bits(schedule: Schedule) -> float | None:
 
 def plan(setting: Setting, schedules: Sequence[Any] | None, bits: Iterable[tuple[int, int]]) -> list[Cell]:
     """Return the cells of a comparison of schedules, seed by seed: one that is interrupted is a balanced one."""
-    entries = [*NAMES, *BASELINES] if schedules is None else check_schedules(schedules)
-    made: list[tuple[str, Schedule, tuple[int, int]]] = []
+    entries = check_schedules([*NAMES, *BASELINES] if schedules is None else schedules)
+    made: list[tuple[str, str, Schedule, tuple[int, int]]] = []
     for pair in check_bits(bits):
         for entry in entries:
-            label, schedule = _build(entry, setting, pair)
+            label, schedule = _build(*entry, setting, pair)
             if schedule.total_steps != setting.total_steps:
                 raise ValueError(
                     f"schedules of a study must have its length, but {label!r} has total_steps={schedule.total_steps} "
                     f"where the study has total_steps={setting.total_steps}"
                 )
-            made.append((label, schedule, pair))
-    return ordered(setting, [("schedules", *one) for one in made])
+            made.append(("schedules", label, schedule, pair))
+    return ordered(setting, made)
 
 
 def ordered(setting: Setting, parts: Iterable[tuple[str, str, Schedule, tuple[int, int]]]) -> list[Cell]:
     """Return the cells of (experiment, label, schedule, bits), seed by seed; the same one twice counts once."""
-    parts = list(parts)
     schedules: dict[tuple[str, str, tuple[int, int]], Schedule] = {}
     for experiment, label, schedule, pair in parts:
         earlier = schedules.setdefault((experiment, label, pair), schedule)
         if earlier != schedule:
             raise ValueError(f"two schedules have the label {label!r}: {earlier!r} and {schedule!r}")
-    columns = [
-        setting.cells(experiment, label, schedule, pair) for (experiment, label, pair), schedule in schedules.items()
-    ]
-    if not columns:
+    if not schedules:
         raise ValueError("a study needs at least one schedule and one pair of bits, got none")
-    return [cell for row in zip(*columns, strict=True) for cell in row]
+    known = {key: facts(schedule, key[2][1]) for key, schedule in schedules.items()}
+    return [
+        Cell(
+            setting=setting, experiment=experiment, label=label, schedule=schedule,
+            facts=known[experiment, label, (low, high)], q_min=low, q_max=high, seed=seed,
+        )
+        for seed in setting.seeds
+        for (experiment, label, (low, high)), schedule in schedules.items()
+    ]  # fmt: skip
 
 
-def _build(entry: Any, setting: Setting, bits: tuple[int, int]) -> tuple[str, Schedule]:
+def _build(label: str, thing: Any, setting: Setting, bits: tuple[int, int]) -> tuple[str, Schedule]:
     """Return the label and the schedule that an entry of `schedules` stands for."""
-    label, thing = entry if isinstance(entry, tuple) else (None, entry)
     if isinstance(thing, str):
         found, schedule = _from_text(thing, setting, bits)
         return label or found, schedule
     if not isinstance(thing, Schedule):
-        label = label or getattr(thing, "__name__", None)
+        label = label or getattr(thing, "__name__", "")
         thing = thing(q_min=bits[0], q_max=bits[1], total_steps=setting.total_steps)
         if not isinstance(thing, Schedule):
             raise TypeError(f"the function {label} in schedules must return a schedule, it returned {thing!r}")
-    label = label or (thing.name if isinstance(thing, Cyclic) else None)
-    if label is None or label == "<lambda>":
+    label = label or (thing.name or "" if isinstance(thing, Cyclic) else "")
+    if label in ("", "<lambda>"):
         raise ValueError(f'a schedule of your own needs a label, as in schedules=[("mine", {thing!r})]')
     return label, thing
 
@@ -236,18 +225,19 @@ def _from_text(text: str, setting: Setting, bits: tuple[int, int]) -> tuple[str,
 # What is checked at the door.
 
 
-def check_schedules(schedules: Any) -> list[Any]:
-    """Return the entries of `schedules`; names, schedules, functions, or (label, one of these)."""
+def check_schedules(schedules: Any) -> list[tuple[str, Any]]:
+    """Return the entries of `schedules`, which are names, schedules and functions, with their labels, "" for none."""
     if isinstance(schedules, str | Schedule) or callable(schedules):
         schedules = [schedules]
-    entries = list(schedules)
-    for entry in entries:
+    entries = []
+    for entry in schedules:
         label, thing = entry if isinstance(entry, tuple) and len(entry) == 2 else ("", entry)
         if not isinstance(label, str) or not (isinstance(thing, str | Schedule) or callable(thing)):
             raise TypeError(
                 "schedules must hold names, schedules, functions of (q_min, q_max, total_steps), or "
                 f"(label, one of these) pairs, got {entry!r}"
             )
+        entries.append((label, thing))
     return entries
 
 

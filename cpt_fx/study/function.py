@@ -19,10 +19,8 @@ from cpt_fx.errors import nearest
 from cpt_fx.schedules import Schedule
 from cpt_fx.schedules.base import is_importable
 
-LOADING = "CPT_FX_STUDY_LOADS"
-"""Set in the environment while a worker imports the training function's file."""
 STARTING = "cpt-fx study worker, starting"
-"""A worker process's name until it is ready: while multiprocessing imports the script that started it."""
+"""A worker's name while it imports the training function's file, and multiprocessing the script that started it."""
 _loaded: dict[Path, ModuleType] = {}
 
 
@@ -110,16 +108,17 @@ def named(found: Any, path: str, where: str) -> Any:
 
 def load_in_worker(reference: str) -> Callable[..., object]:
     """Load, in a process that was started to train; a file that starts a study while it is imported is told so."""
-    os.environ[LOADING] = str(os.getpid())
+    worker = multiprocessing.current_process()
+    name, worker.name = worker.name, STARTING
     try:
         return load(reference)[0]
     finally:
-        del os.environ[LOADING]
+        worker.name = name
 
 
 def refuse_in_worker() -> None:
     """Stop a study that starts while a worker imports the file it is written in: it would never end."""
-    if os.environ.get(LOADING) == str(os.getpid()) or multiprocessing.current_process().name == STARTING:
+    if multiprocessing.current_process().name == STARTING:
         raise RuntimeError(
             "this study starts whenever its file is imported, and its worker processes import it: put the call below "
             'the line `if __name__ == "__main__":`'

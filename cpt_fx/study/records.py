@@ -61,7 +61,7 @@ class Record:
 def rebuild(text: str) -> Schedule:
     """Build the schedule that a repr describes, of the package's own kinds and plain values. The text is only data."""
     try:
-        made = _made(parsed(text))
+        made = _made(_parsed(text))
         if isinstance(made, Schedule):
             return made
         reason = "it is not a schedule"
@@ -70,7 +70,7 @@ def rebuild(text: str) -> Schedule:
     raise ValueError(f"{_short(text)} cannot be rebuilt from its text alone: {_short(reason, 400)}")
 
 
-def parsed(text: str) -> ast.expr:
+def _parsed(text: str) -> ast.expr:
     """Parse calls, names, numbers, texts, lists, tuples and dicts; ValueError where there is anything else."""
     if _PLAIN.fullmatch(text) is None:
         raise ValueError("it is more than calls with plain values")

@@ -13,7 +13,7 @@ import os
 import re
 import sqlite3
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,13 +156,11 @@ class Store:
             self._connection.execute("INSERT OR REPLACE INTO running VALUES (1, ?, ?)", values)
 
 
-@contextmanager
-def reading(path: Path) -> Iterator[Store]:
+def reading(path: Path) -> AbstractContextManager[Store]:
     """Open a store that exists, also while a study writes it."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no store {path}; `cpt-fx study run --store {path} ...` makes one")
-    with closing(_connect(path)) as connection:
-        yield Store(connection, path)
+    return _opened(path)
 
 
 @contextmanager
@@ -173,52 +171,42 @@ def writing(path: Path) -> Iterator[Store]:
     """
     if not path.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {path.parent} to keep the store {path.name} in")
-    with closing(_connect(path)) as connection:
-        store = Store(connection, path)
-        lock = sqlite3.connect(f"{path}.lock", timeout=0, isolation_level=None)
-        with closing(lock):
-            try:
-                lock.execute("PRAGMA journal_mode=MEMORY")  # nothing is written, so no journal need lie about
-                lock.execute("BEGIN EXCLUSIVE")
-            except sqlite3.OperationalError as error:
-                if "locked" not in str(error):
-                    raise OSError(f"the store {path} cannot be locked by {path}.lock: {error}") from error
-                raise RuntimeError(
-                    f"another study is running on the store {path}{store.runner()}: wait for its end, or use another "
-                    "store. `cpt-fx study status` can be used meanwhile"
-                ) from None
-            store.note_runner()
-            yield store
+    with _opened(path) as store, closing(sqlite3.connect(f"{path}.lock", timeout=0, isolation_level=None)) as lock:
+        try:
+            lock.execute("PRAGMA journal_mode=MEMORY")  # nothing is written, so no journal need lie about
+            lock.execute("BEGIN EXCLUSIVE")
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error):
+                raise OSError(f"the store {path} cannot be locked by {path}.lock: {error}") from error
+            raise RuntimeError(
+                f"another study is running on the store {path}{store.runner()}: wait for its end, or use another "
+                "store. `cpt-fx study status` can be used meanwhile"
+            ) from None
+        store.note_runner()
+        yield store
 
 
-def _check_made_of_tables(connection: sqlite3.Connection, path: Path) -> None:
-    """Refuse views and triggers: a study writes none, and they run whenever a table is read or written."""
-    connection.execute("PRAGMA trusted_schema=OFF")
-    wanted = "SELECT type, name FROM sqlite_master WHERE type NOT IN ('table', 'index') LIMIT 1"
-    for kind, name in connection.execute(wanted):
-        raise ValueError(f"the store {path} holds the {kind} {name!r}, which no study writes")
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, timeout=60)
-    connection.row_factory = sqlite3.Row
-    try:
-        connection.execute("PRAGMA journal_mode=WAL")  # readers do not wait for the writer, nor it for them
-        (version,) = connection.execute("PRAGMA user_version").fetchone()
-        if version not in (0, FORMAT):
-            raise ValueError(f"the store {path} has format {version}; this version of cpt_fx reads format {FORMAT}")
-        if version == 0 and connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-            raise ValueError(f"{path} is a SQLite file, but not of a study")
-        if not connection.execute("SELECT count(*) FROM sqlite_master WHERE name = 'ran'").fetchone()[0]:
-            connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version={FORMAT}; COMMIT;")
-        _check_made_of_tables(connection, path)
-    except sqlite3.DatabaseError as error:
-        connection.close()
-        raise ValueError(f"{path} cannot be used as a store: {error}") from error
-    except ValueError:
-        connection.close()
-        raise
-    return connection
+@contextmanager
+def _opened(path: Path) -> Iterator[Store]:
+    with closing(sqlite3.connect(path, timeout=60)) as connection:
+        connection.row_factory = sqlite3.Row
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")  # readers do not wait for the writer, nor it for them
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
+            if version not in (0, FORMAT):
+                raise ValueError(f"the store {path} has format {version}; this version of cpt_fx reads format {FORMAT}")
+            if version == 0 and connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+                raise ValueError(f"{path} is a SQLite file, but not of a study")
+            if not connection.execute("SELECT count(*) FROM sqlite_master WHERE name = 'ran'").fetchone()[0]:
+                connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version={FORMAT}; COMMIT;")
+            # A study writes no views and triggers, which run whenever a table is read or written.
+            connection.execute("PRAGMA trusted_schema=OFF")
+            wanted = "SELECT type, name FROM sqlite_master WHERE type NOT IN ('table', 'index')"
+            for kind, name in connection.execute(wanted):
+                raise ValueError(f"the store {path} holds the {kind} {name!r}, which no study writes")
+        except sqlite3.DatabaseError as error:
+            raise ValueError(f"{path} cannot be used as a store: {error}") from error
+        yield Store(connection, path)
 
 
 def _first_metrics(rows: list[sqlite3.Row]) -> dict[str, str]:

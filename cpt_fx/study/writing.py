@@ -8,7 +8,6 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from cpt_fx.files import replace
@@ -222,7 +221,7 @@ def raw(records: Sequence[Record]) -> str:
     metrics = sorted({name for record in records for name in record.metrics})
     lines = []
     for record in records:
-        line = {name: value for name, value in asdict(record).items() if name != "metrics"}
+        line = {name: value for name, value in record.to_dict().items() if name != "metrics"}
         line = {name: json.dumps(v, sort_keys=True) if isinstance(v, dict) else v for name, v in line.items()}
         lines.append(line | {f"metrics.{name}": record.metrics.get(name) for name in metrics})
     return _csv(lines)
