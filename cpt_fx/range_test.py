@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -273,20 +273,15 @@ def _drop(losses: Sequence[float], start: float) -> float:
 
 def _smallest(widths: Sequence[int], progress: Sequence[float], threshold: float) -> int:
     """Return the smallest width from which on all reach the threshold."""
-    q_min = None
-    for width, reached in zip(reversed(widths), reversed(progress), strict=True):
-        if not reached >= threshold:
-            break
-        q_min = width
-    if q_min is None:
-        shown = ", ".join(
-            f"{width} bits {100 * reached:.0f} %" for width, reached in zip(widths, progress, strict=True)
-        )
-        raise ValueError(
-            f"{widths[-1]} bits do not reach {100 * threshold:g} % of the progress in full precision ({shown}): "
-            "try more widths, more gradient bits or a lower threshold"
-        )
-    return q_min
+    pairs = list(zip(widths, progress, strict=True))
+    passing = list(takewhile(lambda pair: pair[1] >= threshold, reversed(pairs)))
+    if passing:
+        return passing[-1][0]
+    shown = ", ".join(f"{width} bits {100 * reached:.0f} %" for width, reached in pairs)
+    raise ValueError(
+        f"{widths[-1]} bits do not reach {100 * threshold:g} % of the progress in full precision ({shown}): "
+        "try more widths, more gradient bits or a lower threshold"
+    )
 
 
 def check_settings(

@@ -75,7 +75,8 @@ def add(commands: Commands) -> None:
     )
     group.add_argument(
         "--constant-length",
-        action="store_true",
+        action="store_false",
+        dest="lengthen",
         help="runs with a deficit are no longer than others (default: longer by it, as published)",
     )
     group.add_argument("--window", type=int, metavar="N", help="length of the window (default: 1/4 of --steps)")
@@ -155,9 +156,9 @@ def run_run(options: argparse.Namespace) -> None:
 
 def run_critical(options: argparse.Namespace) -> None:
     """Look for critical learning periods."""
-    given = ("experiments", "deficits", "window", "starts", "delayed", "delays")
+    given = ("q_min", "q_max", "experiments", "deficits", "lengthen", "window", "starts", "delayed", "delays")
     more = {name: getattr(options, name) for name in given if getattr(options, name) is not None}
-    _carry_out(options, periods, q_min=options.q_min, q_max=options.q_max, lengthen=not options.constant_length, **more)
+    _carry_out(options, periods, **more)
 
 
 def _carry_out(options: argparse.Namespace, planner: Callable[..., list[Cell]], **more: Any) -> None:
@@ -175,15 +176,12 @@ def _carry_out(options: argparse.Namespace, planner: Callable[..., list[Cell]], 
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from error
     study = carry_out(setting, cells, options.store, engine, not options.quiet)
-    files = {} if options.out is None else study.write(options.out)
-    if options.json:
-        print_json(_status(study) | {"files": {name: str(path) for name, path in files.items()}})
-    else:
-        _print_status(study)
+    files = {} if options.out is None else {key: str(path) for key, path in study.write(options.out).items()}
+    count = _show(options, study, files=files)
+    if not options.json:
         for path in files.values():
             print(f"wrote {path}")
-    if study.failed:
-        count = len(study.failed)
+    if count:
         raise RuntimeError(f"{count} cell{'s' * (count != 1)} failed; the same command tries again")
 
 
@@ -201,21 +199,18 @@ def run_report(options: argparse.Namespace) -> None:
 
 def run_status(options: argparse.Namespace) -> None:
     """Show how far studies are."""
-    study = load(options.store, options.name)
-    if options.json:
-        print_json(_status(study))
-    else:
-        _print_status(study)
+    _show(options, load(options.store, options.name))
 
 
-def _status(study: Study) -> dict[str, Any]:
+def _show(options: argparse.Namespace, study: Study, **more: object) -> int:
+    """Print how far a study is, and return how many cells failed."""
     found: dict[tuple[str, str], Counter[str]] = {}
     cells = study.cells
     for cell in cells:
         counts = found.setdefault((cell.study, cell.experiment), Counter())
         counts["open" if cell.record is None else cell.record.status] += 1
     failed = [cell.record for cell in cells if cell.record is not None and cell.record.status == "failed"]
-    return {
+    status: dict[str, Any] = {
         "store": str(study.store),
         "studies": [
             {"name": name, "experiment": experiment} | {key: counts[key] for key in ("done", "failed", "open")}
@@ -226,10 +221,9 @@ def _status(study: Study) -> dict[str, Any]:
             for one in failed
         ],
     }
-
-
-def _print_status(study: Study) -> None:
-    status = _status(study)
+    if options.json:
+        print_json(status | more)
+        return len(failed)
     columns = ("done", "failed", "open")
     print_table(
         ("study", "experiment", *columns),
@@ -238,8 +232,9 @@ def _print_status(study: Study) -> None:
     )
     for one in status["failed"]:
         print(f"{one['name']}, {one['cell']}: {one['reason']}")
-    if status["failed"]:
+    if failed:
         print("--json shows the tracebacks")
+    return len(failed)
 
 
 # How options are read.

@@ -87,13 +87,6 @@ def caption(axes: Axes, sentences: Sequence[str], *, drop: float = 40) -> None:
     )  # fmt: skip
 
 
-def fixed(figure: Figure) -> None:
-    """Lay a figure out, once and for all."""
-    if figure.get_layout_engine() is not None:
-        figure.draw_without_rendering()
-        figure.set_layout_engine("none")
-
-
 def save(figure: Figure, kind: str) -> bytes:
     """Return the figure as "png" or "svg", without a date, so that equal records give equal files."""
     import matplotlib

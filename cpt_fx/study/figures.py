@@ -23,7 +23,7 @@ from cpt_fx.study.analysis import (
     low_rows,
     undisturbed,
 )
-from cpt_fx.study.figure_style import COLOURS, INK, MARKERS, PANEL, SOFT, STYLE, caption, fixed, heading, new
+from cpt_fx.study.figure_style import COLOURS, INK, MARKERS, PANEL, SOFT, STYLE, caption, heading, new
 from cpt_fx.study.statistics import Array, Correlation
 from cpt_fx.study.tables import correlated, number, without_value
 
@@ -57,7 +57,8 @@ def figures(panels: Sequence[Panel]) -> dict[str, Figure]:
             is_cost = experiment == "schedules"
             figure, axes = new(len(own), height=PANEL[1] if is_cost else 4.2)
             points = [_DRAW.get(experiment, _draw_rows)(ax, panel) for ax, panel in zip(axes, own, strict=True)]
-            fixed(figure)
+            figure.draw_without_rendering()  # lays it out, once and for all
+            figure.set_layout_engine("none")
             if is_cost:  # labels are measured in pixels
                 for ax, placed in zip(axes, points, strict=True):
                     _label(ax, placed)
