@@ -137,7 +137,10 @@ class Store:
             "WHERE ? IS NULL OR study = ? ORDER BY study, experiment, cells.position, cells.rowid",
             (study, study),
         ).fetchall()
-        first = _first_metrics(rows)
+        first: dict[str, str] = {}  # what a study's function returned first is compared, unless another is named
+        for row in rows:
+            if row["status"] == "done" and row["study"] not in first:
+                first[row["study"]] = next(iter(_mapping(row, "metrics")), "metric")
         return [_found(row, first.get(row["study"], "metric")) for row in rows]
 
     def studies(self) -> list[str]:
@@ -207,15 +210,6 @@ def _opened(path: Path) -> Iterator[Store]:
         except sqlite3.DatabaseError as error:
             raise ValueError(f"{path} cannot be used as a store: {error}") from error
         yield Store(connection, path)
-
-
-def _first_metrics(rows: list[sqlite3.Row]) -> dict[str, str]:
-    """Return for each study the first key that its training function returned: compared unless another is named."""
-    first: dict[str, str] = {}
-    for row in rows:
-        if row["status"] == "done" and row["study"] not in first:
-            first[row["study"]] = next(iter(_mapping(row, "metrics")), "metric")
-    return first
 
 
 def _found(row: sqlite3.Row, first_metric: str) -> Found:
