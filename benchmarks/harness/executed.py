@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from cpt_fx.api import graphs
-from cpt_fx.inspection.products import products_of
-from cpt_fx.inspection.views import views_of
+from cpt_fx.inspection.products import products_in
+from cpt_fx.inspection.views import views_in
 from cpt_fx.meta import QUANTIZER, SITE
 from harness.contenders import Trainee
 from harness.memory import Traced
@@ -17,9 +17,9 @@ def counts(trainee: Trainee) -> Counts:
     """Return how often everything ran that is counted: quantizers, and products on integers."""
     if trainee.schedule is None:
         return {}
-    modules = graphs(trainee.plain)
-    found = {f"{view.graph}/{view.node}": view.runs for view in views_of(modules)}
-    forward, *backward = (sum(column) for column in zip(*(view.integer for view in products_of(modules)), strict=True))
+    found = {f"{view.graph}/{view.node}": view.runs for view in views_in(trainee.plain)}
+    integer = (view.integer for view in products_in(trainee.plain))
+    forward, *backward = (sum(column) for column in zip(*integer, strict=True))
     return found | {"forward": forward, "backward": sum(backward)}
 
 

@@ -177,7 +177,7 @@ def model_and_inputs(reference: str, made: Any) -> tuple[nn.Module, tuple[Any, .
 
 
 def _plain(inspection: Inspection, proof: Verification | None) -> dict[str, object]:
-    from cpt_fx.inspection.data import fields
+    from cpt_fx.inspection.views import fields
 
     return {
         "model": inspection.name,

@@ -13,13 +13,12 @@ from torch import fx, nn
 
 from cpt_fx.api import graphs, history_of
 from cpt_fx.inspection import table
-from cpt_fx.inspection.data import as_data
 from cpt_fx.inspection.digraph import digraph
 from cpt_fx.inspection.html import page
 from cpt_fx.inspection.products import ProductView, products_in
 from cpt_fx.inspection.svg import drawing
 from cpt_fx.inspection.verification import Verification, verify
-from cpt_fx.inspection.views import QuantizerView, views_in
+from cpt_fx.inspection.views import QuantizerView, fields, views_in
 from cpt_fx.meta import Uncovered
 from cpt_fx.pass_base import Report
 
@@ -100,11 +99,27 @@ class Inspection:
             VerificationError: naming the layer of every quantizer that never ran, showed more than 2^b levels, is not
                 at its scheduled width, or has a running range that is not finite.
         """
-        return verify(self, inputs, kwargs, gradients)
+        return verify(self.model, inputs, kwargs, gradients)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as plain data, which JSON can hold."""
-        return as_data(self)
+        """Return all of it as plain data, which JSON can hold: for logs, for programs, for a diff of two runs."""
+        return {
+            "model": self.name,
+            "capture": fields(self.capture, "frontend", "notes", "breaks"),
+            "graphs": len(self.graphs),
+            "quantizers": [
+                fields(view, "layer", "layers", "role", "op", "operand", "format", "group", "bits", "times_run",
+                          "skipped", "levels", "error", "range", "node", "graph")
+                for view in self.quantizers
+            ],
+            "products": [
+                fields(view, "layer", "op", "lowered", "integer", "floating", "reasons") for view in self.products
+            ],
+            "uncovered": [
+                fields(item, "layer", "op", "operand", "reason", "by_choice") for item in self.uncovered
+            ],
+            "passes": [fields(report, "name", "changed", "notes") for report in self.passes],
+        }  # fmt: skip
 
     def table(self) -> Table:
         """Return the quantizers as a rich table, grouped by layer."""

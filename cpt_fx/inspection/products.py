@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,13 +11,12 @@ from rich import box
 from rich.table import Table
 from torch import fx, nn
 
-from cpt_fx.inspection.views import named_below
+from cpt_fx.inspection.views import Graphs, named_below, read_in
 from cpt_fx.integer.counts import COUNTS, DIRECTIONS, RATIO, REASONS, Outcome
 from cpt_fx.integer.ops import INTEGER_PRODUCTS
 from cpt_fx.layer_state import has_value
 from cpt_fx.meta import SIMULATED, SITE, Site, get_attribute
 from cpt_fx.optable import MULTIPLY
-from cpt_fx.standalone import transformed_in
 
 
 @dataclass(frozen=True)
@@ -62,38 +61,31 @@ def _share(integer: int, floating: int) -> str:
     return f"{integer} of {integer + floating}" if floating else str(integer)
 
 
-def products_of(modules: list[fx.GraphModule]) -> tuple[ProductView, ...]:
-    """Read every quantized product of every graph, once where several captures of one layer count together."""
+def products_in(model: nn.Module) -> tuple[ProductView, ...]:
+    """Read every quantized product of a model, once where several captures of one layer count together."""
+    return read_in(model, _products_of)
+
+
+def _products_of(path: str, graphs: Graphs) -> Iterable[ProductView]:
     found: dict[Any, ProductView] = {}
-    for index, module in enumerate(modules):
+    for index, module in graphs:
         for node in module.graph.nodes:
             if SITE not in node.meta or node.meta[SITE].family not in MULTIPLY:
                 continue
             counts: Any = node.kwargs.get("counts") if node.target in INTEGER_PRODUCTS else None
             key = counts.target if counts is not None else (node.meta[SITE].layer, node.target)
             if key not in found:
-                found[key] = _view(module, node, counts, index)
-    return tuple(found.values())
+                found[key] = _view(path, index, module, node, counts)
+    return found.values()
 
 
-def products_in(model: nn.Module) -> tuple[ProductView, ...]:
-    """Read every quantized product of a model, with its place in the whole."""
-    found: list[ProductView] = []
-    first = 0
-    for path, result in transformed_in(model):
-        graphs = result.graphs()
-        views = products_of(graphs)
-        found += (replace(view, layer=named_below(path, view.layer), graph=view.graph + first) for view in views)
-        first += len(graphs)
-    return tuple(found)
-
-
-def _view(module: fx.GraphModule, node: fx.Node, counts: fx.Node | None, index: int) -> ProductView:
+def _view(path: str, index: int, module: fx.GraphModule, node: fx.Node, counts: fx.Node | None) -> ProductView:
     site: Site = node.meta[SITE]
+    layer = named_below(path, site.layer)
     static = [node.meta[SIMULATED]] if SIMULATED in node.meta else []
     if counts is None:
         reasons = static or ["the model was transformed with execution='simulated'"]
-        return ProductView(site.layer, site.op, node.name, reasons=tuple(reasons), graph=index)
+        return ProductView(layer, site.op, node.name, reasons=tuple(reasons), graph=index)
     counted = get_attribute(module, str(counts.target))
     table = (counted if has_value(counted) else torch.zeros(COUNTS, dtype=torch.int64)).tolist()
     first, second, third = (row[Outcome.INTEGER] for row in table)
@@ -107,7 +99,7 @@ def _view(module: fx.GraphModule, node: fx.Node, counts: fx.Node | None, index: 
         if row[outcome]
     ]
     return ProductView(
-        layer=site.layer,
+        layer=layer,
         op=site.op,
         node=node.name,
         integer=(first, second, third),

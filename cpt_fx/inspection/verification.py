@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx, nn
 
+from cpt_fx.api import graphs
+from cpt_fx.bodies import state_of
 from cpt_fx.errors import TransformError
 from cpt_fx.evidence import SAMPLE
 from cpt_fx.formats import FULL_PRECISION
-from cpt_fx.inspection.views import QuantizerView, quantizer_nodes, state_of, views_in
+from cpt_fx.inspection.views import QuantizerView, fields, quantizer_nodes, views_in
 from cpt_fx.meta import get_attribute
 from cpt_fx.passes.verify import Verify
 from cpt_fx.spec import SpecError
 from cpt_fx.trial import eager_model, forward_and_backward, trial
 
-if TYPE_CHECKING:
-    from cpt_fx.inspection.model import Inspection
+Views = tuple[QuantizerView, ...]
 
 PROBE = 2
 """A second width for a trial run: four levels are so few that hardly a tensor passes for quantized by accident."""
@@ -67,103 +69,88 @@ class Verification:
         first = f"{self.quantizers - len(self.idle)} quantizers ran, {self.runs} times in total; {levels}"
         return "\n".join((first, *self.notes))
 
-    def to_dict(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the proof as plain data."""
-        return {
-            "proven": self.proven,
-            "quantizers": self.quantizers,
-            "runs": self.runs,
-            "widths": list(self.widths),
-            "largest_ratio": self.largest_ratio,
-            "unwitnessed": list(self.unwitnessed),
-            "idle": list(self.idle),
-            "notes": list(self.notes),
-        }
+        return fields(self, "proven", "quantizers", "runs", "widths", "largest_ratio", "unwitnessed", "idle", "notes")
 
 
-def verify(inspection: Inspection, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: bool) -> Verification:
+def verify(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: bool) -> Verification:
     """Check the records of a model, those of a trial run where inputs are given; raise with every problem found."""
+    modules, views = graphs(model), views_in(model)
     problems = [
-        *_broken_promises(inspection),
-        *_wrong_widths(inspection),
-        *_bad_ranges(inspection),
-        *_too_many_levels(views_in(inspection.model)),
+        *_broken_promises(modules),
+        *_wrong_widths(modules, views),
+        *_bad_ranges(views),
+        *_too_many_levels(views),
     ]
-    views = views_in(inspection.model)
     if args or kwargs:
-        views, more = _try(inspection, args, kwargs, gradients)
+        views, more = _try(model, args, kwargs, gradients)
         problems += [problem for problem in more if problem not in problems]
-    idle = _without_work(inspection, views, gradients)
-    problems += _never_ran(views, idle, gradients)
+    working, idle = _parted(graphs(model), views, gradients)
+    problems += _never_ran(working, gradients)
     if problems:
         listed = "".join(f"\n  {problem}" for problem in problems)
         raise VerificationError(f"{len(problems)} problem{'s' * (len(problems) > 1)} with quantization:{listed}")
-    return _summary(views, idle, gradients, tried=bool(args or kwargs))
+    return _summary(views, working, idle, gradients, tried=bool(args or kwargs))
 
 
-def _try(
-    inspection: Inspection, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: bool
-) -> tuple[tuple[QuantizerView, ...], list[str]]:
+def _try(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: bool) -> tuple[Views, list[str]]:
     """Run at the current widths, then at `PROBE` bits; return what was recorded and what is wrong with it."""
-    model = eager_model(inspection.model)
-    with trial(inspection.model):
-        modules = inspection.graphs
+    inner = eager_model(model)
+    with trial(model):
+        modules = graphs(model)
         for module in modules:
             for _, quantizer in quantizer_nodes(module.graph):
                 get_attribute(module, quantizer.record).zero_()
-        forward_and_backward(model, args, kwargs, gradients=gradients)
-        problems = [*_bad_ranges(inspection), *_not_finite(inspection)]
+        forward_and_backward(inner, args, kwargs, gradients=gradients)
+        seen = views_in(model)
+        problems = [*_bad_ranges(seen), *_not_finite(seen)]
         with ExitStack() as stack:
             for state in {id(found): found for found in map(state_of, modules)}.values():
                 stack.enter_context(state.at(PROBE))
-            forward_and_backward(model, args, kwargs, gradients=gradients)
-        views = views_in(inspection.model)
+            forward_and_backward(inner, args, kwargs, gradients=gradients)
+        views = views_in(model)
     return views, [*problems, *_too_many_levels(views)]
 
 
-def _broken_promises(inspection: Inspection) -> list[str]:
+def _broken_promises(modules: list[fx.GraphModule]) -> Iterator[str]:
     """Check the graph as it is now: a quantizer that runs, but that nothing reads, has a record as any other."""
-    problems = []
-    for module in inspection.graphs:
+    for module in modules:
         try:
             Verify()(module)
         except SpecError as error:
-            problems.append(str(error).replace("\n", "\n  "))
-    return problems
+            yield str(error).replace("\n", "\n  ")
 
 
-def _wrong_widths(inspection: Inspection) -> list[str]:
+def _wrong_widths(modules: list[fx.GraphModule], views: Views) -> Iterator[str]:
     """Compare the width each quantizer reads with what its dial says for the schedule's position."""
-    problems = []
-    for view in views_in(inspection.model):
-        state = state_of(inspection.graphs[view.graph])
+    for view in views:
+        state = state_of(modules[view.graph])
         if state.schedule is None or state.forced is not None:
             continue
-        position = state.schedule.position
         expected = state.width(view.dial, training=state.root.training)
         if expected != view.bits:
-            mode = "training" if state.root.training else "evaluation"
-            problems.append(f"{view} is at {view.bits} bits; for {mode} at step {position} it should be at {expected}")
-    return problems
+            mode = f"{'training' if state.root.training else 'evaluation'} at step {state.schedule.position}"
+            yield f"{view} is at {view.bits} bits; for {mode} it should be at {expected}"
 
 
-def _bad_ranges(inspection: Inspection) -> list[str]:
+def _bad_ranges(views: Views) -> list[str]:
     return [
         f"{view.layer}: the running range of {view.operand} is {view.range}: a NaN or an infinity went through it"
-        for view in views_in(inspection.model)
+        for view in views
         if view.range is not None and not all(map(math.isfinite, view.range))
     ]
 
 
-def _not_finite(inspection: Inspection) -> list[str]:
+def _not_finite(views: Views) -> list[str]:
     return [
         f"{view.layer}: the running range of {view.operand} is as it was: a NaN or an infinity came to it"
-        for view in views_in(inspection.model)
+        for view in views
         if view.skipped
     ]
 
 
-def _too_many_levels(views: tuple[QuantizerView, ...]) -> list[str]:
+def _too_many_levels(views: Views) -> list[str]:
     return [
         f"{view} showed {count} distinct levels at {bits} bits, {2**bits} are allowed: it does not quantize"
         for view in views
@@ -172,52 +159,48 @@ def _too_many_levels(views: tuple[QuantizerView, ...]) -> list[str]:
     ]
 
 
-def _never_ran(views: tuple[QuantizerView, ...], idle: set[tuple[int, str]], gradients: bool) -> list[str]:
-    silent = [view for view in views if not view.times_run and (view.graph, view.node) not in idle]
-    problems = [f"{view} never ran" for view in silent]
-    backward = any(view.role == "gradient" and view.times_run for view in views)
-    if gradients and not backward and any(view.role == "gradient" for view in silent):
-        problems.append("no gradient quantizer ran at all: without a backward pass, ask for verify(gradients=False)")
-    return problems
-
-
-def _without_work(inspection: Inspection, views: tuple[QuantizerView, ...], gradients: bool) -> set[tuple[int, str]]:
-    """Find gradient quantizers from which no run is expected.
+def _parted(modules: list[fx.GraphModule], views: Views, gradients: bool) -> tuple[Views, Views]:
+    """Tell quantizers that have work to do from gradient quantizers of which no run is expected.
 
     Gradients were not asked for, or nothing before the quantizer is trained, or the loss does not depend on it: a
     forward pass went through it, gradients reached others, and none came here.
     """
-    modules = inspection.graphs
-    backward = any(view.role == "gradient" and view.times_run for view in views)
+    backward = _went_backward(views)
     trained = {
         (index, node.name) for index, module in enumerate(modules) for node in ([] if backward else _trained(module))
     }
-    return {
-        (view.graph, view.node)
-        for view in views
-        if view.role == "gradient"
-        and not view.times_run
-        and (not gradients or (bool(view.waited) if backward else (view.graph, view.node) not in trained))
-    }
+    working: list[QuantizerView] = []
+    idle: list[QuantizerView] = []
+    for view in views:
+        expected = gradients and (not view.waited if backward else (view.graph, view.node) in trained)
+        (working if expected or view.times_run or view.role != "gradient" else idle).append(view)
+    return tuple(working), tuple(idle)
+
+
+def _went_backward(views: Views) -> bool:
+    return any(view.role == "gradient" and view.times_run for view in views)
+
+
+def _never_ran(working: Views, gradients: bool) -> list[str]:
+    silent = [view for view in working if not view.times_run]
+    problems = [f"{view} never ran" for view in silent]
+    if gradients and not _went_backward(working) and any(view.role == "gradient" for view in silent):
+        problems.append("no gradient quantizer ran at all: without a backward pass, ask for verify(gradients=False)")
+    return problems
 
 
 def _trained(module: fx.GraphModule) -> set[fx.Node]:
     """Return the nodes whose value depends on something that requires a gradient, as far as the graph shows it."""
     found: set[fx.Node] = set()
     for node in module.graph.nodes:
-        own: Any = None
-        if node.op in ("get_attr", "call_module"):
-            own = get_attribute(module, str(node.target))
+        own: Any = get_attribute(module, str(node.target)) if node.op in ("get_attr", "call_module") else None
         tensors = own.parameters() if isinstance(own, nn.Module) else [own] if isinstance(own, torch.Tensor) else []
         if any(used in found for used in node.all_input_nodes) or any(tensor.requires_grad for tensor in tensors):
             found.add(node)
     return found
 
 
-def _summary(
-    views: tuple[QuantizerView, ...], idle: set[tuple[int, str]], gradients: bool, *, tried: bool
-) -> Verification:
-    working = [view for view in views if view.times_run or (view.graph, view.node) not in idle]
+def _summary(views: Views, working: Views, idle: Views, gradients: bool, *, tried: bool) -> Verification:
     ratios = [count / 2**bits for view in working for bits, count in view.levels.items()]
     widths = sorted({bits for view in working for bits in view.levels})
     blind = tuple(view.node for view in working if not view.levels and (tried or 0 < view.bits < FULL_PRECISION))
@@ -244,7 +227,7 @@ def _summary(
         widths=tuple(widths),
         largest_ratio=max(ratios, default=0.0),
         unwitnessed=blind,
-        idle=tuple(sorted(name for _, name in idle)),
+        idle=tuple(sorted(view.node for view in idle)),
         notes=tuple(notes),
         views=views,
     )

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
 
-from cpt_fx.bodies import outermost
+from cpt_fx.bodies import outermost, state_of
 from cpt_fx.evidence import ARMED, SKIPPED
 from cpt_fx.formats import FULL_PRECISION, Format
 from cpt_fx.layer_state import PARTS, has_value
 from cpt_fx.meta import QUANTIZER, STATE, Dial, Quantizer, get_attribute
-from cpt_fx.runtime import Precision
 from cpt_fx.standalone import transformed_in
+
+View = TypeVar("View")
+Graphs = list[tuple[int, fx.GraphModule]]
+"""The graphs of one transformed part, each with its number in the whole."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,19 @@ class QuantizerView:
         return f"{self.layer}: {self.role} quantizer {self.node} ({self.op}, {self.operand})"
 
 
+def fields(item: object, *names: str) -> dict[str, Any]:
+    """Return some of what an object holds, as plain data."""
+    return {name: _plain(getattr(item, name)) for name in names}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
+    if isinstance(value, dict):
+        return {str(key): part for key, part in value.items()}
+    return str(value) if isinstance(value, Format) else value
+
+
 def quantizer_nodes(graph: fx.Graph) -> Iterator[tuple[fx.Node, Quantizer]]:
     """Walk over the quantize nodes of a graph."""
     for node in graph.nodes:
@@ -82,37 +99,25 @@ def quantizer_nodes(graph: fx.Graph) -> Iterator[tuple[fx.Node, Quantizer]]:
             yield node, quantizer
 
 
-def state_of(module: fx.GraphModule) -> Precision:
-    """Return the widths, ranges and records of one graph."""
-    state = module.__dict__.get(STATE) or module._modules[STATE]
-    assert isinstance(state, Precision)
-    return state
+def views_in(model: nn.Module) -> tuple[QuantizerView, ...]:
+    """Read every quantizer of a model, once where several captures of one layer share it."""
+    return read_in(model, _views_of)
 
 
-def views_of(modules: list[fx.GraphModule]) -> tuple[QuantizerView, ...]:
-    """Read every quantizer of every graph, once where several captures of one layer share it."""
+def read_in(model: nn.Module, read: Callable[[str, Graphs], Iterable[View]]) -> tuple[View, ...]:
+    """Read the graphs of everything transformed in a model; their numbers are those in the whole."""
+    number = count()
+    parts = [(path, [(next(number), module) for module in part.graphs()]) for path, part in transformed_in(model)]
+    return tuple(view for path, graphs in parts for view in read(path, graphs))
+
+
+def _views_of(path: str, graphs: Graphs) -> Iterable[QuantizerView]:
     found: dict[str, QuantizerView] = {}
-    for index, module in enumerate(modules):
+    for index, module in graphs:
         for node, quantizer in quantizer_nodes(module.graph):
             if quantizer.record not in found:
-                found[quantizer.record] = _view(module, node, quantizer, index)
-    return tuple(found.values())
-
-
-def views_in(model: nn.Module) -> tuple[QuantizerView, ...]:
-    """Read every quantizer of a model, with its place in the whole where that contains several transformed parts."""
-    found: list[QuantizerView] = []
-    first = 0
-    for path, result in transformed_in(model):
-        graphs = result.graphs()
-        found += (_below(path, view, first) for view in views_of(graphs))
-        first += len(graphs)
-    return tuple(found)
-
-
-def _below(path: str, view: QuantizerView, first: int) -> QuantizerView:
-    layers = tuple(named_below(path, layer) for layer in view.layers)
-    return replace(view, layer=layers[0], layers=layers, graph=view.graph + first)
+                found[quantizer.record] = _view(path, index, module, node, quantizer)
+    return found.values()
 
 
 def named_below(path: str, layer: str) -> str:
@@ -120,13 +125,14 @@ def named_below(path: str, layer: str) -> str:
     return ".".join(filter(None, (path, layer)))
 
 
-def _view(module: fx.GraphModule, node: fx.Node, quantizer: Quantizer, index: int) -> QuantizerView:
+def _view(path: str, index: int, module: fx.GraphModule, node: fx.Node, quantizer: Quantizer) -> QuantizerView:
+    layers = tuple(named_below(path, layer) for layer in quantizer.layers)
     record = _record(module, quantizer)
     levels = {bits: record[bits] for bits in range(1, FULL_PRECISION) if record[bits]}
     return QuantizerView(
         node=node.name,
-        layer=quantizer.layers[0],
-        layers=quantizer.layers,
+        layer=layers[0],
+        layers=layers,
         role=quantizer.role,
         op=quantizer.op,
         operand=quantizer.operand,
@@ -157,9 +163,7 @@ def width_read_by(module: fx.GraphModule, node: fx.Node, quantizer: Quantizer) -
 def _record(module: fx.GraphModule, quantizer: Quantizer) -> list[int]:
     record = get_attribute(module, quantizer.record)
     assert isinstance(record, torch.Tensor)
-    if not has_value(record):
-        return [0] * record.numel()
-    return [int(value) for value in record.tolist()]
+    return record.tolist() if has_value(record) else [0] * record.numel()
 
 
 def _range(module: fx.GraphModule, quantizer: Quantizer) -> tuple[float, float] | None:
@@ -173,7 +177,7 @@ def _range(module: fx.GraphModule, quantizer: Quantizer) -> tuple[float, float] 
     if not all(map(has_value, tensors)):
         return None
     low, width, weight = (float(tensor.detach()) for tensor in tensors)
-    if weight == 0.0 and low == 0.0 and width == 0.0:
+    if not (weight or low or width):
         return None
     scale = weight if quantizer.format.corrected and weight else 1.0
     return low / scale, (low + width) / scale
