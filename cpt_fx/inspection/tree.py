@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from torch import fx
 
 from cpt_fx.inspection.digraph import Modules, kind_of, module_of, target_name
-from cpt_fx.inspection.views import QuantizerView
+from cpt_fx.inspection.views import QuantizerView, named_below
 from cpt_fx.meta import PASS, SITE, get_attribute
 
 CROWD = 60
@@ -56,24 +57,23 @@ class Item:
 def build(modules: list[fx.GraphModule], views: tuple[QuantizerView, ...], name: str) -> Item:
     """Return the tree of a model. Reads of our own state and flags of the training mode are left out."""
     root = Item("m", "module", name, "model")
+    uses: list[tuple[Item, Item]] = []
     for index, module in enumerate(modules):
         top = root if len(modules) == 1 else _child(root, f"m/g{index}", f"graph {index}", "")
         mine = {view.node: view for view in views if view.graph == index}
-        dissolved: set[str] = set()
-        while more := _plant(module, mine, top, f"{index}.", dissolved):
-            dissolved |= more
+        uses += _plant(module, mine, top, f"{index}.", set())
     _simplify(root)
     _gather(root)
+    for item in root.walk():
+        item.edges = {}
+    _connect(uses)
     return root
 
 
 def _plant(
     module: fx.GraphModule, views: dict[str, QuantizerView], top: Item, prefix: str, dissolved: set[str]
-) -> set[str]:
-    """Fill `top`; return the containers that nobody calls and whose members take turns with what is outside them.
-
-    Folded, such a container (`self.convs` beside `self.norms`) would stand before and after its own surroundings.
-    """
+) -> list[tuple[Item, Item]]:
+    """Fill `top`, without boxes for the modules that are `dissolved`; return which node uses which."""
     top.children, top.edges = [], {}
     known: Modules = dict(module.named_modules(remove_duplicate=False))
     groups: dict[str, Item] = {top.id: top}
@@ -87,13 +87,20 @@ def _plant(
         leaf.order, leaf.parent = order, parent
         parent.children.append(leaf)
         leaves[node] = leaf
-    for node, leaf in leaves.items():
-        for used in node.all_input_nodes:
-            if used in leaves:
-                _connect(leaves[used], leaf)
     for item in reversed(list(top.walk())):
         if item.children:
             item.order = min(child.order for child in _movers(item.children))
+    uses = [(leaves[used], leaf) for node, leaf in leaves.items() for used in node.all_input_nodes if used in leaves]
+    _connect(uses)
+    more = _taking_turns(top)
+    return _plant(module, views, top, prefix, dissolved | more) if more else uses
+
+
+def _taking_turns(top: Item) -> set[str]:
+    """Return the containers that nobody calls and whose members take turns with what is outside them.
+
+    Folded, such a container (`self.convs` beside `self.norms`) would stand before and after its own surroundings.
+    """
     found = set()
     for item in top.walk():
         inside = {child.id: child for child in item.children}
@@ -116,13 +123,11 @@ def _group(node: fx.Node, top: Item, groups: dict[str, Item], known: Modules, di
         stack = [*((call, outer) for call, outer in stack if f"{path}.".startswith(f"{outer}.")), (path, path)]
     current, here = top, ""
     for call, outer in stack:
-        inner = outer[len(here) + 1 :] if here and outer.startswith(f"{here}.") else outer
-        names = inner.split(".")
-        base = here if here and outer.startswith(f"{here}.") else ""
+        reached = here if outer.startswith(f"{here}.") else ""
+        names = outer.removeprefix(f"{reached}.").split(".")
         lead = ""
         for place, name in enumerate(names):
-            reached = f"{base}.{name}" if base else name
-            base = reached
+            reached = named_below(reached, name)
             number = call.rpartition("@")[2] if place == len(names) - 1 and "@" in call else ""
             key = f"{current.id}/{lead}{name}" + (f"@{number}" if number else "")
             if key in dissolved:
@@ -178,27 +183,21 @@ def _leaf(
     return Item(prefix + node.name, kind, title, subtitle, path, view, facts)
 
 
-def _connect(source: Item, target: Item) -> None:
-    """Draw an edge at the level where the two part, and on to each of them from the borders of the modules between."""
-    ups, downs = _ancestors(source), _ancestors(target)
-    common = 0
-    while common < min(len(ups), len(downs)) - 1 and ups[common] is downs[common]:
-        common += 1
-    shared = ups[common - 1]
-    shared.edges[ups[common].id, downs[common].id] = None
-    for level in range(common, len(ups) - 1):
-        ups[level].edges[ups[level + 1].id, OUT] = None
-    for level in range(common, len(downs) - 1):
-        downs[level].edges[IN, downs[level + 1].id] = None
+def _connect(uses: list[tuple[Item, Item]]) -> None:
+    """Draw edges at the level where two nodes part, and on to each from the borders of the modules between."""
+    for source, target in uses:
+        ups, downs = _ancestors(source), _ancestors(target)
+        shared = [up for up, down in zip(ups, downs, strict=False) if up is down]
+        ups, downs = ups[len(shared) :], downs[len(shared) :]
+        shared[-1].edges[ups[0].id, downs[0].id] = None
+        for outer, inner in pairwise(ups):
+            outer.edges[inner.id, OUT] = None
+        for outer, inner in pairwise(downs):
+            outer.edges[IN, inner.id] = None
 
 
 def _ancestors(item: Item) -> list[Item]:
-    chain: list[Item] = []
-    current: Item | None = item
-    while current is not None:
-        chain.append(current)
-        current = current.parent
-    return chain[::-1]
+    return [*(_ancestors(item.parent) if item.parent else ()), item]
 
 
 def _simplify(item: Item) -> None:
@@ -215,8 +214,6 @@ def _simplify(item: Item) -> None:
             only.subtitle = child.path
         only.parent = item
         item.children[place] = only
-        names = {child.id: only.id}
-        item.edges = {(names.get(a, a), names.get(b, b)): None for a, b in item.edges}
 
 
 def _gather(item: Item) -> None:
@@ -226,33 +223,13 @@ def _gather(item: Item) -> None:
     while len(item.children) > CROWD:
         ordered = sorted(item.children, key=lambda child: child.order)
         size = -(-len(ordered) // -(-len(ordered) // 24))
-        owner: dict[str, Item] = {}
-        runs: list[Item] = []
+        item.children = []
         for start in range(0, len(ordered), size):
             members = ordered[start : start + size]
-            run = Item(f"{item.id}/#{start}-{len(ordered)}", "module", _span(members), path=item.path, parent=item)
+            run = _child(item, f"{item.id}/#{start}-{len(ordered)}", _span(members), item.path)
             run.order, run.children = members[0].order, members
             for member in members:
                 member.parent = run
-                owner[member.id] = run
-            runs.append(run)
-        edges = item.edges
-        item.children, item.edges = runs, {}
-        for a, b in edges:
-            _lift(item, owner, a, b)
-
-
-def _lift(item: Item, owner: dict[str, Item], a: str, b: str) -> None:
-    """Move an edge between children into the runs that hold them now."""
-    first, last = owner.get(a), owner.get(b)
-    if first is last and first is not None:
-        first.edges[a, b] = None
-        return
-    if first is not None:
-        first.edges[a, OUT] = None
-    if last is not None:
-        last.edges[IN, b] = None
-    item.edges[first.id if first else a, last.id if last else b] = None
 
 
 def _span(members: list[Item]) -> str:
