@@ -22,7 +22,9 @@ class Box:
 
     width: float
     height: float
-    markup: str
+    markup: str = ""
+    port: tuple[float, float] | None = None
+    """How far from its middle edges enter and leave an opened module."""
 
 
 def number(value: float) -> str:

@@ -8,7 +8,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from cpt_fx.inspection import boxes
-from cpt_fx.inspection.layout import GAP_X, GAP_Y, LANE, PORT_Y, SWEEPS, TIGHT, plan
+from cpt_fx.inspection.layout import GAP_X, GAP_Y, LANE, PORT_Y, TIGHT, arrivals, place, plan
 from cpt_fx.inspection.svg import BACK, PAD, drawing, levels_of
 from cpt_fx.inspection.table import levels, what, width_text, widths_by_role
 from cpt_fx.inspection.theme import DARK, LIGHT, resource, variables
@@ -30,8 +30,8 @@ def page(inspection: Inspection) -> str:
     data = {
         "root": root.id,
         "open": sorted(levels_of(root, START)[-1]),
-        "sizes": {"gapX": GAP_X, "gapY": GAP_Y, "portY": PORT_Y, "lane": LANE, "sweeps": SWEEPS, "tight": TIGHT,
-                  "pad": PAD, "bar": boxes.TITLE_BAR, "back": BACK},
+        "sizes": {"gapX": GAP_X, "gapY": GAP_Y, "portY": PORT_Y, "lane": LANE, "tight": TIGHT, "pad": PAD,
+                  "bar": boxes.TITLE_BAR, "back": BACK},
         "items": {item.id: _item(item) for item in root.walk()},
     }  # fmt: skip
     parts = {
@@ -64,9 +64,12 @@ def _item(item: Item) -> dict[str, Any]:
     }  # fmt: skip
     if item.children:
         arranged = plan(item)
+        folded = {child.id: boxes.box_of(child) for child in item.children}
+        placed = place(arranged, folded)
         entry |= {
-            "kids": [child.id for child in item.children], "rows": arranged.rows, "chains": arranged.chains,
-            "back": arranged.back, "tw": boxes.title_width(item), "frame": boxes.frame_of(item, 0, 0),
+            "kids": [*folded], "rows": arranged.rows, "chains": arranged.chains, "back": arranged.back,
+            "x": {key: round(x, 1) for key, x in placed.x.items()}, "asides": arrivals(arranged, placed, folded),
+            "tw": boxes.title_width(item), "frame": boxes.frame_of(item, 0, 0),
         }  # fmt: skip
     return entry
 

@@ -1,7 +1,7 @@
 """Where boxes go: rows by topological generation, an order in each row that keeps edges short, then coordinates.
 
 Rows and orders depend on the graph alone; coordinates also on the sizes of the boxes, which change when a module is
-opened. The page (`page.js`) therefore repeats `place` and nothing else of this file.
+opened. The page (`page.js`) starts from those of folded modules, and opening one only pushes its neighbours aside.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left, insort
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import networkx as nx
 
+from cpt_fx.inspection.boxes import Box
 from cpt_fx.inspection.tree import IN, OUT, Item
 
 GAP_X, GAP_Y, PORT_Y, LANE = 18.0, 32.0, 18.0, 10.0
@@ -20,15 +21,21 @@ SWEEPS = 8
 TIGHT = 6.0
 """How near a lane may come to a box, to be straight."""
 
+TALL, MOST, RATIO = 1100.0, 8, 1.35
+"""A drawing that is higher than this goes into columns, so many at most, to be about so wide for its height."""
+GUTTER = 64.0
 
-Sizes = dict[str, tuple[float, float]]
-Ports = dict[str, tuple[float, float]]
+Boxes = dict[str, Box]
 Near = dict[str, list[tuple[str, float, float]]]
+_LANE = Box(LANE, 0.0)
 
 
 @dataclass
 class Plan:
-    """Rows of ids, and every edge as the chain of ids it runs through. Ids with a `~` are lanes of long edges."""
+    """Rows of ids, and every edge as the chain of ids it runs through. Ids with a `~` are lanes of long edges.
+
+    An edge that shares lanes with an earlier one starts at the last of them.
+    """
 
     rows: list[list[str]]
     chains: list[list[str]]
@@ -78,9 +85,11 @@ def _lanes(rows: list[list[str]], ranks: dict[str, int], edges: list[tuple[str, 
         chain = [a]
         for rank in range(ranks[a] + 1, ranks[b]):
             lane = f"{a}~{rank}"
-            if lane not in rows[rank]:
+            if lane in rows[rank]:
+                chain = [lane]
+            else:
                 rows[rank].append(lane)
-            chain.append(lane)
+                chain.append(lane)
         chains.append([*chain, b])
     return chains
 
@@ -146,14 +155,11 @@ class Placed:
     """Rows at which a new column starts, and where the way up to it is."""
 
 
-def place(plan: Plan, sizes: Sizes, ports: Ports) -> Placed:
-    """Put boxes of known sizes into their rows, straight below what they follow where there is room.
-
-    `ports` says, for opened modules, how far from their middle edges enter and leave.
-    """
-    width = {node: sizes.get(node, (LANE, 0.0))[0] for row in plan.rows for node in row}
+def place(plan: Plan, boxes: Boxes) -> Placed:
+    """Put boxes into their rows, straight below what they follow where there is room."""
+    width = {node: boxes.get(node, _LANE).width for row in plan.rows for node in row}
     row_of = {node: place for place, row in enumerate(plan.rows) for node in row}
-    above, below = _neighbours(plan, sizes, ports)
+    above, below = _neighbours(plan, boxes)
     x: dict[str, float] = {}
     for row in plan.rows:
         _settle(row, [0.0] * len(row), width, x)
@@ -175,19 +181,19 @@ def place(plan: Plan, sizes: Sizes, ports: Ports) -> Placed:
     top: dict[str, float] = {}
     row_top, row_height, y, gap = [], [], 0.0, 0.0
     for row in plan.rows:
-        height = max((sizes.get(node, (0.0, 0.0))[1] for node in row), default=0.0)
+        height = max((boxes[node].height for node in row if node in boxes), default=0.0)
         y += gap if height and row is not plan.rows[0] else min(gap, PORT_Y)
         row_top.append(y)
         row_height.append(height)
         for node in row:
-            top[node] = y + (height - sizes.get(node, (0.0, height))[1]) / 2
+            top[node] = y + (height - boxes[node].height) / 2 if node in boxes else y
         y += height
         gap = GAP_Y if height else PORT_Y
     shifted = {node: value - left for node, value in x.items()}
     return Placed(shifted, top, row_of, row_top, row_height, right - left, y)
 
 
-def _neighbours(plan: Plan, sizes: Sizes, ports: Ports) -> tuple[Near, Near]:
+def _neighbours(plan: Plan, boxes: Boxes) -> tuple[Near, Near]:
     """Return what stands above and below each id: which, how far aside it wants this one, and how strongly.
 
     Boxes in a line count most, so that a main path is straight and the lanes of skipping edges give way.
@@ -195,7 +201,7 @@ def _neighbours(plan: Plan, sizes: Sizes, ports: Ports) -> tuple[Near, Near]:
     above: Near = {}
     below: Near = {}
     for a, b in dict.fromkeys(pair for chain in plan.chains for pair in itertools.pairwise(chain)):
-        shift = _straight(ports, a) - _straight(ports, b)
+        shift = _straight(boxes.get(a, _LANE)) - _straight(boxes.get(b, _LANE))
         weight = (8.0, 0.05, 4.0)[("~" in a) + ("~" in b)]
         above.setdefault(b, []).append((a, shift, weight))
         below.setdefault(a, []).append((b, -shift, weight))
@@ -226,18 +232,28 @@ def _straighten(plan: Plan, width: dict[str, float], x: dict[str, float]) -> Non
         _align(line, low, high, x)
 
 
+def arrivals(plan: Plan, placed: Placed, boxes: Boxes) -> list[float]:
+    """Return for each chain how far from the middle of its box it arrives: several arrive side by side."""
+    found = []
+    for chain in plan.chains:
+        arriving = sorted((one for one in plan.chains if one[-1] == chain[-1]), key=lambda one: placed.x[one[-2]])
+        width = boxes[chain[-1]].width if chain[-1] in boxes else 0.0
+        found.append((arriving.index(chain) - (len(arriving) - 1) / 2) * min(16.0, width * 0.7 / len(arriving)))
+    return found
+
+
 def _align(line: list[str], low: float, high: float, x: dict[str, float]) -> None:
     if line and low <= high:
         middle = min(max(sum(x[node] for node in line) / len(line), low), high)
         x.update(dict.fromkeys(line, middle))
 
 
-def _straight(ports: Ports, node: str) -> float:
+def _straight(box: Box) -> float:
     """Return the port to align by, if values leave a module below where they entered.
 
     Otherwise modules stand under each other by their middles: a row of them would drift to the side for ever.
     """
-    enter, leave = ports.get(node, (0.0, 0.0))
+    enter, leave = box.port or (0.0, 0.0)
     return enter if abs(enter - leave) < 6 else 0.0
 
 
@@ -261,3 +277,54 @@ def _settle(row: list[str], wanted: list[float], width: dict[str, float], x: dic
         for _ in range(count):
             x[row[position]] = mean + offsets[position]
             position += 1
+
+
+def in_columns(plan: Plan, placed: Placed, boxes: Boxes) -> Placed:
+    """Return coordinates in as many columns as make the drawing fit a page best; as they are if it is not long."""
+    if placed.height <= TALL or plan.back:
+        return placed
+    candidates = []
+    for count in range(1, MOST + 1):
+        first = _broken(plan, placed, boxes, placed.height / count)
+        # Again with the height of its highest column: what now fits below needs no column of its own.
+        candidates.append(_broken(plan, placed, boxes, first.height))
+    lower = [found for found in candidates if found.height < 0.8 * placed.height]
+    return min(lower, key=lambda found: abs(math.log(found.width / found.height / RATIO)), default=placed)
+
+
+def _broken(plan: Plan, placed: Placed, boxes: Boxes, height: float) -> Placed:
+    """Start a new column at the last possible row before each would become higher than `height`."""
+    possible = _bridges(plan, placed)
+    starts = [0]
+    for row in range(1, len(plan.rows)):
+        if placed.row_top[row] + placed.row_height[row] - placed.row_top[starts[-1]] > height * 1.02:
+            cuts = [place for place in possible if starts[-1] < place <= row]
+            starts += cuts[-1:]
+    result = replace(placed, x=dict(placed.x), top=dict(placed.top), row_top=list(placed.row_top), cuts={})
+    left, lowest = 0.0, 0.0
+    for first, end in itertools.pairwise([*starts, len(plan.rows)]):
+        nodes = [node for row in plan.rows[first:end] for node in row]
+        half = {node: boxes.get(node, _LANE).width / 2 for node in nodes}
+        low = min(placed.x[node] - half[node] for node in nodes)
+        high = max(placed.x[node] + half[node] for node in nodes)
+        if first:
+            result.cuts[first] = left - GUTTER / 2
+        up = placed.row_top[first]
+        for node in nodes:
+            result.x[node] += left - low
+            result.top[node] -= up
+        for row in range(first, end):
+            result.row_top[row] -= up
+            lowest = max(lowest, result.row_top[row] + placed.row_height[row])
+        left += high - low + GUTTER
+    result.width, result.height = left - GUTTER, lowest
+    return result
+
+
+def _bridges(plan: Plan, placed: Placed) -> list[int]:
+    """Return the rows that only one value enters, for one box."""
+    entering: dict[int, set[tuple[str, str]]] = {}
+    for chain in plan.chains:
+        for pair in itertools.pairwise(chain):
+            entering.setdefault(placed.row_of[pair[1]], set()).add(pair)
+    return [row for row, pairs in sorted(entering.items()) if len(pairs) == 1 and "~" not in next(iter(pairs))[1]]

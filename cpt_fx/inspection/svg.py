@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -20,8 +19,7 @@ from cpt_fx.inspection.boxes import (
     text,
     title_width,
 )  # fmt: skip
-from cpt_fx.inspection.columns import around, in_columns
-from cpt_fx.inspection.layout import Placed, Sizes, place, plan
+from cpt_fx.inspection.layout import Boxes, Placed, arrivals, in_columns, place, plan
 from cpt_fx.inspection.table import width_text, widths_by_role
 from cpt_fx.inspection.theme import standalone_style
 from cpt_fx.inspection.tree import IN, OUT, Item, build
@@ -33,6 +31,7 @@ READABLE = 120
 HIGH = 3000.0
 PAD = 14.0
 BACK = 26.0
+TURN, ROUND = 16.0, 8.0
 
 
 def drawing(inspection: Inspection, depth: int | None) -> str:
@@ -77,114 +76,105 @@ def _painted(root: Item, depth: int | None) -> tuple[str, Placed]:
     """Draw to a depth, by default the largest one that is neither too full nor too high for a page."""
     if depth is not None:
         levels = levels_of(root)
-        return _Painter(levels[min(depth, len(levels) - 1)]).inside(root)
+        return _inside(root, levels[min(depth, len(levels) - 1)])
     for opened in reversed(levels_of(root, READABLE)):
-        body, placed = _Painter(opened).inside(root)
+        body, placed = _inside(root, opened)
         if placed.height <= HIGH:
             break
     return body, placed
 
 
-class _Painter:
-    """Draws modules from the inside out."""
+def _inside(item: Item, opened: set[str]) -> tuple[str, Placed]:
+    """Return the content of an opened module and its coordinates; modules are drawn from the inside out."""
+    boxes = {child.id: _box(child, opened) for child in item.children}
+    arranged = plan(item)
+    placed = place(arranged, boxes)
+    if item.parent is None:
+        placed = in_columns(arranged, placed, boxes)
+    asides = arrivals(arranged, placed, boxes)
+    parts = [_edge(chain, aside, placed, boxes) for chain, aside in zip(arranged.chains, asides, strict=True)]
+    parts += [_back(a, b, placed, boxes) for a, b in arranged.back]
+    for child in item.children:
+        box = boxes[child.id]
+        x, y = placed.x[child.id] - box.width / 2, placed.top[child.id]
+        kind = "frame" if child.id in opened else classes(child)
+        parts.append(
+            f'<g class="{kind}" transform="translate({number(x)} {number(y)})">'
+            f"<title>{escape(label_of(child))}</title>{box.markup}</g>"
+        )
+    if arranged.back:
+        placed.width += BACK
+    return "".join(parts), placed
 
-    def __init__(self, opened: set[str]) -> None:
-        self.opened = opened
-        self.ports: dict[str, tuple[float, float]] = {}
-        """How far from its middle edges enter and leave an opened module."""
 
-    def inside(self, item: Item) -> tuple[str, Placed]:
-        """Return the content of an opened module and its coordinates."""
-        boxes = {child.id: self.box(child) for child in item.children}
-        arranged = plan(item)
-        sizes = {key: (box.width, box.height) for key, box in boxes.items()}
-        placed = place(arranged, sizes, self.ports)
-        if item.parent is None:
-            placed = in_columns(arranged, placed, sizes)
-        drawn: set[tuple[str, str]] = set()
-        parts = [self.edge(chain, placed, sizes, arranged.chains, drawn) for chain in arranged.chains]
-        parts += [_back(a, b, placed, sizes) for a, b in arranged.back if a in sizes and b in sizes]
-        for child in item.children:
-            box = boxes[child.id]
-            x, y = placed.x[child.id] - box.width / 2, placed.top[child.id]
-            kind = "frame" if child.id in self.opened else classes(child)
-            parts.append(
-                f'<g class="{kind}" transform="translate({number(x)} {number(y)})">'
-                f"<title>{escape(label_of(child))}</title>{box.markup}</g>"
+def _box(item: Item, opened: set[str]) -> Box:
+    """Return a box, with its content where it is opened."""
+    if item.id not in opened:
+        return box_of(item)
+    body, placed = _inside(item, opened)
+    enter, leave = (placed.x.get(port, placed.width / 2) for port in (IN, OUT))
+    # The title stands left of where values enter: no line runs through it.
+    shift = max(PAD, title_width(item) - enter) if IN in placed.x else PAD
+    width = max(2 * shift + placed.width, title_width(item) + PAD)
+    first = TITLE_BAR if IN in placed.x else TITLE_BAR + PAD / 2
+    height = first + placed.height + (0 if OUT in placed.x else PAD)
+    lead = f'<path class="edge" d="M{number(shift + enter)} 0V{number(first)}"/>' if IN in placed.x else ""
+    content = f'<g transform="translate({number(shift)} {number(first)})">{body}</g>'
+    markup = frame_of(item, width, height) + lead + content
+    return Box(width, height, markup, (shift + enter - width / 2, shift + leave - width / 2))
+
+
+def _edge(chain: list[str], aside: float, placed: Placed, boxes: Boxes) -> str:
+    """Return one edge: straight through the rows, bent only between them."""
+    first, last = chain[0], chain[-1]
+    source, end = boxes.get(first), boxes.get(last)
+    x, y, row = placed.x[first], placed.top[first], placed.row_of[first]
+    if source is not None:
+        x, y = x + (source.port[1] if source.port else 0.0), y + source.height
+    elif "~" in first:
+        y += placed.row_height[row]
+    path = [f"M{number(x)} {number(y)}"]
+    for node in chain[1:]:
+        bottom = placed.row_top[row] + placed.row_height[row]
+        row += 1
+        top, target = placed.row_top[row], placed.x[node]
+        if node == last:
+            target += end.port[0] if end and end.port else aside
+        if row in placed.cuts:
+            path.append(_around(x, bottom, placed.cuts[row], target, top))
+        elif abs(target - x) < 0.05:
+            path.append(f"V{number(top)}")
+        else:
+            middle = number((bottom + top) / 2)
+            path.append(
+                f"V{number(bottom)}C{number(x)} {middle} {number(target)} {middle} {number(target)} {number(top)}"
             )
-        if arranged.back:
-            placed.width += BACK
-        return "".join(parts), placed
-
-    def box(self, item: Item) -> Box:
-        """Return a box, with its content where it is opened."""
-        if item.id not in self.opened:
-            return box_of(item)
-        body, placed = self.inside(item)
-        enter, leave = (placed.x.get(port, placed.width / 2) for port in (IN, OUT))
-        # The title stands left of where values enter: no line runs through it.
-        shift = max(PAD, title_width(item) - enter) if IN in placed.x else PAD
-        width = max(2 * shift + placed.width, title_width(item) + PAD)
-        first = TITLE_BAR if IN in placed.x else TITLE_BAR + PAD / 2
-        height = first + placed.height + (0 if OUT in placed.x else PAD)
-        self.ports[item.id] = (shift + enter - width / 2, shift + leave - width / 2)
-        lead = f'<path class="edge" d="M{number(shift + enter)} 0V{number(first)}"/>' if IN in placed.x else ""
-        content = f'<g transform="translate({number(shift)} {number(first)})">{body}</g>'
-        return Box(width, height, frame_of(item, width, height) + lead + content)
-
-    def edge(
-        self, chain: list[str], placed: Placed, sizes: Sizes, chains: list[list[str]], drawn: set[tuple[str, str]]
-    ) -> str:
-        """Return one edge: straight through the rows, bent only between them. A lane that is shared is drawn once."""
-        first, last = chain[0], chain[-1]
-        x = placed.x[first] + self.ports.get(first, (0.0, 0.0))[1]
-        y = placed.top[first] + sizes.get(first, (0.0, 0.0))[1]
-        start = 1
-        while (chain[start - 1], chain[start]) in drawn:
-            row = placed.row_of[chain[start]]
-            x, y = placed.x[chain[start]], placed.row_top[row] + placed.row_height[row]
-            start += 1
-        drawn.update(itertools.pairwise(chain))
-        path = [f"M{number(x)} {number(y)}"]
-        for node in chain[start:]:
-            row = placed.row_of[node]
-            bottom, top = placed.row_top[row - 1] + placed.row_height[row - 1], placed.row_top[row]
-            target = placed.x[node] + (self.ports.get(node, (0.0, 0.0))[0] if node == last else 0.0)
-            if node == last and node in sizes and node not in self.opened:
-                target += _spread(chain, placed, sizes, chains)
-            if row in placed.cuts:
-                path.append(around(x, bottom, placed.cuts[row], target, top))
-            elif abs(target - x) < 0.05:
-                path.append(f"V{number(top)}")
-            else:
-                middle = number((bottom + top) / 2)
-                path.append(
-                    f"V{number(bottom)}C{number(x)} {middle} {number(target)} {middle} {number(target)} {number(top)}"
-                )
-            x = target
-        end = placed.top[last] if last in sizes else placed.row_top[placed.row_of[last]]
-        tip = ""
-        if last in sizes:
-            end -= 1
-            tip = f'<path class="tip" d="M{number(x)} {number(end)}l-3.5 -6h7z"/>'
-        path.append(f"V{number(end)}")
-        return f'<path class="edge" d="{"".join(path)}"/>{tip}'
+        x = target
+    if end is None:
+        return f'<path class="edge" d="{"".join(path)}V{number(top)}"/>'
+    low = number(placed.top[last] - 1)
+    tip = f'<path class="tip" d="M{number(x)} {low}l-3.5 -6h7z"/>'
+    return f'<path class="edge" d="{"".join(path)}V{low}"/>{tip}'
 
 
-def _spread(chain: list[str], placed: Placed, sizes: Sizes, chains: list[list[str]]) -> float:
-    """Return how far from the middle of its box an edge arrives: several edges arrive side by side."""
-    last = chain[-1]
-    arriving = sorted((other for other in chains if other[-1] == last), key=lambda other: placed.x[other[-2]])
-    step = min(16.0, sizes[last][0] * 0.7 / len(arriving))
-    return (arriving.index(chain) - (len(arriving) - 1) / 2) * step
-
-
-def _back(a: str, b: str, placed: Placed, sizes: Sizes) -> str:
-    x, y = number(placed.x[a] + sizes[a][0] / 2), number(placed.top[a] + sizes[a][1] / 2)
-    to_x, to_y = number(placed.x[b] + sizes[b][0] / 2 + 1), number(placed.top[b] + sizes[b][1] / 2)
+def _back(a: str, b: str, placed: Placed, boxes: Boxes) -> str:
+    x, y = number(placed.x[a] + boxes[a].width / 2), number(placed.top[a] + boxes[a].height / 2)
+    to_x, to_y = number(placed.x[b] + boxes[b].width / 2 + 1), number(placed.top[b] + boxes[b].height / 2)
     far = number(placed.width + BACK)
     path = f"M{x} {y}C{far} {y} {far} {to_y} {to_x} {to_y}"
     return f'<path class="edge back" d="{path}"/><path class="tip" d="M{to_x} {to_y}l6 -3.5v7z"/>'
+
+
+def _around(x: float, bottom: float, gutter: float, target: float, top: float) -> str:
+    """Return the way from the foot of a column to the head of the next one."""
+    low, high = bottom + TURN, top - TURN
+    corner = [
+        f"V{number(low - ROUND)}Q{number(x)} {number(low)} {number(x + ROUND)} {number(low)}",
+        f"H{number(gutter - ROUND)}Q{number(gutter)} {number(low)} {number(gutter)} {number(low - ROUND)}",
+        f"V{number(high + ROUND)}Q{number(gutter)} {number(high)} {number(gutter + ROUND)} {number(high)}",
+        f"H{number(target - ROUND)}Q{number(target)} {number(high)} {number(target)} {number(high + ROUND)}",
+    ]
+    return "".join([*corner, f"V{number(top)}"])
 
 
 def _legend(roles: list[str]) -> tuple[str, float]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import cpt_fx
-from cpt_fx.inspection.boxes import shortened
+from cpt_fx.inspection.boxes import Box, shortened
 from cpt_fx.inspection.html import page
 from cpt_fx.inspection.layout import Placed, place, plan
 from cpt_fx.inspection.svg import READABLE, levels_of
@@ -250,14 +250,14 @@ def test_levels_of_counts_what_shows(large: nn.Module) -> None:
 # Coordinates.
 
 
-def overlaps(placed: Placed, sizes: dict[str, tuple[float, float]]) -> list[tuple[str, str]]:
+def overlaps(placed: Placed, boxes: dict[str, Box]) -> list[tuple[str, str]]:
     found = []
-    nodes = list(sizes)
+    nodes = list(boxes)
     for spot, first in enumerate(nodes):
         for second in nodes[spot + 1 :]:
-            apart_x = abs(placed.x[first] - placed.x[second]) >= (sizes[first][0] + sizes[second][0]) / 2
+            apart_x = abs(placed.x[first] - placed.x[second]) >= (boxes[first].width + boxes[second].width) / 2
             above, below = sorted((first, second), key=placed.top.__getitem__)
-            if not apart_x and placed.top[above] + sizes[above][1] > placed.top[below]:
+            if not apart_x and placed.top[above] + boxes[above].height > placed.top[below]:
                 found.append((first, second))
     return found
 
@@ -268,19 +268,18 @@ def test_boxes_do_not_overlap(name: str) -> None:
     result = cpt_fx.transform(model, cpt_fx.schedules.Static(8), example_inputs=args, example_kwargs=kwargs)
     for item in tree_of(result).walk():
         if item.children:
-            sizes = {
-                child.id: (20.0 + 13 * (spot % 7), 20.0 + 9 * (spot % 4)) for spot, child in enumerate(item.children)
+            boxes = {
+                child.id: Box(20.0 + 13 * (spot % 7), 20.0 + 9 * (spot % 4)) for spot, child in enumerate(item.children)
             }
-            arranged = plan(item)
-            placed = place(arranged, sizes, {})
-            assert overlaps(placed, sizes) == []
-            assert min(placed.x[node] - size[0] / 2 for node, size in sizes.items()) >= -1e-6
-            assert max(placed.x[node] + size[0] / 2 for node, size in sizes.items()) <= placed.width + 1e-6
+            placed = place(plan(item), boxes)
+            assert overlaps(placed, boxes) == []
+            assert min(placed.x[node] - box.width / 2 for node, box in boxes.items()) >= -1e-6
+            assert max(placed.x[node] + box.width / 2 for node, box in boxes.items()) <= placed.width + 1e-6
 
 
 def test_a_chain_is_a_straight_line() -> None:
     root = tree_of(transformed(nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))))
-    placed = place(plan(root), {child.id: (60.0, 20.0) for child in root.children}, {})
+    placed = place(plan(root), {child.id: Box(60.0, 20.0) for child in root.children})
     assert max(placed.x.values()) - min(placed.x.values()) < 1e-6
 
 
