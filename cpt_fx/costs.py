@@ -14,7 +14,7 @@ quantized. Width 0, off, counts as 32.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -33,6 +33,7 @@ from cpt_fx.result import sessions_in
 from cpt_fx.runtime import dial_width
 from cpt_fx.schedules import Bits, Static, mean_costs
 from cpt_fx.schedules.base import Schedule
+from cpt_fx.schedules.savings import static_cost
 
 COUNTS = ("paper", "covered")
 ROOT = "(root)"
@@ -140,8 +141,8 @@ def cost(
     check_choice("count", count, COUNTS)
     if steps is None and isinstance(schedule, Static):
         steps = schedule.total_steps or 1
-    run = _run(model, schedule, example_inputs, steps)
-    static = run.static(schedule)
+    length = _length(model, schedule, example_inputs, steps)
+    static = _static(schedule, length)
     parts = sessions_in(model)
     transformed = bool(parts)
     if count == "covered" and not transformed:
@@ -154,58 +155,47 @@ def cost(
             f"{kind} does no matrix product, convolution or attention on these inputs: there are no FLOPs to count"
         )
     paper = count == "paper"
-    widths = cache(run.widths)
+    widths = cache(lambda own: _widths((schedule, *own), length))
     terms = [_costs(product, widths, paper) for product in products]
     layers = tuple(_layers(products, terms, transformed))
     if paper:
         means = mean_costs(schedule, steps)
         forward, backward, average = means.forward, means.backward, means.average
-        reference = static.weight * static.activation + (static.weight + static.activation) * static.gradient
-        static_average = reference / FULL_PRECISION**2 / 3
+        static_average = static_cost(static)
     else:
-        total, length = sum(product.flops for product in products), run.length
+        total = sum(product.flops for product in products)
         forward = sum(term[0] for term in terms) / total / length
         backward = sum(term[1] for term in terms) / total / length
         average = (forward + backward) / 3
-        constant = cache(replace(run, constant=True).widths)
+        constant = cache(lambda own: {tuple(_static(one, length) for one in (schedule, *own)): 1})
         static_average = sum(sum(_costs(product, constant, paper)) for product in products) / total / 3
-    return Cost(layers, run.length, count, forward, backward, average, static_average, static,
+    return Cost(layers, length, count, forward, backward, average, static_average, static,
                 average / static_average)  # fmt: skip
 
 
 Own = tuple[Schedule, ...]
+"""Schedules that parts have of their own."""
 Widths = dict[tuple[Bits, ...], int]
 """What several schedules have at once -> in how many steps."""
 
 
-@dataclass(frozen=True)
-class _Run:
-    """A number of steps under the schedule of a model, or under its largest widths throughout."""
-
-    schedule: Schedule
-    length: int
-    constant: bool = False
-
-    def widths(self, own: Own = ()) -> Widths:
-        """Return the widths of the schedule, then of those that parts have of their own."""
-        schedules = (self.schedule, *own)
-        if self.constant:
-            return {tuple(map(self.static, schedules)): 1}
-        rows = np.hstack([schedule.trajectory(self.length) for schedule in schedules])
-        distinct, steps = np.unique(rows, axis=0, return_counts=True)
-        split = (tuple(Bits(*row[place : place + 3]) for place in range(0, len(row), 3)) for row in distinct.tolist())
-        return dict(zip(split, steps.tolist(), strict=True))
-
-    def static(self, schedule: Schedule) -> Bits:
-        """Return the widths of the static run to compare a schedule with."""
-        best = schedule._widest() or Bits(*(int(width) for width in schedule.trajectory(self.length).max(axis=0)))
-        weight, activation = best.weight or FULL_PRECISION, best.activation or FULL_PRECISION
-        # As in the published ratios, the gradients of the static run have the forward width too.
-        return Bits(weight, activation, max(weight, activation))
+def _widths(schedules: Own, length: int) -> Widths:
+    rows = np.hstack([schedule.trajectory(length) for schedule in schedules])
+    distinct, steps = np.unique(rows, axis=0, return_counts=True)
+    split = (tuple(Bits(*row[place : place + 3]) for place in range(0, len(row), 3)) for row in distinct.tolist())
+    return dict(zip(split, steps.tolist(), strict=True))
 
 
-def _run(model: nn.Module, schedule: Schedule, example_inputs: tuple[Any, ...], steps: int | None) -> _Run:
-    """Check the arguments; return the run they speak of."""
+def _static(schedule: Schedule, length: int) -> Bits:
+    """Return the widths of the static run to compare a schedule with."""
+    best = schedule._widest() or Bits(*(int(width) for width in schedule.trajectory(length).max(axis=0)))
+    weight, activation = best.weight or FULL_PRECISION, best.activation or FULL_PRECISION
+    # As in the published ratios, the gradients of the static run have the forward width too.
+    return Bits(weight, activation, max(weight, activation))
+
+
+def _length(model: nn.Module, schedule: Schedule, example_inputs: tuple[Any, ...], steps: int | None) -> int:
+    """Check the arguments; return the number of steps of the run they speak of."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(schedule, Schedule):
@@ -214,13 +204,10 @@ def _run(model: nn.Module, schedule: Schedule, example_inputs: tuple[Any, ...], 
         )
     if not isinstance(example_inputs, tuple):
         raise TypeError(f"example_inputs must be a tuple of the model's arguments, got {type(example_inputs).__name__}")
-    if steps is None and schedule.total_steps is None:
+    length = schedule.total_steps if steps is None else check_int("steps", steps, 1)
+    if length is None:
         raise ValueError(f"{schedule!r} has no end: pass the length of the run, as in cost(..., steps=10_000)")
-    if steps is not None:
-        check_int("steps", steps, 1)
-    length = schedule.total_steps if steps is None else steps
-    assert length is not None
-    return _Run(schedule, length)
+    return length
 
 
 def _costs(product: Product, run: Callable[[Own], Widths], paper: bool) -> tuple[float, float]:

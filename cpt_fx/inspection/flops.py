@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -66,29 +66,41 @@ class _NoModules(nullcontext[None]):
 def module_products(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Product]:
     """Count a plain model: to each module what runs in it and not in a module below it."""
     model = eager_model(model)
-    own: dict[str, int] = {}
-    running: list[list[int]] = []
-    with _counting(model) as counter, ExitStack() as hooks:
+    own = {name: 0 for name, _ in model.named_modules()}
 
-        def enter(module: nn.Module, given: Any) -> None:
-            running.append([counter.get_total_flops(), 0])
+    def note(name: str, spent: int) -> None:
+        own[name] += spent
 
-        def leave(name: str) -> Callable[..., None]:
-            def hook(module: nn.Module, given: Any, result: Any) -> None:
-                start, inner = running.pop()
-                spent = counter.get_total_flops() - start
-                own[name] = own.get(name, 0) + spent - inner
-                if running:
-                    running[-1][1] += spent
-
-            return hook
-
-        for name, module in model.named_modules():
-            own.setdefault(name, 0)
-            hooks.callback(module.register_forward_pre_hook(enter).remove)
-            hooks.callback(module.register_forward_hook(leave(name)).remove)
+    with _counting(model) as counter, _watched(model.named_modules(), counter, note):
         run_aside(model, args, kwargs)
     return [Product(name, flops) for name, flops in own.items()]
+
+
+@contextmanager
+def _watched(
+    modules: Iterable[tuple[str, nn.Module]], counter: FlopCounterMode, note: Callable[[str, int], None]
+) -> Iterator[None]:
+    """Note at the end of each call of a module what ran in it and not in another one of them."""
+    running: list[list[int]] = []
+
+    def enter(module: nn.Module, given: Any) -> None:
+        running.append([counter.get_total_flops(), 0])
+
+    def leave(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, given: Any, result: Any) -> None:
+            start, inner = running.pop()
+            spent = counter.get_total_flops() - start
+            note(name, spent - inner)
+            if running:
+                running[-1][1] += spent
+
+        return hook
+
+    with ExitStack() as hooks:
+        for name, module in modules:
+            hooks.callback(module.register_forward_pre_hook(enter).remove)
+            hooks.callback(module.register_forward_hook(leave(name)).remove)
+        yield
 
 
 def _integer_flops(name: str, a: Sequence[Any], b: Sequence[Any], *rest: Any, out_shape: Any) -> int:
@@ -135,8 +147,8 @@ def graph_products(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
                 interpreter = _Counter(path, module, counter, products)
                 restored.callback(module.__dict__.pop, "forward")
                 module.__dict__["forward"] = _entrance(interpreter)
-        for name, layer in plain_rest(model):
-            _count_layer(name, layer, counter, products, restored)
+        plain = _watched(plain_rest(model), counter, lambda name, spent: products.append(Product(name, spent)))
+        restored.enter_context(plain)
         run_aside(model, args, kwargs)
         rest = counter.get_total_flops() - before - sum(product.flops for product in products)
     return [*products, Product("", rest)]
@@ -159,22 +171,6 @@ def _check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         if name and what.startswith("missing"):
             raise TypeError(f"the model needs the argument {name}, which the example inputs leave out") from None
         raise
-
-
-def _count_layer(
-    name: str, layer: nn.Module, counter: FlopCounterMode, products: list[Product], restored: ExitStack
-) -> None:
-    """Note what a plain layer spends in each of its calls."""
-    started: list[int] = []
-
-    def enter(module: nn.Module, given: Any) -> None:
-        started.append(counter.get_total_flops())
-
-    def leave(module: nn.Module, given: Any, result: Any) -> None:
-        products.append(Product(name, counter.get_total_flops() - started.pop()))
-
-    restored.callback(layer.register_forward_pre_hook(enter).remove)
-    restored.callback(layer.register_forward_hook(leave).remove)
 
 
 def _entrance(interpreter: _Counter) -> Callable[..., Any]:
