@@ -57,14 +57,6 @@ class Settings:
         check_int("steps", self.steps, self.cycles)
         check_int("seed", self.seed, 0)
 
-    def cyclic(self) -> Schedule:
-        """Return the schedule that is tried."""
-        return named(self.schedule, q_min=self.q_min, q_max=self.q_max, total_steps=self.steps, cycles=self.cycles)
-
-    def static(self) -> Schedule:
-        """Return what it is compared with."""
-        return Static(self.q_max, total_steps=self.steps)
-
 
 @dataclass(frozen=True)
 class Digits:
@@ -97,18 +89,9 @@ class Run:
 
     def to_dict(self) -> dict[str, object]:
         """Return the results as plain data."""
-        return {
-            "name": self.name,
-            "schedule": repr(self.schedule),
-            "accuracy": self.accuracy,
-            "mean_bits": self.mean_bits,
-            "relative_cost": self.relative_cost,
-            "saving": 1 - self.relative_cost,
-            "seconds": self.seconds,
-            "losses": self.losses,
-            "accuracy_steps": self.accuracy_steps,
-            "accuracies": self.accuracies,
-        }
+        names = ("name", "accuracy", "mean_bits", "relative_cost", "seconds", "losses", "accuracy_steps", "accuracies")
+        told = {name: getattr(self, name) for name in names}
+        return told | {"schedule": repr(self.schedule), "saving": 1 - self.relative_cost}
 
 
 class Block(nn.Module):
@@ -164,14 +147,16 @@ def run_demo(settings: Settings, advance: Advance) -> tuple[Run, Run]:
     digits = load_digits()
     if not figure_style.available():
         raise ImportError('the demo needs matplotlib for its report: pip install "cpt_fx[demo]"')
+    low, high, steps = settings.q_min, settings.q_max, settings.steps
+    schedule = named(settings.schedule, q_min=low, q_max=high, total_steps=steps, cycles=settings.cycles)
     threads = torch.get_num_threads()
     # On images this small a second thread gains nothing; with one, results do not depend on the number of cores, and
     # a busy machine does not stall threads that wait for each other.
     torch.set_num_threads(1)
     try:
         with torch.random.fork_rng(devices=[]):
-            cyclic = train(settings.schedule, settings.cyclic(), settings, digits, advance)
-            static = train(f"static {settings.q_max}", settings.static(), settings, digits, advance)
+            cyclic = train(settings.schedule, schedule, settings, digits, advance)
+            static = train(f"static {high}", Static(high, total_steps=steps), settings, digits, advance)
     finally:
         torch.set_num_threads(threads)
     return cyclic, static
@@ -322,8 +307,6 @@ def _chart(
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
     """Return the moving average over the last `window` values; shorter at the start, and free of what is not finite."""
-    result = []
-    for end in range(1, len(values) + 1):
-        recent = [value for value in values[max(end - window, 0) : end] if math.isfinite(value)]
-        result.append(sum(recent) / len(recent) if recent else math.nan)
-    return result
+    windows = (values[max(end - window, 0) : end] for end in range(1, len(values) + 1))
+    finite = ([value for value in recent if math.isfinite(value)] for recent in windows)
+    return [sum(recent) / len(recent) if recent else math.nan for recent in finite]

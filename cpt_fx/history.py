@@ -57,10 +57,9 @@ def check_coverage(history: History, graphs: Sequence[fx.GraphModule], *, strict
 
     Where the graphs are not `complete`, there being none to quantize is worth a warning only.
     """
-    sites = {node.meta[SITE].layer for module in graphs for node in module.graph.nodes if SITE in node.meta}
-    quantizers = {
-        node.meta[QUANTIZER].record for module in graphs for node in module.graph.nodes if QUANTIZER in node.meta
-    }
+    nodes = [node for module in graphs for node in module.graph.nodes]
+    sites = {node.meta[SITE].layer for node in nodes if SITE in node.meta}
+    quantizers = {node.meta[QUANTIZER].record for node in nodes if QUANTIZER in node.meta}
     name = history.kind
     left = [item for item in history.uncovered if not item.by_choice]
     if not quantizers:
@@ -74,8 +73,7 @@ def check_coverage(history: History, graphs: Sequence[fx.GraphModule], *, strict
         raise TransformError(f"strict=True, but {len(left)} operators or operands stay in full precision:{shown}")
     simulated = unique(
         f"{node.meta[SITE].layer}: {node.meta[SITE].op}: {node.meta[SIMULATED]}"
-        for module in graphs
-        for node in module.graph.nodes
+        for node in nodes
         if SIMULATED in node.meta and node.meta[SITE].family in MULTIPLY
     )
     if strict and simulated:

@@ -24,24 +24,20 @@ def digraph(modules: list[fx.GraphModule], views: tuple[QuantizerView, ...]) -> 
         prefix = f"{index}/" if len(modules) > 1 else ""
         known = dict(module.named_modules(remove_duplicate=False))
         for node in module.graph.nodes:
-            view = by_node.get((index, node.name))
-            graph.add_node(prefix + node.name, **_attributes(module, node, view, known))
+            view, site = by_node.get((index, node.name)), node.meta.get(SITE)
+            graph.add_node(
+                prefix + node.name,
+                op=node.op,
+                target=target_name(node),
+                kind=kind_of(module, node, view),
+                role=view.role if view else "",
+                layer=view.layer if view else site.layer if site else "",
+                bits=view.bits if view else None,
+                module=module_of(node, known),
+                made_by=node.meta.get(PASS, ""),
+            )
             graph.add_edges_from((prefix + used.name, prefix + node.name) for used in node.all_input_nodes)
     return graph
-
-
-def _attributes(module: fx.GraphModule, node: fx.Node, view: QuantizerView | None, known: Modules) -> dict[str, Any]:
-    site = node.meta.get(SITE)
-    return {
-        "op": node.op,
-        "target": target_name(node),
-        "kind": kind_of(module, node, view),
-        "role": view.role if view else "",
-        "layer": view.layer if view else site.layer if site else "",
-        "bits": view.bits if view else None,
-        "module": module_of(node, known),
-        "made_by": node.meta.get(PASS, ""),
-    }
 
 
 def target_name(node: fx.Node) -> str:
