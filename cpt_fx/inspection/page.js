@@ -11,26 +11,27 @@ const n = value => Math.round(value * 10) / 10;
 const isOpen = id => opened.has(id) && items[id].kids;
 
 // Boxes stand as cpt_fx/inspection/layout.py placed them folded. Opened ones push the columns apart, half to each side:
-// what stands in a line stays in it.
-function columns(plan, boxes, straight) {
-  const from = [...new Set(Object.values(plan.x))].sort((a, b) => a - b), last = from.length - 1;
-  const half = id => (boxes.get(id)?.w ?? S.lane) / 2, place = id => from.indexOf(plan.x[id]);
+// what stands in a line, or nearly, stays in it.
+function apart(plan, boxes, straight) {
+  const from = Object.values(plan.x).sort((a, b) => a - b).reduce((all, x) => x - all[all.length - 1] < 24 ? all : [...all, x], []);
+  const column = id => from.filter(x => x <= plan.x[id]).length - 1, last = from.length - 1;
+  const half = id => (boxes.get(id)?.w ?? S.lane) / 2, aside = id => plan.x[id] - from[column(id)] - straight(id);
   const pairs = plan.rows.flatMap(row => row.slice(1).map((b, i) => {
     const a = row[i], gap = (a + b).includes("~") ? S.tight : S.gapX;
-    return [place(a), place(b), half(a) + half(b) + gap + straight(b) - straight(a)];
+    return [column(a), column(b), half(a) + half(b) + gap + aside(a) - aside(b)];
   }));
   const pushed = (from, pairs) => from.reduce((to, x, k) => {
-    const apart = pairs.filter(([, b]) => b === k).map(([a, , distance]) => to[a] + distance);
-    return [...to, Math.max(k ? to[k - 1] + x - from[k - 1] : 0, ...apart)];
+    const least = pairs.filter(([a, b]) => a < b && b === k).map(([a, , distance]) => to[a] + distance);
+    return [...to, Math.max(k ? to[k - 1] + x - from[k - 1] : 0, ...least)];
   }, []);
   const right = pushed(from, pairs);
   const left = pushed(from.map(x => -x).reverse(), pairs.map(([a, b, distance]) => [last - b, last - a, distance]));
-  return new Map(from.map((x, k) => [x, (right[k] + right[last] - left[last - k]) / 2]));
+  return id => { const k = column(id); return (right[k] + right[last] - left[last - k]) / 2 + aside(id); };
 }
 
 function place(plan, boxes) {
   const straight = id => { const [a, b] = boxes.get(id)?.port ?? [0, 0]; return Math.abs(a - b) < 6 ? a : 0; };
-  const to = columns(plan, boxes, straight), x = new Map(), rowOf = new Map(), top = new Map(), rowTop = [], rowHeight = [];
+  const to = apart(plan, boxes, straight), x = new Map(), rowOf = new Map(), top = new Map(), rowTop = [], rowHeight = [];
   let left = Infinity, right = -Infinity, y = 0, gap = 0;
   plan.rows.forEach((row, r) => {
     const height = Math.max(0, ...row.map(id => boxes.get(id)?.h ?? 0));
@@ -38,7 +39,7 @@ function place(plan, boxes) {
     rowTop.push(y);
     rowHeight.push(height);
     for (const id of row) {
-      const at = to.get(plan.x[id]) - straight(id), half = (boxes.get(id)?.w ?? S.lane) / 2;
+      const at = to(id), half = (boxes.get(id)?.w ?? S.lane) / 2;
       left = Math.min(left, at - half);
       right = Math.max(right, at + half);
       x.set(id, at);
