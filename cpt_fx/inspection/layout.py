@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_left, insort
 from dataclasses import dataclass, field, replace
 
 import networkx as nx
+import numpy as np
 
 from cpt_fx.inspection.boxes import Box
 from cpt_fx.inspection.tree import IN, OUT, Item
@@ -26,7 +26,6 @@ TALL, MOST, RATIO = 1100.0, 8, 1.35
 GUTTER = 64.0
 
 Boxes = dict[str, Box]
-Near = dict[str, list[tuple[str, float, float]]]
 _LANE = Box(LANE, 0.0)
 
 
@@ -39,6 +38,8 @@ class Plan:
 
     rows: list[list[str]]
     chains: list[list[str]]
+    links: nx.DiGraph
+    """The steps of all chains, each from one row to the next."""
     back: list[tuple[str, str]] = field(default_factory=list)
     """Edges against the flow: a module that is needed both before and after another."""
 
@@ -57,17 +58,18 @@ def plan(item: Item) -> Plan:
     for node in sorted(graph, key=order.__getitem__):
         rows[ranks[node]].append(node)
     chains = _lanes(rows, ranks, forward)
-    rows = _untangle([row for row in rows if row], chains)
-    return Plan(rows, chains, back)
+    links = nx.DiGraph()
+    links.add_nodes_from(itertools.chain.from_iterable(rows))
+    for chain in chains:
+        nx.add_path(links, chain)
+    return Plan(_untangle([row for row in rows if row], links), chains, links, back)
 
 
 def _ranks(graph: nx.DiGraph, kinds: dict[str, str]) -> dict[str, int]:
     """Number the rows; what depends on parameters alone stands right above where it is needed."""
     ranks = {node: rank for rank, row in enumerate(nx.topological_generations(graph)) for node in row}
-    flowing: set[str] = set()
-    for node in sorted(ranks, key=ranks.__getitem__):
-        if node == IN or kinds.get(node) == "input" or any(before in flowing for before in graph.predecessors(node)):
-            flowing.add(node)
+    entered = [node for node in graph if node == IN or kinds.get(node) == "input"]
+    flowing = {node for first in entered for node in (first, *nx.descendants(graph, first))}
     for node in sorted(ranks, key=ranks.__getitem__, reverse=True):
         below = [ranks[after] for after in graph.successors(node)]
         if node not in flowing and below:
@@ -94,49 +96,36 @@ def _lanes(rows: list[list[str]], ranks: dict[str, int], edges: list[tuple[str, 
     return chains
 
 
-def _untangle(rows: list[list[str]], chains: list[list[str]]) -> list[list[str]]:
+def _untangle(rows: list[list[str]], links: nx.DiGraph) -> list[list[str]]:
     """Sort each row by the mean position of the neighbours above, then below, and keep the best order seen."""
-    above: dict[str, list[str]] = {}
-    below: dict[str, list[str]] = {}
-    for a, b in dict.fromkeys(pair for chain in chains for pair in itertools.pairwise(chain)):
-        above.setdefault(b, []).append(a)
-        below.setdefault(a, []).append(b)
-    best, fewest = rows, _crossings(rows, below)
+    best, fewest = rows, _crossings(rows, links)
     current = rows
     for sweep in range(SWEEPS):
         if not fewest:
             break
         down = sweep % 2 == 0
-        neighbours = above if down else below
+        neighbours = links.pred if down else links.succ
         current = list(current)
-        places = range(1, len(rows)) if down else range(len(rows) - 2, -1, -1)
-        for place in places:
+        for place in range(1, len(rows)) if down else range(len(rows) - 2, -1, -1):
             fixed = {node: at for at, node in enumerate(current[place - 1 if down else place + 1])}
-            current[place] = _sorted_by_mean(current[place], fixed, neighbours)
-        crossings = _crossings(current, below)
+            means = {}
+            for at, node in enumerate(current[place]):
+                near = [fixed[other] for other in neighbours[node]] or [at]
+                means[node] = sum(near) / len(near)
+            current[place] = sorted(means, key=means.__getitem__)
+        crossings = _crossings(current, links)
         if crossings < fewest:
             best, fewest = current, crossings
     return best
 
 
-def _sorted_by_mean(row: list[str], fixed: dict[str, int], neighbours: dict[str, list[str]]) -> list[str]:
-    keys = {}
-    for at, node in enumerate(row):
-        near = [fixed[other] for other in neighbours.get(node, ()) if other in fixed]
-        keys[node] = sum(near) / len(near) if near else float(at)
-    return sorted(row, key=keys.__getitem__)
-
-
-def _crossings(rows: list[list[str]], below: dict[str, list[str]]) -> int:
+def _crossings(rows: list[list[str]], links: nx.DiGraph) -> int:
     total = 0
     for row, following in itertools.pairwise(rows):
         fixed = {node: at for at, node in enumerate(following)}
-        seen: list[int] = []
-        for node in row:
-            ends = sorted(fixed[other] for other in below.get(node, ()) if other in fixed)
-            total += sum(len(seen) - bisect_left(seen, end + 1) for end in ends)
-            for end in ends:
-                insort(seen, end)
+        ends = [(at, fixed[other]) for at, node in enumerate(row) for other in links[node]]
+        above, below = np.array(ends, dtype=int).reshape(-1, 2).T
+        total += int((np.subtract.outer(above, above) * np.subtract.outer(below, below) < 0).sum()) // 2
     return total
 
 
@@ -159,7 +148,7 @@ def place(plan: Plan, boxes: Boxes) -> Placed:
     """Put boxes into their rows, straight below what they follow where there is room."""
     width = {node: boxes.get(node, _LANE).width for row in plan.rows for node in row}
     row_of = {node: place for place, row in enumerate(plan.rows) for node in row}
-    above, below = _neighbours(plan, boxes)
+    axis = {node: _axis(boxes.get(node, _LANE)) for node in row_of}
     x: dict[str, float] = {}
     for row in plan.rows:
         _settle(row, [0.0] * len(row), width, x)
@@ -168,12 +157,15 @@ def place(plan: Plan, boxes: Boxes) -> Placed:
         for row in plan.rows if down else plan.rows[::-1]:
             wanted = []
             for node in row:
+                above, below = list(plan.links.pred[node]), list(plan.links.succ[node])
                 # The first sweeps follow one side only, so that chains become straight lines.
-                near = above.get(node, []) if down else below.get(node, [])
+                near = above if down else below
                 if sweep > 5 or not near:
-                    near = above.get(node, []) + below.get(node, [])
-                total = sum(weight for _, _, weight in near)
-                wanted.append(sum((x[n] + shift) * weight for n, shift, weight in near) / total if near else x[node])
+                    near = above + below
+                # Boxes in a line count most, so that a main path is straight and the lanes of skipping edges give way.
+                weights = [(8.0, 0.05, 4.0)[("~" in node) + ("~" in other)] for other in near]
+                wish = sum((x[other] + axis[other]) * weight for other, weight in zip(near, weights, strict=True))
+                wanted.append(wish / sum(weights) - axis[node] if near else x[node])
             _settle(row, wanted, width, x)
     _straighten(plan, width, x)
     left = min((x[node] - width[node] / 2 for node in x), default=0.0)
@@ -191,21 +183,6 @@ def place(plan: Plan, boxes: Boxes) -> Placed:
         gap = GAP_Y if height else PORT_Y
     shifted = {node: value - left for node, value in x.items()}
     return Placed(shifted, top, row_of, row_top, row_height, right - left, y)
-
-
-def _neighbours(plan: Plan, boxes: Boxes) -> tuple[Near, Near]:
-    """Return what stands above and below each id: which, how far aside it wants this one, and how strongly.
-
-    Boxes in a line count most, so that a main path is straight and the lanes of skipping edges give way.
-    """
-    above: Near = {}
-    below: Near = {}
-    for a, b in dict.fromkeys(pair for chain in plan.chains for pair in itertools.pairwise(chain)):
-        shift = _straight(boxes.get(a, _LANE)) - _straight(boxes.get(b, _LANE))
-        weight = (8.0, 0.05, 4.0)[("~" in a) + ("~" in b)]
-        above.setdefault(b, []).append((a, shift, weight))
-        below.setdefault(a, []).append((b, -shift, weight))
-    return above, below
 
 
 def _straighten(plan: Plan, width: dict[str, float], x: dict[str, float]) -> None:
@@ -248,7 +225,7 @@ def _align(line: list[str], low: float, high: float, x: dict[str, float]) -> Non
         x.update(dict.fromkeys(line, middle))
 
 
-def _straight(box: Box) -> float:
+def _axis(box: Box) -> float:
     """Return the port to align by, if values leave a module below where they entered.
 
     Otherwise modules stand under each other by their middles: a row of them would drift to the side for ever.
@@ -294,7 +271,7 @@ def in_columns(plan: Plan, placed: Placed, boxes: Boxes) -> Placed:
 
 def _broken(plan: Plan, placed: Placed, boxes: Boxes, height: float) -> Placed:
     """Start a new column at the last possible row before each would become higher than `height`."""
-    possible = _bridges(plan, placed)
+    possible = _bridges(plan)
     starts = [0]
     for row in range(1, len(plan.rows)):
         if placed.row_top[row] + placed.row_height[row] - placed.row_top[starts[-1]] > height * 1.02:
@@ -321,10 +298,7 @@ def _broken(plan: Plan, placed: Placed, boxes: Boxes, height: float) -> Placed:
     return result
 
 
-def _bridges(plan: Plan, placed: Placed) -> list[int]:
+def _bridges(plan: Plan) -> list[int]:
     """Return the rows that only one value enters, for one box."""
-    entering: dict[int, set[tuple[str, str]]] = {}
-    for chain in plan.chains:
-        for pair in itertools.pairwise(chain):
-            entering.setdefault(placed.row_of[pair[1]], set()).add(pair)
-    return [row for row, pairs in sorted(entering.items()) if len(pairs) == 1 and "~" not in next(iter(pairs))[1]]
+    entering = [[node for node in row for _ in plan.links.pred[node]] for row in plan.rows]
+    return [place for place, nodes in enumerate(entering) if len(nodes) == 1 and "~" not in nodes[0]]
