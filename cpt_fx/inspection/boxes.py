@@ -13,7 +13,6 @@ CODE = 7.3
 LONGEST = 34
 BADGE = 32.0
 TITLE_BAR = 28.0
-LETTERS = {"weight": "W", "activation": "A", "bias": "B", "gradient": "G"}
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,9 @@ def plain(label: str) -> float:
 
 
 def text(kind: str, x: float, y: float, value: str) -> str:
-    """Return a text element, centred vertically on y."""
+    """Return a text element, centred vertically on y; nothing where there is nothing to say."""
+    if not value:
+        return ""
     return f'<text class="{kind}" x="{number(x)}" y="{number(y)}">{escape(value)}</text>'
 
 
@@ -68,16 +69,14 @@ def box_of(item: Item) -> Box:
     if item.kind == "operator":
         width = max(len(title) * CODE, plain(subtitle), 44) + 24
         height = 40.0 if subtitle else 30.0
-        lines = text("t c", width / 2, 14 if subtitle else 15, title)
-        if subtitle:
-            lines += text("s c", width / 2, 28, subtitle)
+        lines = text("t c", width / 2, 14 if subtitle else 15, title) + text("s c", width / 2, 28, subtitle)
         return Box(width, height, rectangle("body", 0, 0, width, height, 7) + lines)
     if item.kind in ("input", "output"):
         width = max(len(title) * CODE, 40) + 28
         return Box(width, 28, rectangle("body", 0, 0, width, 28, 14) + text("t c", width / 2, 14, title))
     wide = len(title) * CODE
     width = wide + (plain(subtitle) + 8 if subtitle else 0) + 26
-    label = text("t", 13, 13, title) + (text("s", 13 + wide + 8, 13, subtitle) if subtitle else "")
+    label = text("t", 13, 13, title) + text("s", 13 + wide + 8, 13, subtitle)
     return Box(width, 26, rectangle("body", 0, 0, width, 26, 13) + label)
 
 
@@ -99,7 +98,7 @@ def _module(item: Item) -> Box:
     views = item.views()
     widths = widths_by_role(views)
     title, subtitle = shortened(item.title), shortened(module_note(item), 44)
-    chips = [(role, f"{LETTERS[role]} {width_text(bits)}") for role, bits in widths.items()]
+    chips = [(role, f"{role[0].upper()} {width_text(bits)}") for role, bits in widths.items()]
     sizes = [len(label) * CODE + 14 for _, label in chips]
     row = sum(sizes) + 5 * max(len(chips) - 1, 0)
     width = max(len(title) * CODE + 18, plain(subtitle), row) + 24
@@ -122,9 +121,7 @@ def _module(item: Item) -> Box:
 def frame_of(item: Item, width: float, height: float) -> str:
     """Return what surrounds an opened module."""
     title, note = shortened(item.title), shortened(item.subtitle, 30)
-    label = text("t", 30, 15, title)
-    if note:
-        label += text("s", 38 + len(title) * CODE, 15, note)
+    label = text("t", 30, 15, title) + text("s", 38 + len(title) * CODE, 15, note)
     return rectangle("body", 0, 0, width, height, 10) + fold_sign(17, 15, opened=True) + label
 
 

@@ -68,7 +68,8 @@ def _item(item: Item) -> dict[str, Any]:
         placed = place(arranged, folded)
         entry |= {
             "kids": [*folded], "rows": arranged.rows, "chains": arranged.chains, "back": arranged.back,
-            "x": {key: round(x, 1) for key, x in placed.x.items()}, "asides": arrivals(arranged, placed, folded),
+            "x": {key: round(x, 1) for key, x in placed.x.items()},
+            "asides": [round(aside, 1) for aside in arrivals(arranged, placed, folded)],
             "tw": boxes.title_width(item), "frame": boxes.frame_of(item, 0, 0),
         }  # fmt: skip
     return entry

@@ -236,11 +236,8 @@ def _axis(box: Box) -> float:
 
 def _settle(row: list[str], wanted: list[float], width: dict[str, float], x: dict[str, float]) -> None:
     """Give every box of a row the place it wants, as nearly as its neighbours allow (pool adjacent violators)."""
-    offset, offsets = 0.0, []
-    for place, node in enumerate(row):
-        if place:
-            offset += (width[row[place - 1]] + width[node]) / 2 + GAP_X
-        offsets.append(offset)
+    gaps = ((width[a] + width[b]) / 2 + GAP_X for a, b in itertools.pairwise(row))
+    offsets = list(itertools.accumulate(gaps, initial=0.0))
     pools: list[tuple[float, float, int]] = []
     for node, want, shift in zip(row, wanted, offsets, strict=True):
         mean, weight, count = want - shift, 0.1 if "~" in node else 1.0, 1
@@ -249,11 +246,8 @@ def _settle(row: list[str], wanted: list[float], width: dict[str, float], x: dic
             mean = (mean * weight + other * others) / (weight + others)
             weight, count = weight + others, count + members
         pools.append((mean, weight, count))
-    position = 0
-    for mean, _, count in pools:
-        for _ in range(count):
-            x[row[position]] = mean + offsets[position]
-            position += 1
+    means = [mean for mean, _, count in pools for _ in range(count)]
+    x.update((node, mean + offset) for node, mean, offset in zip(row, means, offsets, strict=True))
 
 
 def in_columns(plan: Plan, placed: Placed, boxes: Boxes) -> Placed:

@@ -43,11 +43,9 @@ class Item:
 
     def walk(self) -> Iterator[Item]:
         """Yield this item and everything below it."""
-        stack = [self]
-        while stack:
-            item = stack.pop()
-            yield item
-            stack.extend(reversed(item.children))
+        yield self
+        for child in self.children:
+            yield from child.walk()
 
     def views(self) -> list[QuantizerView]:
         """Return the quantizers inside."""
