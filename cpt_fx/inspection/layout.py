@@ -254,11 +254,9 @@ def in_columns(plan: Plan, placed: Placed, boxes: Boxes) -> Placed:
     """Return coordinates in as many columns as make the drawing fit a page best; as they are if it is not long."""
     if placed.height <= TALL or plan.back:
         return placed
-    candidates = []
-    for count in range(1, MOST + 1):
-        first = _broken(plan, placed, boxes, placed.height / count)
-        # Again with the height of its highest column: what now fits below needs no column of its own.
-        candidates.append(_broken(plan, placed, boxes, first.height))
+    heights = [_broken(plan, placed, boxes, placed.height / count).height for count in range(1, MOST + 1)]
+    # Again with the height of the highest column: what now fits below needs no column of its own.
+    candidates = [_broken(plan, placed, boxes, height) for height in heights]
     lower = [found for found in candidates if found.height < 0.8 * placed.height]
     return min(lower, key=lambda found: abs(math.log(found.width / found.height / RATIO)), default=placed)
 
@@ -272,23 +270,20 @@ def _broken(plan: Plan, placed: Placed, boxes: Boxes, height: float) -> Placed:
             cuts = [place for place in possible if starts[-1] < place <= row]
             starts += cuts[-1:]
     result = replace(placed, x=dict(placed.x), top=dict(placed.top), row_top=list(placed.row_top), cuts={})
-    left, lowest = 0.0, 0.0
+    left = 0.0
     for first, end in itertools.pairwise([*starts, len(plan.rows)]):
         nodes = [node for row in plan.rows[first:end] for node in row]
-        half = {node: boxes.get(node, _LANE).width / 2 for node in nodes}
-        low = min(placed.x[node] - half[node] for node in nodes)
-        high = max(placed.x[node] + half[node] for node in nodes)
+        low = min(placed.x[node] - boxes.get(node, _LANE).width / 2 for node in nodes)
+        high = max(placed.x[node] + boxes.get(node, _LANE).width / 2 for node in nodes)
         if first:
             result.cuts[first] = left - GUTTER / 2
-        up = placed.row_top[first]
         for node in nodes:
             result.x[node] += left - low
-            result.top[node] -= up
+            result.top[node] -= placed.row_top[first]
         for row in range(first, end):
-            result.row_top[row] -= up
-            lowest = max(lowest, result.row_top[row] + placed.row_height[row])
+            result.row_top[row] -= placed.row_top[first]
         left += high - low + GUTTER
-    result.width, result.height = left - GUTTER, lowest
+    result.width, result.height = left - GUTTER, max(map(sum, zip(result.row_top, result.row_height, strict=True)))
     return result
 
 

@@ -6,6 +6,7 @@ import json
 import re
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -166,12 +167,16 @@ def test_the_whole_zoo_can_be_drawn(build_model: Build) -> None:
 
 
 def check_item(item: dict[str, Any]) -> None:
-    """Every child stands in one row, and every edge runs downwards, one row at a time."""
+    """Every child stands in one row, which is in order, and every edge runs downwards, one row at a time."""
     if "rows" not in item:
         return
     rows = {node: place for place, row in enumerate(item["rows"]) for node in row}
     assert sum(map(len, item["rows"])) == len(rows)
     assert {node for node in rows if "~" not in node} - {IN, OUT} == set(item["kids"])
+    assert item["x"].keys() == rows.keys()
+    for row in item["rows"]:
+        assert all(item["x"][left] < item["x"][right] for left, right in pairwise(row))
+    assert len(item["asides"]) == len(item["chains"])
     for chain in item["chains"]:
         assert [rows[node] - rows[chain[0]] for node in chain] == list(range(len(chain)))
 
