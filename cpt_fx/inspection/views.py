@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
@@ -91,12 +91,9 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Format) else value
 
 
-def quantizer_nodes(graph: fx.Graph) -> Iterator[tuple[fx.Node, Quantizer]]:
-    """Walk over the quantize nodes of a graph."""
-    for node in graph.nodes:
-        quantizer = node.meta.get(QUANTIZER)
-        if quantizer is not None:
-            yield node, quantizer
+def quantizer_nodes(graph: fx.Graph) -> list[tuple[fx.Node, Quantizer]]:
+    """Return the quantize nodes of a graph."""
+    return [(node, node.meta[QUANTIZER]) for node in graph.nodes if QUANTIZER in node.meta]
 
 
 def views_in(model: nn.Module) -> tuple[QuantizerView, ...]:
