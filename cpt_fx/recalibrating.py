@@ -7,21 +7,18 @@ one, and after low widths they fit it badly.
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from cpt_fx.capture.memory import unchanged
+from cpt_fx.capture.memory import keep_generator, unchanged
 from cpt_fx.evaluating import at_bits
 from cpt_fx.meta import module_path
 from cpt_fx.overrides import Pattern, Patterns, as_patterns
@@ -116,11 +113,9 @@ def recalibrate(
         raise ValueError(f"{unborn[0]} does not know its channels yet: run the model once before recalibrate")
     if layers:
         with ExitStack() as stack:
-            contexts: list[AbstractContextManager[Any]] = [
-                torch.inference_mode(False), torch.no_grad(), _same_random_numbers(batches), trial(model),
-                *(_unnoticed(session) for session in sessions),
-            ]  # fmt: skip
-            for context in contexts:
+            for put_back in _generators(batches, 3):
+                stack.callback(put_back)
+            for context in (torch.inference_mode(False), torch.no_grad(), trial(model), *map(_unnoticed, sessions)):
                 stack.enter_context(context)
             layers = _alone_in_training(model, layers)
             if layers:
@@ -286,31 +281,11 @@ def _unnoticed(session: Session) -> Iterator[None]:
             session._evaluates, session.reminder.awake = before
 
 
-@contextmanager
-def _same_random_numbers(batches: object) -> Iterator[None]:
-    """Put generators back that torch's own fork leaves out: Python's, numpy's, and those that make the batches."""
-    undo: list[Callable[[], Any]] = [
-        partial(random.setstate, random.getstate()),
-        partial(np.random.set_state, np.random.get_state()),
-    ]
-    for found in _generators(batches, 3):
-        if isinstance(found, torch.Generator):
-            undo.append(partial(found.set_state, found.get_state()))
-        elif isinstance(found, random.Random):
-            undo.append(partial(found.setstate, found.getstate()))
-        else:
-            undo.append(partial(setattr, found.bit_generator, "state", found.bit_generator.state))
-    try:
-        yield
-    finally:
-        for put_back in undo:
-            put_back()
-
-
-def _generators(holder: object, depth: int) -> Iterator[Any]:
-    """Walk over generators of random numbers in the attributes of a loader, its sampler and its dataset."""
+def _generators(holder: object, depth: int) -> Iterator[Callable[[], object]]:
+    """Walk over generators of random numbers in a loader, its sampler and its dataset; return what puts each back."""
     for value in getattr(holder, "__dict__", {}).values():
-        if isinstance(value, (torch.Generator, random.Random, np.random.Generator)):
-            yield value
+        put_back = keep_generator(value)
+        if put_back is not None:
+            yield put_back
         elif depth and not isinstance(value, (type, ModuleType)):
             yield from _generators(value, depth - 1)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpt_fx.aliasing import overwritten
 from cpt_fx.capture.identity import is_caught
-from cpt_fx.capture.memory import memory_of
+from cpt_fx.capture.memory import keep_tensor
 from cpt_fx.capture.refusals import TRACE, is_the_models, place_of_forward, refuse
 
 PLAIN = (bool, int, float, str, type(None))
@@ -62,7 +62,7 @@ def _dynamo_table() -> Any:
 
 @contextmanager
 def refusing_what_is_lost() -> Iterator[None]:
-    """Refuse calls that leave nothing behind in a graph: seeds, autocast regions, a backward of one's own."""
+    """Refuse calls that leave nothing behind in a graph: autocast regions, a backward of one's own."""
 
     def lost(owner: Any, name: str, what: str, *, by_torch: bool = True) -> dict[tuple[Any, str], Callable[..., Any]]:
         original = vars(owner)[name]
@@ -74,19 +74,13 @@ def refusing_what_is_lost() -> Iterator[None]:
 
         return {(owner, name): call}
 
-    random = "reads or sets the state of random numbers, which a graph would not do on every call,"
     gradients = "switches gradients on: where the model is called without them, a graph would not,"
     refused = {
         **lost(torch.autocast, "__enter__", "enters torch.autocast: torch.fx would lose it, also a disabled one,"),
         **lost(torch.enable_grad, "__enter__", gradients),
         # Not where torch itself does: `no_grad` is looked at when operators are recorded in it.
         **lost(torch.set_grad_enabled, "__init__", "calls set_grad_enabled, which a graph would not,", by_torch=False),
-        **lost(torch.random, "fork_rng", random, by_torch=False),
     }
-    for owner in (torch, torch.random):
-        refused |= lost(owner, "manual_seed", "calls torch.manual_seed, which a graph would not do on every call,")
-        for name in ("seed", "get_rng_state", "set_rng_state"):
-            refused |= lost(owner, name, random, by_torch=False)
     with replaced(refused), _refusing_functions():
         yield
 
@@ -206,27 +200,14 @@ def _memory(tensor: torch.Tensor) -> Any:
 @contextmanager
 def unchanged_tensors(model: nn.Module) -> Iterator[None]:
     """Refuse code that puts something else into a parameter or buffer, and put it back: a graph would not do it."""
-    before = [(name, tensor, tensor.detach(), tensor.requires_grad, tensor.grad, _hooks(tensor))
-              for name, tensor in (*model.named_parameters(), *model.named_buffers())]  # fmt: skip
-    changed = ""
+    kept = [(name, keep_tensor(tensor)) for name, tensor in (*model.named_parameters(), *model.named_buffers())]
+    changed = []
     try:
         yield
     finally:
-        for name, tensor, data, asked, grad, hooks in before:
-            if memory_of(tensor) != memory_of(data):
-                tensor.data, changed = data, f"the data of {name}"
-            if tensor.requires_grad is not asked:
-                tensor.requires_grad, changed = asked, f"whether {name} asks for a gradient"
-            if tensor.grad is not grad:
-                tensor.grad, changed = grad, f"the gradient of {name}"
-            if _hooks(tensor) != hooks:
-                changed = f"the hooks of {name}"
+        changed += [said.format(name) for name, put_back in kept if (said := put_back())]
     if changed:
-        refuse(f"forward changes {changed}, which a graph would not do on every call,", place_of_forward(model))
-
-
-def _hooks(tensor: torch.Tensor) -> int:
-    return len(tensor._backward_hooks or ())
+        refuse(f"forward changes {changed[0]}, which a graph would not do on every call,", place_of_forward(model))
 
 
 def context() -> dict[str, object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import operator
 import random
 import sys
 from argparse import Namespace
@@ -96,52 +97,23 @@ class _Memory:
             return (value.func, value.args, value.keywords)
         if isinstance(value, functools._lru_cache_wrapper):
             return self._cached(value)
-        state = _generator_state(value)
-        if state is not None:
-            self.undo.append(state)
+        put_back = keep_generator(value)
+        if put_back is not None:
+            self.undo.append(put_back)
         return self._object(value)
 
     def _container(self, value: Any) -> Iterable[Any]:
-        before = list(value.items() if isinstance(value, dict) else value)
-        # The base's own methods: a subclass may do more.
-        kind: Any = next(base for base in (OrderedDict, dict, list, deque, set) if isinstance(value, base))
-
-        def undo() -> None:
-            now = list(value.items() if isinstance(value, dict) else value)
-            if isinstance(value, dict):
-                ours = [(key, item) for key, item in now if _is_ours(key) and key not in dict(before)]
-                if not _same(now, [*before, *ours]):
-                    kind.clear(value)
-                    kind.update(value, [*before, *ours])
-            elif not (len(now) == len(before) and all(map(_is_one, now, before))):
-                kind.clear(value)
-                (kind.update if isinstance(value, set) else kind.extend)(value, before)
-
-        self.undo.append(undo)
-        if len(before) > _MOST_ITEMS:
+        self.undo.append(keep_container(value))
+        if len(value) > _MOST_ITEMS:
             return ()
-        return list(value.values()) if isinstance(value, dict) else before
-
-    def _attributes(self, held: Any, put: Callable[[str, Any], object], drop: Callable[[str], object]) -> list[Any]:
-        """Keep what stands in a mapping of attributes, which two functions write."""
-        before = dict(held)
-
-        def undo() -> None:
-            for key in [key for key in held if key not in before and key != PART]:
-                drop(key)
-            for key, item in before.items():
-                if key != PART and held.get(key, _ABSENT) is not item:
-                    put(key, item)
-
-        self.undo.append(undo)
-        return [item for key, item in before.items() if key != PART]
+        return list(value.values() if isinstance(value, dict) else value)
 
     def _object(self, value: Any) -> Iterable[Any]:
         kind = type(value)
         if _is_foreign(kind) and not isinstance(value, (nn.Module, SimpleNamespace, Namespace)):
             return ()
         held = getattr(value, "__dict__", None)
-        found = [] if type(held) is not dict else self._attributes(held, held.__setitem__, held.__delitem__)
+        found = self._container(held) if type(held) is dict else ()
         slots = {name: getattr(value, name, _ABSENT) for name in copyreg._slotnames(kind)}  # type: ignore[attr-defined]
 
         def undo() -> None:
@@ -158,9 +130,17 @@ class _Memory:
         bases = [base for base in value.__mro__[1:] if base is not object]
         if _is_foreign(value):
             return bases
-        held = vars(value)
-        put = functools.partial(type.__setattr__, value)
-        return [*self._attributes(held, put, functools.partial(type.__delattr__, value)), *bases]
+        before = dict(vars(value))
+
+        def undo() -> None:
+            for name in [name for name in vars(value) if name not in before]:
+                type.__delattr__(value, name)
+            for name, item in before.items():
+                if vars(value).get(name) is not item:
+                    type.__setattr__(value, name, item)
+
+        self.undo.append(undo)
+        return [*before.values(), *bases]
 
     def _function(self, value: FunctionType) -> Iterable[Any]:
         if value.__module__ is None or value.__module__.partition(".")[0] in _FOREIGN:
@@ -194,34 +174,61 @@ class _Memory:
         return (getattr(value, "__wrapped__", None),)
 
     def _tensor(self, value: Tensor) -> Iterable[Any]:
-        is_wrapper = is_traceable_wrapper_subclass(value)
-        if value.layout is not torch.strided or isinstance(value, FakeTensor) or is_wrapper:
-            return ()
-        # The same memory under another counter of changes: a backward pass that is to come may rely on the tensor's.
-        memory = value.detach() if value.is_inference() else value.data
-        wanted, is_leaf = value.requires_grad, value.is_leaf
-        copy = memory.clone() if self.values and not value.is_meta else None
-        gradient = value.grad if is_leaf else None
-        hooks = {name: dict(getattr(value, name) or {}) for name in _TENSOR_HOOKS}
+        self.undo.append(keep_tensor(value, values=self.values))
+        return (value.grad if value.is_leaf else None,)
 
-        def undo() -> None:
-            if memory_of(value) != memory_of(memory):
-                value.data = memory
-            if copy is not None:
-                with torch.inference_mode(value.is_inference()):
-                    memory.copy_(copy)
-            if is_leaf and value.requires_grad is not wanted:
-                value.requires_grad_(wanted)
-            if is_leaf and value.grad is not gradient:
-                value.grad = gradient
-            for name, before in hooks.items():
-                now = getattr(value, name)
-                if now is not None and dict(now) != before:
-                    now.clear()
-                    now.update(before)
 
-        self.undo.append(undo)
-        return (gradient,)
+def keep_container(value: Any) -> Callable[[], bool]:
+    """Return what lets a container hold again what it holds now, and says whether it held anything else."""
+    before = _copied(value)
+    # The base's own methods: a subclass may do more.
+    kind: Any = next(base for base in (OrderedDict, dict, list, deque, set) if isinstance(value, base))
+
+    def put_back() -> bool:
+        now, wanted = _copied(value), before
+        if isinstance(now, dict):
+            wanted = before | {key: item for key, item in now.items() if _is_ours(key) and key not in before}
+        if _same(now, wanted, operator.is_):
+            return False
+        kind.clear(value)
+        (kind.extend if isinstance(value, (list, deque)) else kind.update)(value, wanted)
+        return not _same(now, wanted, _equal)
+
+    return put_back
+
+
+def keep_tensor(value: Tensor, *, values: bool = False) -> Callable[[], str]:
+    """Return what puts a tensor back, and says what of `{}` was something else; its values in place for `values`."""
+    is_wrapper = is_traceable_wrapper_subclass(value)
+    if value.layout is not torch.strided or isinstance(value, FakeTensor) or is_wrapper:
+        return str
+    # The same memory under another counter of changes: a backward pass that is to come may rely on the tensor's.
+    memory = value.detach() if value.is_inference() else value.data
+    wanted, is_leaf = value.requires_grad, value.is_leaf
+    copy = memory.clone() if values and not value.is_meta else None
+    gradient = value.grad if is_leaf else None
+    hooks = {name: dict(getattr(value, name) or {}) for name in _TENSOR_HOOKS}
+
+    def put_back() -> str:
+        changed = ""
+        if memory_of(value) != memory_of(memory):
+            value.data, changed = memory, "the data of {}"
+        if copy is not None:
+            with torch.inference_mode(value.is_inference()):
+                memory.copy_(copy)
+        if is_leaf and value.requires_grad is not wanted:
+            value.requires_grad, changed = wanted, "whether {} asks for a gradient"
+        if is_leaf and value.grad is not gradient:
+            value.grad, changed = gradient, "the gradient of {}"
+        for name, before in hooks.items():
+            now = getattr(value, name)
+            if now is not None and dict(now) != before:
+                now.clear()
+                now.update(before)
+                changed = "the hooks of {}"
+        return changed
+
+    return put_back
 
 
 def memory_of(tensor: Tensor) -> tuple[object, ...]:
@@ -230,20 +237,28 @@ def memory_of(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _is_ours(key: object) -> bool:
-    return isinstance(key, str) and key.startswith(PREFIX)
+    return isinstance(key, str) and key.startswith((PREFIX, PART, "_tensor_constant"))  # the last is torch.fx's
 
 
 def _is_foreign(kind: type) -> bool:
     return kind.__module__.partition(".")[0] in _FOREIGN
 
 
-def _is_one(now: Any, before: Any) -> bool:
-    return now is before
+def _copied(value: Any) -> Any:
+    return dict(value.items()) if isinstance(value, dict) else list(value)
 
 
-def _same(now: list[tuple[Any, Any]], before: list[tuple[Any, Any]]) -> bool:
-    pairs = zip(now, before, strict=False)
-    return len(now) == len(before) and all(one[0] is two[0] and one[1] is two[1] for one, two in pairs)
+def _same(now: Any, before: Any, test: Callable[[Any, Any], bool]) -> bool:
+    if isinstance(now, dict):
+        now, before = [*now, *now.values()], [*before, *before.values()]
+    return len(now) == len(before) and all(map(test, now, before))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Compare plain values by value, everything else by identity: tensors do not compare."""
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return _same(one, other, _equal)
+    return one is other or (type(one) is type(other) and isinstance(one, (bool, int, float, str)) and one == other)
 
 
 def _content(cell: CellType) -> Any:
@@ -260,8 +275,8 @@ def _names(code: CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*map(_names, inner))
 
 
-def _generator_state(value: Any) -> _Undo | None:
-    """Return what puts a generator of random numbers back."""
+def keep_generator(value: Any) -> _Undo | None:
+    """Return what puts a generator of random numbers back; None for anything else."""
     if isinstance(value, torch.Generator):
         return functools.partial(value.set_state, value.get_state())
     if isinstance(value, random.Random):

@@ -10,38 +10,36 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.numbers import int_oo
 
-from cpt_fx.capture.arguments import OUTPUT_FORM, Argument, Entry, assembled, is_plain, way_to, written
+from cpt_fx.capture.arguments import Argument, Entry, formed, way_to, written
 from cpt_fx.capture.base import CaptureError
-from cpt_fx.capture.input_checks import Fact, Input, check_form, check_inputs, expression_of, form_of
+from cpt_fx.capture.input_checks import Fact, Input, expression_of
 
 
 def restore_interface(program: torch.export.ExportedProgram, module: fx.GraphModule) -> None:
     """Replace the flat inputs and outputs of a program's module by those it was exported with."""
-    graph, arguments = module.graph, _arguments(program)
+    graph = module.graph
     flat = graph.find_nodes(op="placeholder")
     values = pytree.tree_unflatten([node.meta.get("val") for node in flat], program.call_spec.in_spec)
-    with graph.inserting_before(next(iter(graph.nodes))):
-        entry = Entry(graph, {item.name: graph.placeholder(item.target) for item in arguments})
+    entry = Entry(graph, _arguments(program))
+    entry.check_forms((*values[0], *values[1].values()))
     tensors: dict[str, fx.Node] = {}
-    start = flat[0] if flat else next(node for node in graph.nodes if node.op != "placeholder")
-    with graph.inserting_before(start):
-        for item, given in zip(arguments, (*values[0], *values[1].values()), strict=True):
-            form = form_of(given)
-            if form is not None:
-                graph.call_function(check_form, (entry.made[item.name], form, item.name))
+    """By the name that the guards of an export have for an input: `L['x']`."""
+    inputs = []
     for node, (path, value) in zip(flat, pytree.tree_flatten_with_path(values)[0], strict=True):
-        way = way_to(path, arguments)
-        with graph.inserting_before(node):
-            read = entry.value(value, way)
+        name, keys = way = way_to(path, entry.arguments)
+        read = entry.value(value, way)
         if isinstance(value, torch.Tensor):
             read.meta.update({key: node.meta[key] for key in ("val", "tensor_meta") if key in node.meta})
-            tensors[f"L['{way[0]}']" + "".join(map(written, way[1]))] = read
+            place = "".join(map(written, keys))
+            tensors[f"L['{name}']{place}"] = read
+            inputs.append(_input(program, f"{name}{place}", value))
         node.replace_all_uses_with(read)
         graph.erase_node(node)
-    entry.fix_defaults(arguments)
-    _check(program, graph, tensors)
-    entry.name(arguments)
-    _restore_output(program, module)
+    entry.check_tensors(list(tensors.values()), inputs, _facts(program, list(tensors)))
+    entry.finish()
+    output = graph.output_node()
+    with graph.inserting_before(output):
+        output.args = (formed(program.call_spec.out_spec, output.args[0], module, graph),)  # type: ignore[arg-type]
 
 
 def _arguments(program: torch.export.ExportedProgram) -> list[Argument]:
@@ -53,19 +51,8 @@ def _arguments(program: torch.export.ExportedProgram) -> list[Argument]:
     return [Argument(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in (*names, *kwargs.context)]
 
 
-def _check(program: torch.export.ExportedProgram, graph: fx.Graph, tensors: dict[str, fx.Node]) -> None:
-    """Check what the export took for granted, before anything else runs; `L['x']` is how its guards write inputs."""
-    if tensors:
-        nodes = tuple(tensors.values())
-        last = [node for node in graph.nodes if node.op == "placeholder" or node in nodes][-1]
-        inputs = tuple(_input(program, text, node) for text, node in tensors.items())
-        with graph.inserting_after(last):
-            graph.call_function(check_inputs, (nodes, inputs, _facts(program, list(tensors))))
-
-
-def _input(program: torch.export.ExportedProgram, text: str, node: fx.Node) -> Input:
+def _input(program: torch.export.ExportedProgram, name: str, value: torch.Tensor) -> Input:
     """Return what a program says of one tensor: its name, its dtype, and the sizes it holds for."""
-    value = node.meta["val"]
     sizes: list[tuple[int, int] | int] = []
     for size in value.shape:
         fixed = fixed_size(size)
@@ -76,7 +63,7 @@ def _input(program: torch.export.ExportedProgram, text: str, node: fx.Node) -> I
             sizes.append((0, -1))
         else:
             sizes.append((int(bounds.lower), -1 if bounds.upper is int_oo else int(bounds.upper)))
-    return text.replace("L['", "", 1).replace("']", "", 1), str(value.dtype), tuple(sizes)
+    return name, str(value.dtype), tuple(sizes)
 
 
 def fixed_size(size: Any) -> int | None:
@@ -101,18 +88,3 @@ def _facts(program: torch.export.ExportedProgram, tensors: list[str]) -> tuple[F
             short = text.count("L[") == 1
             found.append((text.replace("L['", "").replace("'].size()", ".size()", 1) if short else text, expression))
     return tuple(found)
-
-
-def _restore_output(program: torch.export.ExportedProgram, module: fx.GraphModule) -> None:
-    """Give the outputs back the form they have in the model."""
-    output = module.graph.output_node()
-    spec, flat = program.call_spec.out_spec, output.args[0]
-    assert isinstance(flat, (tuple, list))
-    if is_plain(spec):
-        output.args = (assembled(spec, iter(flat)),)
-        return
-    setattr(module, OUTPUT_FORM, spec)
-    with module.graph.inserting_before(output):
-        # create_node, not get_attr: the latter warns about attributes that are no tensors.
-        form = module.graph.create_node("get_attr", OUTPUT_FORM)
-        output.args = (module.graph.call_function(pytree.tree_unflatten, (tuple(flat), form)),)

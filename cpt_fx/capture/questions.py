@@ -50,11 +50,11 @@ def _about_classes(owner: Any, name: str, value: Any) -> None:
 
 
 def _about_the_state(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a function of torch refuse to tell the model's code what may be otherwise at each call."""
+    """Let a function of torch refuse to tell the model's code what may be otherwise at each call, or to change it."""
 
     def ask(*args: Any, **kwargs: Any) -> Any:
         if is_the_models(sys._getframe(1).f_code.co_filename) and is_inside(sys._getframe(1)):
-            refuse(f"forward asks {original.__name__}(), which a graph would not do on every call,")
+            refuse(f"forward calls {original.__name__}(), which a graph would not do on every call,")
         return original(*args, **kwargs)
 
     return ask
@@ -66,11 +66,12 @@ BUILTINS |= {"getattr": _about_values(getattr, 3), "setattr": _about_classes}
 _STATES = {
     torch: ("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled", "is_autocast_cpu_enabled",
             "get_autocast_dtype", "get_autocast_cpu_dtype", "get_autocast_gpu_dtype", "is_autocast_cache_enabled",
-            "get_default_dtype", "get_default_device", "are_deterministic_algorithms_enabled", "initial_seed"),
+            "get_default_dtype", "get_default_device", "are_deterministic_algorithms_enabled"),
+    torch.random: ("initial_seed", "manual_seed", "seed", "get_rng_state", "set_rng_state", "fork_rng"),
     torch.overrides: ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"),
     torch.fx._symbolic_trace: ("is_fx_tracing", "is_fx_symbolic_tracing"),
 }  # fmt: skip
-"""What tells the state of the process, or whether values are traced."""
+"""What tells or sets the state of the process, or tells whether values are traced."""
 
 OTHERS = {id(vars(owner)[name]): _about_the_state(vars(owner)[name]) for owner in _STATES for name in _STATES[owner]}
 OTHERS |= {id(each): _about_values(each) for each in (operator.is_, operator.is_not, isinstance, issubclass, callable)}

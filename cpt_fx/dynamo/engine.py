@@ -283,19 +283,29 @@ class Engine:
         # A class may be given another forward.
         key = (id(module), id(compiler), whole, getattr(forward, "__func__", forward))
         if key not in self._calls:
-
-            def run(*args: Any, **kwargs: Any) -> Any:
-                # Dynamo looks into functions, not into torch's own modules: this one is the way in.
-                if whole and not torch.compiler.is_dynamo_compiling():
-                    raise NotCapturedError("Dynamo is switched off")
-                return forward(*args, **kwargs)
-
             limit = WHOLE_GRAPHS if whole else PARTS + 8 * sum(1 for _ in self.root.modules())
-            compiled = torch.compile(  # type: ignore[call-overload]
-                run, backend=Backend(self, compiler), fullgraph=whole, recompile_limit=limit, isolate_recompiles=True
-            )
+            compiled = compiled_by(Backend(self, compiler), forward, limit, whole=whole)
             self._calls[key] = (module, compiler), compiled
         return self._calls[key][1]
+
+
+def compiled_by(
+    backend: Callable[..., Any], forward: Callable[..., Any], limit: int, *, whole: bool, dynamic: bool | None = None
+) -> Callable[..., Any]:
+    """Let Dynamo capture a forward each time it has to, in one graph if `whole`."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # Dynamo looks into functions, not into torch's own modules: this one is the way in.
+        if whole and not torch.compiler.is_dynamo_compiling():
+            raise NotCapturedError("Dynamo is switched off")
+        return forward(*args, **kwargs)
+
+    # Compiled code is kept with the code object: one of its own goes when the function goes.
+    run.__code__ = run.__code__.replace()
+    compiled: Callable[..., Any] = torch.compile(  # type: ignore[call-overload]
+        run, backend=backend, fullgraph=whole, dynamic=dynamic, recompile_limit=limit, isolate_recompiles=True
+    )
+    return compiled
 
 
 def outer_compiler() -> tuple[Compiler | None, bool]:

@@ -17,18 +17,9 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
 
 from cpt_fx.bodies import free_name
-from cpt_fx.capture.arguments import (
-    CONSTANTS,
-    OUTPUT_FORM,
-    Argument,
-    Entry,
-    assembled,
-    is_plain,
-    way_to,
-    written,
-)
+from cpt_fx.capture.arguments import CONSTANTS, Argument, Entry, formed, way_to, written
 from cpt_fx.capture.base import CaptureError
-from cpt_fx.capture.input_checks import Expression, Fact, check_form, check_inputs, expression_of, form_of
+from cpt_fx.capture.input_checks import Expression, Fact, expression_of
 from cpt_fx.capture.input_checks import Input as Checked
 from cpt_fx.dynamo.checks import ADVICE, MADE, check_same
 from cpt_fx.dynamo.recording import Input, Recording, WholeFloat, WholeInt
@@ -57,24 +48,19 @@ class Interface:
         flat = graph.find_nodes(op="placeholder")
         signature = inspect.signature(forward)
         arguments = [Argument(item.name, item.kind, item.default) for item in signature.parameters.values()]
-        with graph.inserting_before(next(iter(graph.nodes))):
-            entry = Entry(graph, {item.name: graph.placeholder(item.target) for item in arguments})
+        entry = Entry(graph, arguments, MADE, ADVICE)
         bound = signature.bind(*record.args, **record.kwargs).arguments
-        with graph.inserting_before(self.start):
-            for item in arguments:
-                form = form_of(bound.get(item.name, _EMPTY.get(item.kind)), ordered=True)
-                if form is not None:
-                    graph.call_function(check_form, (entry.made[item.name], form, item.name, MADE, ADVICE, True))
+        entry.check_forms([bound.get(item.name, _EMPTY.get(item.kind)) for item in arguments], ordered=True)
         opaque = {}
         for path, value in pytree.tree_flatten_with_path((record.args, record.kwargs))[0]:
-            way = way_to(path, arguments)
-            text = way[0] + "".join(map(written, way[1]))
+            name, keys = way = way_to(path, arguments)
+            text = name + "".join(map(written, keys))
             if not isinstance(value, (Tensor, *CONSTANTS)):
                 opaque[text] = type(value).__name__
                 continue
-            with graph.inserting_before(self.start):
-                node = entry.value(value, way)
-                if id(value) in self.nodes:
+            node = entry.value(value, way)
+            if id(value) in self.nodes:
+                with graph.inserting_before(self.start):
                     graph.call_function(check_same, (node, self.nodes[id(value)], text, self.names[id(value)]))
             if isinstance(value, Tensor):
                 self._know(value, node, text)
@@ -82,11 +68,10 @@ class Interface:
             self._connect(used, value, opaque)
         if opaque:
             raise _opaque(opaque)
-        entry.fix_defaults(arguments)
-        self._check_sizes()
+        self._check_sizes(entry)
         for node in flat:
             graph.erase_node(node)
-        entry.name(arguments)
+        entry.finish()
 
     def _know(self, value: Tensor, node: fx.Node, text: str) -> None:
         if id(value) not in self.nodes:
@@ -135,8 +120,8 @@ class Interface:
     def _free(self, name: str) -> str:
         return free_name(name, partial(hasattr, self.tree))
 
-    def _check_sizes(self) -> None:
-        """Check what the graph takes for granted about its inputs, before anything else runs."""
+    def _check_sizes(self, entry: Entry) -> None:
+        """Check what the graph takes for granted about its inputs."""
         environment = self.recording.environment
         # Arguments alone: tensors that the module holds are what they are.
         known = [key for key, node in self.nodes.items() if key in self.fakes and node.op != "get_attr"]
@@ -170,11 +155,7 @@ class Interface:
                 conditions.append(spell.doprint(condition))
         names = [self.names[key] for key in known]
         facts = tuple(_fact(text, names) for text in dict.fromkeys(conditions))
-        if known:
-            with self.graph.inserting_before(self.start):
-                self.graph.call_function(
-                    check_inputs, (tuple(self.nodes[key] for key in known), tuple(checked), facts, MADE, ADVICE)
-                )
+        entry.check_tensors([self.nodes[key] for key in known], checked, facts)
 
     def restore_outputs(self, module: nn.Module) -> None:
         """Let the graph, which is that of `module` by now, return what the model returned."""
@@ -188,14 +169,7 @@ class Interface:
 
         def build(value: Any) -> Any:
             leaves, spec = pytree.tree_flatten(value)
-            items = [leaf(item) for item in leaves]
-            if is_plain(spec):
-                return assembled(spec, iter(items))
-            name = self._free(OUTPUT_FORM)
-            self.tree.__dict__[name] = spec
-            # create_node, not get_attr: the latter warns about attributes that are no tensors.
-            form = self.graph.create_node("get_attr", name)
-            return self.graph.call_function(pytree.tree_unflatten, (tuple(items), form))
+            return formed(spec, [leaf(item) for item in leaves], self.tree, self.graph)
 
         def leaf(value: Any) -> Any:
             if id(value) in exits:

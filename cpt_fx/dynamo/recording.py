@@ -20,7 +20,15 @@ from cpt_fx.capture.base import CaptureError
 from cpt_fx.capture.tree import Places
 from cpt_fx.dynamo.backend import broken_by, why_broken
 from cpt_fx.dynamo.effects import refuse_effects
-from cpt_fx.dynamo.engine import ONE_GRAPH, PARTS, SEVERAL, Engine, NotCapturedError, default_stance
+from cpt_fx.dynamo.engine import (
+    ONE_GRAPH,
+    PARTS,
+    SEVERAL,
+    Engine,
+    NotCapturedError,
+    compiled_by,
+    default_stance,
+)
 from cpt_fx.dynamo.views import Frame, view_of
 from cpt_fx.graph_module import QuantizedGraphModule
 from cpt_fx.result import plain_class
@@ -108,7 +116,7 @@ def record(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any], dynami
     with _one_graph(engine):
         around(*args, **kwargs)
     if recorder.recording is None:
-        raise CaptureError(f"{_name(engine)} computes nothing with tensors: there is no graph")
+        raise CaptureError(f"{engine.session.kind} computes nothing with tensors: there is no graph")
     return recorder.recording
 
 
@@ -150,19 +158,7 @@ def _any_batch() -> AbstractContextManager[None]:
 
 def _compiled(engine: Engine, backend: Callable[..., Any], dynamic: bool, whole: bool = True) -> Callable[..., Any]:
     forward = engine.forward_of(engine.root)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        # Dynamo looks into functions, not into torch's own modules: this one is the way in.
-        if not torch.compiler.is_dynamo_compiling() and whole:
-            raise NotCapturedError("Dynamo is switched off")
-        return forward(*args, **kwargs)
-
-    # Compiled code is kept with the code object: one of its own goes when the function goes.
-    run.__code__ = run.__code__.replace()
-    compiled: Callable[..., Any] = torch.compile(  # type: ignore[call-overload]
-        run, backend=backend, fullgraph=whole, dynamic=dynamic or None, recompile_limit=PARTS, isolate_recompiles=True
-    )
-    return compiled
+    return compiled_by(backend, forward, PARTS, whole=whole, dynamic=dynamic or None)
 
 
 def not_one_graph(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CaptureError:
@@ -183,7 +179,9 @@ def _breaks(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any], first
         with dynamo_config.patch({**SEVERAL, "fail_on_recompile_limit_hit": False}):
             _compiled(engine, collect, dynamic=False, whole=False)(*args, **kwargs)
     except Exception as own:
-        raise CaptureError(f"{_name(engine)} does not run on these examples: {type(own).__name__}: {own}") from own
+        raise CaptureError(
+            f"{engine.session.kind} does not run on these examples: {type(own).__name__}: {own}"
+        ) from own
     return breaks
 
 
@@ -204,7 +202,7 @@ def _silence() -> Iterator[None]:
 def _several(engine: Engine, breaks: list[str]) -> CaptureError:
     listed = "".join(f"\n  {place}" for place in _by_line(list(filter(None, breaks))))
     return CaptureError(
-        f"{_name(engine)} is not one graph. Its code breaks at:{listed}\nChange these lines, or capture with "
+        f"{engine.session.kind} is not one graph. Its code breaks at:{listed}\nChange these lines, or capture with "
         "'dynamo': it runs in several graphs"
     )
 
@@ -215,10 +213,6 @@ def _by_line(places: list[str]) -> list[str]:
     for place in places:
         found.setdefault(place.partition(" (")[0], place)
     return list(found.values())
-
-
-def _name(engine: Engine) -> str:
-    return engine.session.kind
 
 
 class _Recorder:
