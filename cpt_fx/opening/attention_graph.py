@@ -30,10 +30,7 @@ def _attend(
 
 
 def _scaled_dot_product(builder: Builder) -> None:
-    given = arguments(
-        builder.node, ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"),
-        attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False,
-    )  # fmt: skip
+    given = arguments(builder.node)
     _refuse_nested(given, "query", "key", "value")
     rest = (given["attn_mask"], given["dropout_p"], given["is_causal"])
     context, _ = _attend(builder, given["query"], given["key"], given["value"], *rest,
@@ -42,16 +39,7 @@ def _scaled_dot_product(builder: Builder) -> None:
 
 
 def _multi_head(builder: Builder) -> None:
-    given = arguments(
-        builder.node,
-        ("query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias", "bias_k",
-         "bias_v", "add_zero_attn", "dropout_p", "out_proj_weight", "out_proj_bias", "training", "key_padding_mask",
-         "need_weights", "attn_mask", "use_separate_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight",
-         "static_k", "static_v", "average_attn_weights", "is_causal"),
-        training=True, key_padding_mask=None, need_weights=True, attn_mask=None, use_separate_proj_weight=False,
-        q_proj_weight=None, k_proj_weight=None, v_proj_weight=None, static_k=None, static_v=None,
-        average_attn_weights=True, is_causal=False,
-    )  # fmt: skip
+    given = arguments(builder.node)
     static(given, "num_heads", "add_zero_attn", "need_weights", "use_separate_proj_weight", "average_attn_weights",
            "is_causal")  # fmt: skip
     if given["static_k"] is not None or given["static_v"] is not None:
@@ -60,11 +48,9 @@ def _multi_head(builder: Builder) -> None:
         raise StaysFusedError("fused attention with is_causal=True and no attn_mask, which torch refuses")
     _refuse_nested(given, "query", "key", "value")
     query, heads, zero = given["query"], given["num_heads"], given["add_zero_attn"]
-    if given["use_separate_proj_weight"]:
-        weights = [given[f"{name}_proj_weight"] for name in "qkv"]
-        projected = _project(builder, given, weights)
-    else:
-        projected = _project(builder, given, given["in_proj_weight"])
+    separate = [given[f"{name}_proj_weight"] for name in "qkv"]
+    weights = separate if given["use_separate_proj_weight"] else given["in_proj_weight"]
+    projected = _project(builder, given, weights, given["in_proj_bias"])
     extra = [{}, *({"bias": given[name]} if given[name] is not None else {} for name in ("bias_k", "bias_v"))]
     split = [
         builder.call(attention.split_heads, part, heads, **more, **({"add_zero": True} if zero and index else {}))
@@ -87,10 +73,9 @@ def _multi_head(builder: Builder) -> None:
     builder.replace(out, shown)
 
 
-def _project(builder: Builder, given: dict[str, Any], weights: Any) -> list[fx.Node]:
+def _project(builder: Builder, given: dict[str, Any], weights: Any, bias: Any) -> list[fx.Node]:
     """Add the projections of query, key and value: one product where all three are the same, as torch has it."""
     inputs = [given[name] for name in ("query", "key", "value")]
-    bias = given["in_proj_bias"]
     if not isinstance(weights, list):
         if inputs[0] is inputs[1] is inputs[2]:
             whole = builder.linear(inputs[0], weights, bias, "in_proj")
@@ -110,43 +95,32 @@ def _thirds(builder: Builder, packed: fx.Node) -> list[fx.Node]:
 
 
 def _fast_path(builder: Builder) -> None:
-    given = arguments(
-        builder.node,
-        ("query", "key", "value", "embed_dim", "num_heads", "in_proj_weight", "in_proj_bias", "out_proj_weight",
-         "out_proj_bias", "mask", "need_weights", "average_attn_weights", "mask_type"),
-        mask=None, need_weights=True, average_attn_weights=True, mask_type=None,
-    )  # fmt: skip
-    static(given, "num_heads", "need_weights", "average_attn_weights", "mask_type")
+    given = arguments(builder.node)
+    static(given, "num_head", "need_weights", "average_attn_weights", "mask_type")
     _refuse_nested(given, "query", "key", "value")
-    out, seen = _inference_attention(builder, given)
+    out, seen = _inference_attention(builder, given, given["num_head"])
     shown = None
     if given["need_weights"]:
         shown = builder.call(attention.shown_weights, seen, seen, given["average_attn_weights"])
     builder.replace(out, shown)
 
 
-def _inference_attention(builder: Builder, given: dict[str, Any]) -> tuple[fx.Node, fx.Node]:
+def _inference_attention(builder: Builder, given: dict[str, Any], heads: int) -> tuple[fx.Node, fx.Node]:
     """Add what torch's inference kernels of multi-head attention do: batch first, no dropout."""
     split = [
-        builder.call(attention.split_heads, part, given["num_heads"], batch_first=True)
-        for part in _project(builder, given, given["in_proj_weight"])
+        builder.call(attention.split_heads, part, heads, batch_first=True)
+        for part in _project(builder, given, given["qkv_weight"], given["qkv_bias"])
     ]
     mask = None
     if given["mask"] is not None:
         mask = builder.call(attention.fast_path_mask, given["mask"], given["mask_type"])
     context, seen = _attend(builder, *split, mask, masked_rows_are_zero=False)
     joined = builder.call(attention.join_heads, context, given["query"], batch_first=True)
-    return builder.linear(joined, given["out_proj_weight"], given["out_proj_bias"], "out_proj"), seen
+    return builder.linear(joined, given["proj_weight"], given["proj_bias"], "out_proj"), seen
 
 
 def _encoder_layer(builder: Builder) -> None:
-    given = arguments(
-        builder.node,
-        ("src", "embed_dim", "num_heads", "in_proj_weight", "in_proj_bias", "out_proj_weight", "out_proj_bias",
-         "use_gelu", "norm_first", "eps", "norm_weight_1", "norm_bias_1", "norm_weight_2", "norm_bias_2",
-         "ffn_weight_1", "ffn_bias_1", "ffn_weight_2", "ffn_bias_2", "mask", "mask_type"),
-        mask=None, mask_type=None,
-    )  # fmt: skip
+    given = arguments(builder.node)
     static(given, "num_heads", "use_gelu", "norm_first", "mask_type")
     _refuse_nested(given, "src")
 
@@ -163,8 +137,9 @@ def _encoder_layer(builder: Builder) -> None:
 
     x = given["src"]
     start = norm(x, 1) if given["norm_first"] else x
-    attending = builder.inside(given["in_proj_weight"], nn.MultiheadAttention)
-    attended, _ = _inference_attention(attending, given | {"query": start, "key": start, "value": start})
+    attending = builder.inside(given["qkv_weight"], nn.MultiheadAttention)
+    inputs = {"query": start, "key": start, "value": start}
+    attended, _ = _inference_attention(attending, given | inputs, given["num_heads"])
     builder.products += attending.products
     x = builder.call(torch.add, x, attended)
     if given["norm_first"]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.fx.operator_schemas import get_signature_for_torch_op
 
 from cpt_fx.meta import FAMILY, NAME, module_path
 
@@ -97,14 +99,16 @@ def together(*values: Any) -> tuple[Any, ...]:
     return values
 
 
-def arguments(node: fx.Node, names: Sequence[str], **defaults: Any) -> dict[str, Any]:
-    """Return the arguments of a node by name."""
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    unknown = given.keys() - set(names) - defaults.keys()
-    missing = [name for name in names if name not in given and name not in defaults]
-    if unknown or missing or len(node.args) > len(names):
-        raise StaysFusedError(f"called with other arguments than expected: {sorted([*unknown, *missing])}")
-    return defaults | given
+def arguments(node: fx.Node, first: str = "") -> dict[str, Any]:
+    """Return the arguments of a node by name, defaults included; of several overloads, the one that begins so."""
+    known = get_signature_for_torch_op(node.target) or (inspect.signature(node.target),)  # type: ignore[arg-type]
+    signature = next(each for each in known if next(iter(each.parameters)) == first or not first)
+    try:
+        bound = signature.bind(*node.args, **node.kwargs)
+    except TypeError as error:
+        raise StaysFusedError(f"called with other arguments than expected: {error}") from None
+    bound.apply_defaults()
+    return bound.arguments
 
 
 def static(values: dict[str, Any], *names: str) -> None:

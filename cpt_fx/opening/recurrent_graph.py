@@ -67,11 +67,8 @@ def _layers(params: Sequence[Any], has_biases: bool, has_projection: bool, count
 def _open(builder: Builder, kind: _Kind) -> None:
     """Replace a call of `torch.lstm` and its like, on padded or on packed sequences."""
     packed = len(builder.node.args) > 3 and isinstance(builder.node.args[3], (tuple, list))
-    first = ("data", "batch_sizes", "hx", "params") if packed else ("input", "hx", "params")
-    last = () if packed else ("batch_first",)
-    flags = ("has_biases", "num_layers", "dropout", "train", "bidirectional", *last)
-    given = arguments(builder.node, (*first, *flags))
-    static(given, "params", "has_biases", "num_layers", "bidirectional", *last)
+    given = arguments(builder.node, "data" if packed else "input")
+    static(given, "params", "has_biases", "num_layers", "bidirectional", *(() if packed else ("batch_first",)))
     if isinstance(given["hx"], fx.Node) != (kind.states == 1):
         raise StaysFusedError("fused recurrent kernel: its first state is known only when the graph runs")
     directions = 2 if given["bidirectional"] else 1
@@ -151,8 +148,7 @@ def _step(builder: Builder, kind: _Kind, name: str, constants: list[str]) -> fx.
 
 def _cell(builder: Builder, kind: _Kind) -> None:
     """Replace a call of `torch.lstm_cell` and its like."""
-    names = ("input", "hx", "w_ih", "w_hh", "b_ih", "b_hh")
-    given = arguments(builder.node, names, b_ih=None, b_hh=None)
+    given = arguments(builder.node)
     if isinstance(given["hx"], fx.Node) != (kind.states == 1):
         raise StaysFusedError("fused recurrent cell: its state is known only when the graph runs")
     state = [given["hx"]] if kind.states == 1 else list(given["hx"])
