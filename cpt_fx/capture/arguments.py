@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import operator
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,42 +17,17 @@ from cpt_fx.capture.input_checks import Fact, Input, check_form, check_inputs, f
 from cpt_fx.capture.tracer import expect
 
 _ABSENT = inspect.Parameter.empty
+_STARS: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+"""How torch.fx writes arguments that take whatever is left."""
+_EMPTY: dict[Any, Any] = {inspect.Parameter.VAR_POSITIONAL: (), inspect.Parameter.VAR_KEYWORD: {}}
 CONSTANTS = (*PLAIN, torch.dtype, torch.device)
 """Values that a graph has one of, and that can be compared when it runs."""
 _OUTPUT_FORM = "_cpt_fx_output_form"
 """Attribute that holds the form of outputs that are neither tuples, lists nor dicts."""
 
 
-@dataclass(frozen=True)
-class Argument:
-    """One argument of forward: how it is written in a signature, and the value it has when it is left out."""
-
-    name: str
-    kind: inspect._ParameterKind
-    default: Any = _ABSENT
-
-    @property
-    def target(self) -> str:
-        """Its name as torch.fx writes it: with stars where it takes whatever is left."""
-        if self.kind is inspect.Parameter.VAR_POSITIONAL:
-            return f"*{self.name}"
-        return f"**{self.name}" if self.kind is inspect.Parameter.VAR_KEYWORD else self.name
-
-
-def way_to(path: Any, arguments: list[Argument]) -> tuple[str, tuple[Any, ...]]:
-    """Turn `(args or kwargs, place, ...)` into the name of an argument and the way from it to the value."""
-    positional = [item for item in arguments if item.kind in (inspect.Parameter.POSITIONAL_ONLY,
-                                                              inspect.Parameter.POSITIONAL_OR_KEYWORD)]  # fmt: skip
-    group, first, *rest = path
-    keys = tuple(rest)
-    names = {item.kind: item.name for item in arguments}
-    if group.idx == 0:
-        if first.idx < len(positional):
-            return positional[first.idx].name, keys
-        return names[inspect.Parameter.VAR_POSITIONAL], (pytree.SequenceKey(first.idx - len(positional)), *keys)
-    if any(item.name == first.key for item in arguments):
-        return first.key, keys
-    return names[inspect.Parameter.VAR_KEYWORD], (first, *keys)
+Way = tuple[Any, ...]
+"""The keys that lead from the arguments by name to a value in one of them."""
 
 
 class Entry:
@@ -63,23 +36,25 @@ class Entry:
     `words` is what the checks say of the graph and how to get another one.
     """
 
-    def __init__(self, graph: fx.Graph, arguments: list[Argument], *words: str) -> None:
+    def __init__(self, graph: fx.Graph, arguments: Iterable[inspect.Parameter], *words: str) -> None:
         self.graph = graph
-        self.arguments = arguments
+        self.arguments = {item.name: item for item in arguments}
         self.words = words
         self.start = next(node for node in graph.nodes if node.op != "placeholder")
         with graph.inserting_before(next(iter(graph.nodes))):
-            self.made = {item.name: graph.placeholder(item.target) for item in arguments}
+            self.made = {
+                name: graph.placeholder(f"{_STARS.get(item.kind, '')}{name}") for name, item in self.arguments.items()
+            }
         self.used: dict[str, Any] = {}
 
-    def check_forms(self, given: Iterable[Any], *, ordered: bool = False) -> None:
+    def check_forms(self, given: Mapping[str, Any], *, ordered: bool = False) -> None:
         """Check that arguments have the types, lengths and keys that those given have."""
         with self.graph.inserting_before(self.start):
-            for item, value in zip(self.arguments, given, strict=True):
-                form = form_of(value, ordered=ordered)
+            for name, item in self.arguments.items():
+                form = form_of(given.get(name, _EMPTY.get(item.kind)), ordered=ordered)
                 if form is not None:
                     last = (*self.words, True) if ordered else self.words
-                    self.graph.call_function(check_form, (self.made[item.name], form, item.name, *last))
+                    self.graph.call_function(check_form, (self.made[name], form, name, *last))
 
     def check_tensors(self, nodes: Sequence[fx.Node], inputs: Sequence[Input], facts: Sequence[Fact]) -> None:
         """Check what the graph takes for granted about tensors, before anything else runs."""
@@ -87,29 +62,16 @@ class Entry:
             with self.graph.inserting_before(self.start):
                 self.graph.call_function(check_inputs, (tuple(nodes), tuple(inputs), tuple(facts), *self.words))
 
-    def value(self, value: Any, way: tuple[str, tuple[Any, ...]]) -> fx.Node:
+    def value(self, value: Any, way: Way) -> fx.Node:
         """Return the node for a value inside an argument; a plain one is checked to be what it was."""
-        name, keys = way
+        name, keys = way[0].key, way[1:]
         with self.graph.inserting_before(self.start):
-            node = self.follow(self.made[name], keys)
+            node: fx.Node = pytree.key_get(fx.Proxy(self.made[name]), keys).node
             if isinstance(value, CONSTANTS):
                 self.graph.call_function(expect, (node, value, name))
                 if not keys:
                     self.used[name] = value
         self.used.setdefault(name, _ABSENT)
-        return node
-
-    def follow(self, node: fx.Node, keys: tuple[Any, ...]) -> fx.Node:
-        """Go from an argument to a value inside it."""
-        for place, key in enumerate(keys):
-            if isinstance(key, pytree.SequenceKey):
-                node = self.graph.call_function(operator.getitem, (node, key.idx))
-            elif isinstance(key, pytree.MappingKey):
-                node = self.graph.call_function(operator.getitem, (node, key.key))
-            elif isinstance(key, pytree.GetAttrKey):
-                node = self.graph.call_function(getattr, (node, key.name))
-            else:
-                raise AssertionError(f"no way to {keys[: place + 1]}")
         return node
 
     def finish(self) -> None:
@@ -118,16 +80,16 @@ class Entry:
         The flat inputs are gone by now: inputs are called what the model calls them.
         """
         optional = False
-        for item in self.arguments:
-            node = self.made[item.name]
-            if item.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+        for name, item in self.arguments.items():
+            node = self.made[name]
+            if item.kind in _STARS:
                 continue
-            if item.name not in self.used and item.default is not _ABSENT:
+            if name not in self.used and item.default is not _ABSENT:
                 node.args = (item.default,)
                 with self.graph.inserting_after(list(self.made.values())[-1]):
-                    self.graph.call_function(expect, (node, item.default, item.name))
-            elif self.used.get(item.name, _ABSENT) is not _ABSENT:
-                node.args = (self.used[item.name],)
+                    self.graph.call_function(expect, (node, item.default, name))
+            elif self.used.get(name, _ABSENT) is not _ABSENT:
+                node.args = (self.used[name],)
             elif item.default is not _ABSENT and isinstance(item.default, PLAIN):
                 node.args = (item.default,)
             elif optional:
@@ -135,16 +97,14 @@ class Entry:
                 node.args = (None,)
             optional = optional or bool(node.args)
         taken = {node.name for node in self.graph.nodes}
-        for item in self.arguments:
-            if item.name not in taken:
-                self.made[item.name].name = item.name
+        for name, node in self.made.items():
+            if name not in taken:
+                node.name = name
 
 
-def written(key: Any) -> str:
-    """Write one step of a way as Python does."""
-    if isinstance(key, pytree.GetAttrKey):
-        return f".{key.name}"
-    return f"[{key.idx if isinstance(key, pytree.SequenceKey) else repr(key.key)}]"
+def said(way: Way) -> str:
+    """Write a way as Python does."""
+    return f"{way[0].key}{pytree.keystr(way[1:])}"
 
 
 def formed(spec: pytree.TreeSpec, values: Sequence[Any], module: nn.Module, graph: fx.Graph) -> Any:

@@ -10,7 +10,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.numbers import int_oo
 
-from cpt_fx.capture.arguments import Argument, Entry, formed, way_to, written
+from cpt_fx.capture.arguments import Entry, formed, said
 from cpt_fx.capture.base import CaptureError
 from cpt_fx.capture.input_checks import Fact, Input, expression_of
 
@@ -21,18 +21,17 @@ def restore_interface(program: torch.export.ExportedProgram, module: fx.GraphMod
     flat = graph.find_nodes(op="placeholder")
     values = pytree.tree_unflatten([node.meta.get("val") for node in flat], program.call_spec.in_spec)
     entry = Entry(graph, _arguments(program))
-    entry.check_forms((*values[0], *values[1].values()))
+    given = dict(zip(entry.arguments, (*values[0], *values[1].values()), strict=True))
+    entry.check_forms(given)
     tensors: dict[str, fx.Node] = {}
     """By the name that the guards of an export have for an input: `L['x']`."""
     inputs = []
-    for node, (path, value) in zip(flat, pytree.tree_flatten_with_path(values)[0], strict=True):
-        name, keys = way = way_to(path, entry.arguments)
+    for node, (way, value) in zip(flat, pytree.tree_flatten_with_path(given)[0], strict=True):
         read = entry.value(value, way)
         if isinstance(value, torch.Tensor):
             read.meta.update({key: node.meta[key] for key in ("val", "tensor_meta") if key in node.meta})
-            place = "".join(map(written, keys))
-            tensors[f"L['{name}']{place}"] = read
-            inputs.append(_input(program, f"{name}{place}", value))
+            tensors[f"L{pytree.keystr(way)}"] = read
+            inputs.append(_input(program, said(way), value))
         node.replace_all_uses_with(read)
         graph.erase_node(node)
     entry.check_tensors(list(tensors.values()), inputs, _facts(program, list(tensors)))
@@ -42,13 +41,13 @@ def restore_interface(program: torch.export.ExportedProgram, module: fx.GraphMod
         output.args = (formed(program.call_spec.out_spec, output.args[0], module, graph),)  # type: ignore[arg-type]
 
 
-def _arguments(program: torch.export.ExportedProgram) -> list[Argument]:
+def _arguments(program: torch.export.ExportedProgram) -> list[inspect.Parameter]:
     """Return the arguments that a program was exported with, by the names it keeps."""
     signature = program.module_call_graph[0].signature
     args, kwargs = program.call_spec.in_spec.children()
     known = list(signature.forward_arg_names or ()) if signature is not None else []
     names = [known[place] if place < len(known) else f"arg_{place}" for place in range(len(args.children()))]
-    return [Argument(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in (*names, *kwargs.context)]
+    return [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in (*names, *kwargs.context)]
 
 
 def _input(program: torch.export.ExportedProgram, name: str, value: torch.Tensor) -> Input:

@@ -17,14 +17,12 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
 
 from cpt_fx.bodies import free_name
-from cpt_fx.capture.arguments import CONSTANTS, Argument, Entry, formed, way_to, written
+from cpt_fx.capture.arguments import CONSTANTS, Entry, formed, said
 from cpt_fx.capture.base import CaptureError
 from cpt_fx.capture.input_checks import Expression, Fact, expression_of
 from cpt_fx.capture.input_checks import Input as Checked
 from cpt_fx.dynamo.checks import ADVICE, MADE, check_same
 from cpt_fx.dynamo.recording import Input, Recording, WholeFloat, WholeInt
-
-_EMPTY: dict[Any, Any] = {inspect.Parameter.VAR_POSITIONAL: (), inspect.Parameter.VAR_KEYWORD: {}}
 
 
 class Interface:
@@ -47,14 +45,12 @@ class Interface:
         record, graph = self.recording, self.graph
         flat = graph.find_nodes(op="placeholder")
         signature = inspect.signature(forward)
-        arguments = [Argument(item.name, item.kind, item.default) for item in signature.parameters.values()]
-        entry = Entry(graph, arguments, MADE, ADVICE)
-        bound = signature.bind(*record.args, **record.kwargs).arguments
-        entry.check_forms([bound.get(item.name, _EMPTY.get(item.kind)) for item in arguments], ordered=True)
+        entry = Entry(graph, signature.parameters.values(), MADE, ADVICE)
+        given = signature.bind(*record.args, **record.kwargs).arguments
+        entry.check_forms(given, ordered=True)
         opaque = {}
-        for path, value in pytree.tree_flatten_with_path((record.args, record.kwargs))[0]:
-            name, keys = way = way_to(path, arguments)
-            text = name + "".join(map(written, keys))
+        for way, value in pytree.tree_flatten_with_path(given)[0]:
+            text = said(way)
             if not isinstance(value, (Tensor, *CONSTANTS)):
                 opaque[text] = type(value).__name__
                 continue
