@@ -36,9 +36,6 @@ class Operand(NamedTuple):
     is_none: bool = False
 
 
-UNKNOWN = Operand(is_called=True)
-
-
 class Question(NamedTuple):
     """An instruction that asks about its operands, or writes to where they lead."""
 
@@ -59,7 +56,7 @@ def facts_of(code: CodeType) -> Facts | None:
     """Read the code of a function, once; None where there is nothing to look at."""
     known = _known.get(id(code))
     if known is None:
-        facts = Facts(_Reader(code).questions, _caught(code)) if is_traced_code(code.co_filename) else None
+        facts = Facts(_questions(code), _caught(code)) if is_traced_code(code.co_filename) else None
         known = _known[id(code)] = code, facts if facts and any(facts) else None
     return known[1]
 
@@ -84,115 +81,83 @@ def is_caught(frame: FrameType) -> bool:
     return facts is not None and any(start <= frame.f_lasti < end for start, end in facts.caught)
 
 
-class _Reader:
-    """Follows the stack through the instructions of a function, in the order in which they are written."""
+class _Step(NamedTuple):
+    """An instruction; of one that is about two variables, each half."""
 
-    def __init__(self, code: CodeType) -> None:
-        self.stack: list[Operand] = []
-        self.jumps: dict[int, list[Operand]] = {}
-        """The stack at places that are jumped to."""
-        self.ended = False
-        """Whether the next instruction is reached by a jump only."""
-        self.stored: dict[str, Operand] = {}
-        """What the same line has put into variables: they do not hold it yet when the line begins."""
-        self.questions: dict[int, list[Question]] = {}
-        self.outer = code.co_freevars
-        line = code.co_firstlineno
-        starts = {offset: number for offset, number in dis.findlinestarts(code) if number is not None}
-        for step in dis.get_instructions(code):
-            if starts.get(step.offset, line) != line:
-                line = starts[step.offset]
-                self.stored.clear()
-            self._arrive(step.offset)
-            question = self._read(step)
-            if question:
-                self.questions.setdefault(line, []).append(question)
-            self._leave(step)
+    name: str
+    value: Any
+    line: int
+    is_target: bool
+    """Whether some jump leads there."""
 
-    def _pop(self, count: int = 1) -> Operand:
-        """Take operands from the stack, and return what is made of them."""
-        taken = [self.stack.pop() if self.stack else UNKNOWN for _ in range(count)]
-        if count == 1:
-            return taken[0]
-        paths = tuple(dict.fromkeys(path for operand in taken for path in operand.paths))
-        return Operand(paths, is_called=any(operand.is_called for operand in taken))
 
-    def _arrive(self, offset: int) -> None:
-        """Join what comes from elsewhere."""
-        jumped = self.jumps.get(offset)
-        if self.ended:
-            self.stack = jumped or []
-        elif jumped and len(jumped) == len(self.stack) and jumped[-1] != self.stack[-1]:
-            self.stack.append(jumped[-1])
-            self.stack.append(self._pop(2))
-        self.ended = False
+def _questions(code: CodeType) -> dict[int, list[Question]]:
+    """Find the instructions of a function that ask or write, by line."""
+    steps: list[_Step] = []
+    line = code.co_firstlineno
+    lines = dict(dis.findlinestarts(code))
+    for each in dis.get_instructions(code):
+        line = lines.get(each.offset) or line
+        names, values = [each.opname], [each.argval]
+        if isinstance(each.argval, tuple) and "_FAST" in each.opname:
+            names, values = [f"{kind}_FAST" for kind in re.findall("LOAD|STORE", each.opname)], list(each.argval)
+        steps += [_Step(name, value, line, each.is_jump_target) for name, value in zip(names, values, strict=True)]
+    questions: dict[int, list[Question]] = {}
+    for place, (name, value, line, _) in enumerate(steps):
+        is_jump = name.startswith("POP_JUMP") and name.endswith("NONE")
+        kind, count = ("is", 1) if is_jump else _ASKS.get(name, ("", 0))
+        if kind:
+            questions.setdefault(line, []).append(Question(kind, _operands(steps[: place + 1], count)))
+        elif name == "STORE_GLOBAL" or (name == "STORE_DEREF" and value in code.co_freevars):
+            questions.setdefault(line, []).append(Question("outer", (Operand(((value,),)),)))
+    return questions
 
-    def _leave(self, step: dis.Instruction) -> None:
-        if step.opcode in dis.hasjrel or step.opcode in dis.hasjabs:
-            self.jumps.setdefault(step.argval, self.stack.copy())
-        self.ended = step.opname.startswith(("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "RETURN_", "RAISE"))
 
-    def _read(self, step: dis.Instruction) -> Question | None:
-        """Take an instruction into account; return the question that it is."""
-        name, value = step.opname, step.argval
-        if name == "IS_OP":
-            question = Question("is", (self._pop(), self._pop()))
-            self.stack.append(Operand())
-            return question
-        if name.startswith("POP_JUMP") and name.endswith("NONE"):
-            return Question("is", (self._pop(), Operand(is_none=True)))
-        if name in ("MATCH_MAPPING", "MATCH_SEQUENCE"):
-            question = Question("match", (self._pop(),))
-            self.stack += (*question.operands, Operand())
-            return question
-        if name == "STORE_ATTR":
-            question = Question("store", (self._pop(),))
-            self._pop()
-            return question
-        if name == "STORE_GLOBAL" or (name == "STORE_DEREF" and value in self.outer):
-            return Question("outer", (self._pop()._replace(paths=((value,),)),))
-        if "_FAST" in name or name in ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_CLASSDEREF", "STORE_DEREF"):
-            self._variables(step)
-        elif name in ("LOAD_ATTR", "LOAD_METHOD"):
-            base = self._pop()
-            paths = ((*base.paths[0], value),) if base.is_variable else base.paths
-            self.stack += [base._replace(paths=paths, is_none=False)] * (1 + _effect(step))
-        elif name == "LOAD_CONST":
-            self.stack.append(Operand(is_none=value is None))
-        elif name in ("COPY", "DUP_TOP") and (step.arg or 1) <= len(self.stack):
-            self.stack.append(self.stack[-(step.arg or 1)])
-        elif name == "SWAP" and step.arg and step.arg <= len(self.stack):
-            self.stack[-1], self.stack[-step.arg] = self.stack[-step.arg], self.stack[-1]
+def _operands(whole: list[_Step], count: int) -> tuple[Operand, ...]:
+    """Return the operands of the last of some instructions.
+
+    One that is no plain variable may be made of all that is read since the last instruction of an earlier line, or, as
+    in patterns, of all that is read at all.
+    """
+    line = whole[-1].line
+    first = next((place for place in range(len(whole) - 1, 0, -1) if whole[place - 1].line < line), 0)
+    is_pattern = whole[-1].name in _PATTERNS
+    steps = whole if is_pattern or not any(_VARIABLE.match(step.name) for step in whole[first:]) else whole[first:]
+    changed = {step.value for step in steps if _STORE.match(step.name)}  # does not hold it yet when the line begins
+    paths: list[tuple[str, ...]] = []
+    for before, step in pairwise((_START, *steps)):
+        if _VARIABLE.match(step.name):
+            paths.append((step.value,))
+        elif step.name in _ATTRIBUTE and (_VARIABLE.match(before.name) or before.name in _ATTRIBUTE):
+            paths[-1] = (*paths[-1], step.value)
+    is_called = any("CALL" in step.name for step in steps) and ("type",) not in paths
+    end = len(steps) - 1
+    if steps[end].name == "STORE_ATTR" and steps[end - 1].name in ("SWAP", "ROT_TWO"):  # `a.b += 1` keeps `a` below
+        end = max((place for place, step in enumerate(steps) if step.name in ("COPY", "DUP_TOP")), default=end)
+    found: list[Operand] = []
+    for _ in range(count):
+        start = end - 1
+        while start > 0 and steps[start].name in _ATTRIBUTE:
+            start -= 1
+        name, value, *_ = steps[max(start, 0)]
+        is_one_way = start >= 0 and not is_pattern and not any(step.is_target for step in steps[start + 1 : end + 1])
+        if is_one_way and _VARIABLE.match(name) and value not in changed:
+            found.append(Operand(((value, *(step.value for step in steps[start + 1 : end])),), is_variable=True))
+        elif is_one_way and name == "LOAD_CONST":
+            found.append(Operand(is_none=value is None))
         else:
-            self._other(name, _effect(step))
-        return None
-
-    def _variables(self, step: dis.Instruction) -> None:
-        """Read and write variables: newer Pythons have instructions for two of them."""
-        names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
-        if step.opname == "LOAD_GLOBAL":
-            self.stack += [Operand()] * (_effect(step) - 1)  # a place for the object of a method
-        for kind, name in zip(re.findall("LOAD|STORE|DELETE", step.opname), names, strict=False):
-            if kind == "LOAD":
-                self.stack.append(self.stored.get(name, Operand(((name,),), is_variable=True)))
-            elif kind == "STORE":
-                self.stored[name] = self._pop()
-
-    def _other(self, name: str, effect: int) -> None:
-        """Take any other instruction into account, by how much it leaves on the stack."""
-        if name.startswith(("POP_", "STORE_", "DELETE_", "RETURN_", "RAISE", "RERAISE", "END_")):
-            self._pop(max(-effect, 0))
-        elif effect > 0:
-            made = self.stack[-1] if self.stack and name.startswith(("FOR_", "UNPACK_", "GET_")) else Operand()
-            self.stack += [made._replace(is_variable=False)] * effect
-        elif self.stack and name not in ("NOP", "NOT_TAKEN", "KW_NAMES", "EXTENDED_ARG", "CACHE", "RESUME"):
-            made = self._pop(1 - effect)
-            called = name.startswith(("CALL", "PRECALL")) and ("type",) not in made.paths
-            self.stack.append(made._replace(is_variable=False, is_none=False, is_called=made.is_called or called))
+            return tuple(found + [Operand(tuple(dict.fromkeys(paths)), is_called=is_called)] * count)[:count]
+        end = start
+    return tuple(found)
 
 
-def _effect(step: dis.Instruction) -> int:
-    return dis.stack_effect(step.opcode, step.arg if step.opcode >= dis.HAVE_ARGUMENT else None, jump=False)
+_PATTERNS = ("MATCH_CLASS", "MATCH_MAPPING", "MATCH_SEQUENCE")
+_ASKS = {"IS_OP": ("is", 2), "STORE_ATTR": ("store", 1), **dict.fromkeys(_PATTERNS, ("match", 1))}
+"""Instructions that ask or write: the kind of question, and how many operands it has."""
+_START = _Step("", None, 0, False)
+_VARIABLE = re.compile("LOAD_(FAST|NAME|GLOBAL|DEREF|CLASSDEREF)")
+_STORE = re.compile("STORE_(FAST|NAME|DEREF)")
+_ATTRIBUTE = ("LOAD_ATTR", "LOAD_METHOD")
 
 
 def look(question: Question, frame: FrameType) -> None:
