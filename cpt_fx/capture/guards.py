@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import FrameType
@@ -31,8 +31,12 @@ def _holds_proxy(value: Any) -> bool:
     return any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves(value))
 
 
+Replacements = dict[tuple[Any, str], Callable[..., Any]]
+"""Functions to put in the place of attributes."""
+
+
 @contextmanager
-def replaced(functions: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
+def replaced(functions: Replacements) -> Iterator[None]:
     """Put other functions in the place of some of torch's, for as long as the block runs."""
     thread = threading.get_ident()
 
@@ -60,11 +64,10 @@ def _dynamo_table() -> Any:
     return getattr(rules, "get_torch_obj_rule_map", None) or cache(lambda: None)
 
 
-@contextmanager
-def refusing_what_is_lost() -> Iterator[None]:
-    """Refuse calls that leave nothing behind in a graph: autocast regions, a backward of one's own."""
+def lost() -> Replacements:
+    """Refuse calls that leave nothing behind in a graph."""
 
-    def lost(owner: Any, name: str, what: str, *, by_torch: bool = True) -> dict[tuple[Any, str], Callable[..., Any]]:
+    def refusing(owner: Any, name: str, what: str, *, by_torch: bool = True) -> Replacements:
         original = vars(owner)[name]
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -75,18 +78,17 @@ def refusing_what_is_lost() -> Iterator[None]:
         return {(owner, name): call}
 
     gradients = "switches gradients on: where the model is called without them, a graph would not,"
-    refused = {
-        **lost(torch.autocast, "__enter__", "enters torch.autocast: torch.fx would lose it, also a disabled one,"),
-        **lost(torch.enable_grad, "__enter__", gradients),
+    setting = "calls set_grad_enabled, which a graph would not,"
+    return {
+        **refusing(torch.autocast, "__enter__", "enters torch.autocast: torch.fx would lose it, also a disabled one,"),
+        **refusing(torch.enable_grad, "__enter__", gradients),
         # Not where torch itself does: `no_grad` is looked at when operators are recorded in it.
-        **lost(torch.set_grad_enabled, "__init__", "calls set_grad_enabled, which a graph would not,", by_torch=False),
+        **refusing(torch.set_grad_enabled, "__init__", setting, by_torch=False),
     }
-    with replaced(refused), _refusing_functions():
-        yield
 
 
 @contextmanager
-def _refusing_functions() -> Iterator[None]:
+def refusing_functions() -> Iterator[None]:
     """Refuse custom autograd functions, also where the code holds on to a bound `apply`: below all of them."""
     thread = threading.get_ident()
 
@@ -105,8 +107,7 @@ def _refusing_functions() -> Iterator[None]:
         delattr(_SingleLevelFunction, "apply")
 
 
-@contextmanager
-def watching_attributes() -> Iterator[None]:
+def stored() -> Replacements:
     """Refuse code that stores something in a module on every call: a graph would do it once, or not at all.
 
     `self.buffer += 1` is fine: the update in place is in the graph, and storing the same tensor again changes nothing.
@@ -129,8 +130,7 @@ def watching_attributes() -> Iterator[None]:
             "call. Return it, or keep it in a buffer that is updated in place"
         )
 
-    with replaced({(nn.Module, "__setattr__"): checked}):
-        yield
+    return {(nn.Module, "__setattr__"): checked}
 
 
 def refuse_handlers() -> None:

@@ -64,15 +64,9 @@ def _copy(module: fx.GraphModule, node: fx.Node, body: Any, inputs: list[Any]) -
     """Copy the nodes of a region's body in front of it and return its results."""
     inner = get_attribute(module, str(body.target))
     inline_regions(inner)
-    given = iter(inputs)
-    values: dict[fx.Node, Any] = {}
-    for item in inner.graph.nodes:
-        if item.op == "placeholder":
-            values[item] = next(given)
-        elif item.op == "output":
-            return fx.map_arg(item.args[0], lambda used: values[used])
-        else:
-            values[item] = module.graph.node_copy(item, lambda used: values[used])
-            if item.op == "get_attr":
-                raise CaptureError(f"a region of the graph holds a tensor of its own, {item.target}")
-    raise AssertionError("a graph without an output")
+    tensor = next((item.target for item in inner.graph.nodes if item.op == "get_attr"), None)
+    if tensor is not None:
+        raise CaptureError(f"a region of the graph holds a tensor of its own, {tensor}")
+    return module.graph.graph_copy(
+        inner.graph, dict(zip(inner.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    )

@@ -7,8 +7,6 @@ import random
 import threading
 import warnings
 from collections.abc import Mapping
-from contextlib import ExitStack
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy
@@ -21,9 +19,11 @@ from cpt_fx.capture.containers import unchanged_containers
 from cpt_fx.capture.guards import (
     PLAIN,
     RefusingTensors,
-    refusing_what_is_lost,
+    lost,
+    refusing_functions,
+    replaced,
+    stored,
     unchanged_tensors,
-    watching_attributes,
 )
 from cpt_fx.capture.modes import merge_modes
 from cpt_fx.capture.questions import refusing_questions
@@ -156,13 +156,12 @@ def _trace(source: Source, fixed: Mapping[str, object], *, mode: bool) -> Traced
                 unchanged_containers(root) as kept,
                 unchanged_tensors(root),
                 RefusingTensors(root),
-                ExitStack() as stack,
+                warnings.catch_warnings(),
+                replaced({**tracer.replacements(), **lost(), **stored()}),
+                refusing_functions(),
+                refusing_questions(kept),
             ):
-                stack.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore")
-                for context in (tracer.recording_factories, tracer.recording_output_sizes, refusing_what_is_lost,
-                                watching_attributes, partial(refusing_questions, kept)):  # fmt: skip
-                    stack.enter_context(context())
                 graph = _trace_with_guards(tracer, root, entry)
             tracer.refuse_survivors()
         except Exception as error:  # whatever the model's code raises

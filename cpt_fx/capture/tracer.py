@@ -8,7 +8,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.nn.modules.conv import _ConvTransposeNd
 from torch.nn.utils import parametrize
 
 from cpt_fx.capture.base import CaptureError
-from cpt_fx.capture.guards import context, refuse_handlers, replaced
+from cpt_fx.capture.guards import Replacements, context, refuse_handlers
 from cpt_fx.capture.identity import is_caught
 from cpt_fx.capture.refusals import note, place_of, place_of_forward, refuse
 from cpt_fx.capture.traced import Traced
@@ -163,12 +162,11 @@ class Tracer(fx.Tracer):
             self._read[name] = self.create_proxy("get_attr", name, (), {})
         return self._read[name]
 
-    @contextmanager
-    def recording_factories(self) -> Iterator[None]:
-        """Record `torch.zeros(...)` and its like as nodes while tracing.
+    def replacements(self) -> Replacements:
+        """Record `torch.zeros(...)` and its like as nodes, and what `conv_transpose(x, output_size=...)` pads.
 
         Run once at trace time, their result would be a constant: shared between calls where the code fills it in
-        place, and the same at every call where it is random.
+        place, the same at every call where it is random, and for one size of the input.
         """
 
         def recorded(function: Callable[..., Any]) -> Callable[..., fx.Proxy]:
@@ -179,21 +177,15 @@ class Tracer(fx.Tracer):
 
             return record
 
-        with replaced({(torch, name): recorded(getattr(torch, name)) for name in FACTORIES}):
-            yield
+        padding = _ConvTransposeNd._output_padding
 
-    @contextmanager
-    def recording_output_sizes(self) -> Iterator[None]:
-        """Let `conv_transpose(x, output_size=...)` work out its padding in the graph, from the input's size there."""
-        original = _ConvTransposeNd._output_padding
-
-        def recorded(layer: nn.Module, x: Any, output_size: Any, *args: Any) -> Any:
+        def padded(layer: nn.Module, x: Any, output_size: Any, *args: Any) -> Any:
             if output_size is None:
-                return original(layer, x, output_size, *args)  # type: ignore[arg-type]
+                return padding(layer, x, output_size, *args)  # type: ignore[arg-type]
             return self.create_proxy("call_function", output_padding, (x, output_size, *args), {})
 
-        with replaced({(_ConvTransposeNd, "_output_padding"): recorded}):
-            yield
+        factories: Replacements = {(torch, name): recorded(getattr(torch, name)) for name in FACTORIES}
+        return {**factories, (_ConvTransposeNd, "_output_padding"): padded}
 
     def _proxy_placeholder(
         self, name: str, concrete_args: Any, sig: inspect.Signature, fn_for_analysis: Callable[..., Any]

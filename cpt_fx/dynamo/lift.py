@@ -61,7 +61,6 @@ class _Lift:
         self.view = view
         self.root = nn.Module()
         self.graph = copy_graph(view.graph)
-        self.graph.set_codegen(fx.graph.CodeGen())
         self.reads: list[str] = []
         self._inputs = {node.name: node for node in _placeholders(self.graph)}
         self._given = given

@@ -40,28 +40,14 @@ _TANH = _Kind(recurrent.tanh_step)
 _RELU = _Kind(recurrent.relu_step)
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """The parameters of one direction of one layer."""
-
-    input: Any
-    hidden: Any
-    input_bias: Any
-    hidden_bias: Any
-    projection: Any
-
-
-def _layers(params: Sequence[Any], has_biases: bool, has_projection: bool, count: int) -> list[_Layer]:
-    """Sort torch's flat list of parameters."""
-    each = 2 + 2 * has_biases + has_projection
+def _layers(params: Sequence[Any], has_biases: bool, has_projection: bool, count: int) -> list[dict[str, Any]]:
+    """Sort torch's flat list of parameters, one direction of one layer after the other."""
+    names = ("input", "hidden", *(("input_bias", "hidden_bias") if has_biases else ()),
+             *(("projection",) if has_projection else ()))  # fmt: skip
+    each = len(names)
     if len(params) != each * count:
         raise StaysFusedError(f"fused recurrent kernel with {len(params)} parameters, not {each * count}")
-    found = []
-    for start in range(0, len(params), each):
-        own = params[start : start + each]
-        biases = own[2:4] if has_biases else (None, None)
-        found.append(_Layer(own[0], own[1], biases[0], biases[1], own[-1] if has_projection else None))
-    return found
+    return [dict(zip(names, params[start:], strict=False)) for start in range(0, len(params), each)]
 
 
 def _open(builder: Builder, kind: _Kind) -> None:
@@ -104,18 +90,19 @@ def _open(builder: Builder, kind: _Kind) -> None:
 
 
 def _direction(
-    builder: Builder, kind: _Kind, layer: _Layer, x: fx.Node, state: tuple[fx.Node, ...], name: str,
+    builder: Builder, kind: _Kind, layer: dict[str, Any], x: fx.Node, state: tuple[fx.Node, ...], name: str,
     options: dict[str, Any],
 ) -> fx.Node:  # fmt: skip
     """Add one direction of one layer: the product of all inputs, then the loop."""
-    inputs = builder.product(F.linear, x, layer.input, layer.input_bias, name=f"ih_{name}", family="recurrent")
-    parts = {"weight": layer.hidden, "bias": layer.hidden_bias, "projection": layer.projection}
+    bias = layer.get("input_bias")
+    inputs = builder.product(F.linear, x, layer["input"], bias, name=f"ih_{name}", family="recurrent")
+    parts = {"weight": layer["hidden"], "bias": layer.get("hidden_bias"), "projection": layer.get("projection")}
     constants = {part: value for part, value in parts.items() if value is not None}
     body = new_body(_step(builder, kind, name, list(constants)))
     path = add_body(builder.module, f"_cpt_fx_step_{name}", body)
     with builder.node.graph.inserting_before(builder.node):
         read = builder.node.graph.create_node("get_attr", path)
-    builder.products += 1 + (layer.projection is not None)
+    builder.products += 1 + ("projection" in layer)
     return builder.call(recurrent.scan, read, inputs, state, tuple(constants.values()), **options)
 
 
