@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, fx, nn
 
@@ -40,8 +38,6 @@ def trial(model: nn.Module) -> Iterator[None]:
     copies: dict[int, Tensor] = {}
     devices = sorted({value.device.index for value in model.parameters() if value.device.type == "cuda"})
     with ExitStack() as stack:
-        stack.callback(random.setstate, random.getstate())
-        stack.callback(numpy.random.set_state, numpy.random.get_state())
         stack.enter_context(unchanged(model, values=True))
         stack.enter_context(torch.random.fork_rng(devices=devices))
         stack.enter_context(torch.compiler.set_stance("force_eager"))

@@ -39,7 +39,7 @@ def unchanged(model: nn.Module, *, values: bool = False) -> Iterator[None]:
     """Undo what code of a model does inside the block; what it does to the values of tensors in place, for `values`.
 
     It covers modules, plain objects and containers that they lead to, closures, the classes of the modules and the
-    globals that their methods name. What is ours stays.
+    globals that their methods name, and random numbers. What is ours stays.
     """
     memory = _Memory(values)
     memory.keep(model)
@@ -65,7 +65,12 @@ class _Memory:
         self.known: dict[int, Any] = {}
 
     def keep(self, model: nn.Module) -> None:
-        """Walk over all that a model leads to."""
+        """Walk over all that a model leads to; keep the generators of random numbers that everybody uses."""
+        self.undo += [
+            functools.partial(random.setstate, random.getstate()),
+            functools.partial(numpy.random.set_state, numpy.random.get_state()),
+            functools.partial(torch.random.set_rng_state, torch.random.get_rng_state()),
+        ]
         rows = [(value, 0) for key, value in vars(torch_module).items() if key.startswith("_global_")]
         rows += [(module, 0) for module in model.modules()]
         while rows:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import random
 import threading
 import warnings
@@ -113,16 +114,10 @@ class Source(NamedTuple):
 
 def _both_modes(source: Source, fixed: Mapping[str, object]) -> Traced:
     """Trace in training and in evaluation mode and merge: flags that code passes on become run-time values."""
-    state, others = torch.random.get_rng_state(), (random.getstate(), numpy.random.get_state())
-    try:
-        training = _trace(source, fixed, mode=True)
-        evaluation = _trace(source, fixed, mode=False)
-        drawn = random.getstate() != others[0] or _differ(numpy.random.get_state(), others[1])
-    finally:
-        torch.random.set_rng_state(state)
-        random.setstate(others[0])
-        numpy.random.set_state(others[1])
-    if drawn:
+    before = _other_random_numbers()
+    training = _trace(source, fixed, mode=True)
+    evaluation = _trace(source, fixed, mode=False)
+    if _other_random_numbers() != before:
         raise CaptureError("forward draws random numbers of Python or numpy: a graph would hold what one trace drew")
     merge_modes(training.graph, evaluation.graph)
     for node in training.graph.nodes:
@@ -133,9 +128,8 @@ def _both_modes(source: Source, fixed: Mapping[str, object]) -> Traced:
     return training
 
 
-def _differ(state: Any, other: Any) -> bool:
-    """Compare two states of numpy's generator."""
-    return any(not numpy.array_equal(one, two) for one, two in zip(state, other, strict=True))
+def _other_random_numbers() -> bytes:
+    return pickle.dumps((random.getstate(), numpy.random.get_state()))
 
 
 def _trace(source: Source, fixed: Mapping[str, object], *, mode: bool) -> Traced:
