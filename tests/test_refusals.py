@@ -79,11 +79,13 @@ class Checkpointed(nn.Linear):
 cpt_fx.transform(Checkpointed(4, 4), Static(8), capture="symbolic")
 made = torch.compile(lambda x: x + torch.zeros(3) + torch.full((3,), 2.0), backend="eager", fullgraph=True)
 assert made(torch.ones(3)).tolist() == [3.0] * 3
+asked = torch.compile(lambda x, y: x * (2 if y is not None and y is not x else 3), backend="eager", fullgraph=True)
+assert asked(torch.ones(3), torch.ones(3)).tolist() == [2.0] * 3
 """
 
 
 def test_a_trace_that_imports_the_compiler_leaves_it_as_it_is() -> None:
-    """Dynamo makes a table of torch's functions when it is first asked, which a checkpoint inside of a trace does."""
+    """Dynamo makes tables of functions when it is imported and first asked: a checkpoint in a trace does both."""
     subprocess.run([sys.executable, "-c", AFTERWARDS], check=True)
 
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cpt_fx.aliasing import overwritten
 from cpt_fx.capture.identity import is_caught
 from cpt_fx.capture.memory import keep_tensor
-from cpt_fx.capture.refusals import TRACE, is_the_models, place_of_forward, refuse
+from cpt_fx.capture.refusals import TRACE, is_the_models, note, place_of_forward, refuse
 
 PLAIN = (bool, int, float, str, type(None))
 """Argument values that Python code branches on: they become constants of the graph."""
@@ -29,6 +29,27 @@ _ABSENT = object()
 
 def _holds_proxy(value: Any) -> bool:
     return any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves(value))
+
+
+class DynamoNeededError(Exception):
+    """The code is about to import Dynamo, which would take what is in the place of functions for the functions."""
+
+
+@contextmanager
+def without_dynamo() -> Iterator[None]:
+    """Refuse to import Dynamo while the block runs, as `torch.utils.checkpoint` does where that has not been done."""
+    thread = threading.get_ident()
+
+    def find_spec(name: str, *_: object) -> None:
+        if name == "torch._dynamo" and threading.get_ident() == thread:
+            raise note(DynamoNeededError())
+
+    finder: Any = SimpleNamespace(find_spec=find_spec)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
 
 
 Replacements = dict[tuple[Any, str], Callable[..., Any]]

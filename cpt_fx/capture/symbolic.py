@@ -8,6 +8,7 @@ import random
 import threading
 import warnings
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy
@@ -19,12 +20,14 @@ from cpt_fx.capture.base import CaptureError
 from cpt_fx.capture.containers import unchanged_containers
 from cpt_fx.capture.guards import (
     PLAIN,
+    DynamoNeededError,
     RefusingTensors,
     lost,
     refusing_functions,
     replaced,
     stored,
     unchanged_tensors,
+    without_dynamo,
 )
 from cpt_fx.capture.modes import merge_modes
 from cpt_fx.capture.questions import refusing_questions
@@ -151,6 +154,7 @@ def _trace(source: Source, fixed: Mapping[str, object], *, mode: bool) -> Traced
                 unchanged_tensors(root),
                 RefusingTensors(root),
                 warnings.catch_warnings(),
+                without_dynamo(),
                 replaced({**tracer.replacements(), **lost(), **stored()}),
                 refusing_functions(),
                 refusing_questions(kept),
@@ -162,6 +166,9 @@ def _trace(source: Source, fixed: Mapping[str, object], *, mode: bool) -> Traced
             failed = error
     # What the model's code has caught comes first: what it did afterwards may be wrong because of it.
     first = noted[0] if noted else failed
+    if isinstance(first, DynamoNeededError):
+        import_module("torch._dynamo")
+        return _trace(source, fixed, mode=mode)
     if isinstance(first, CaptureError):
         raise first
     if first is not None:
