@@ -104,7 +104,7 @@ def _graft(target: nn.Module, source: nn.Module, prefix: str, called: set[str], 
         path = f"{prefix}.{name}" if prefix else name
         if child is None:
             target.add_module(name, None)
-        elif path in called or _is_part_of(path, called):
+        elif path in called:
             made[id(child)] = child
             target.add_module(name, child)
         elif id(child) in made:
@@ -115,12 +115,6 @@ def _graft(target: nn.Module, source: nn.Module, prefix: str, called: set[str], 
             take_tensors(holder, child)
             target.add_module(name, holder)
             _graft(holder, child, path, called, made)
-
-
-def _is_part_of(path: str, called: set[str]) -> bool:
-    """Whether a module above this path is called as a whole."""
-    parts = path.split(".")
-    return any(".".join(parts[:length]) in called for length in range(1, len(parts)))
 
 
 def _ensure(root: nn.Module, path: str, value: object) -> None:

@@ -1,4 +1,4 @@
-"""Lists and dicts that a model's code fills while it is traced: put back as they were, and noticed."""
+"""Lists, dicts and tensors that a model's code changes while it is traced: put back as they were, and noticed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from cpt_fx.capture.base import MODULE_OWN
-from cpt_fx.capture.memory import keep_container
+from cpt_fx.capture.memory import keep_container, keep_tensor
 from cpt_fx.capture.refusals import file_of_class, is_the_models, place_of_forward, refuse
 from cpt_fx.capture.tree import is_plain_object
 
@@ -48,12 +48,13 @@ class Kept:
 
 
 @contextmanager
-def unchanged_containers(model: nn.Module) -> Iterator[Kept]:
-    """Refuse code that changes a container of a module on every call: a graph would not do it.
+def unchanged_state(model: nn.Module) -> Iterator[Kept]:
+    """Refuse code that changes a container of a module, or puts something else into a parameter or buffer.
 
-    Whatever happens, the containers hold afterwards what they held before: no tracing value stays in them.
+    A graph would not do it on every call. Whatever happens, all is put back: no tracing value stays in it.
     """
     kept = Kept()
+    tensors = [(name, keep_tensor(tensor)) for name, tensor in (*model.named_parameters(), *model.named_buffers())]
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             kept.add(value, f"{name} of module {path!r}" if path else f"self.{name}", 0 if name in MODULE_OWN else 3)
@@ -63,10 +64,14 @@ def unchanged_containers(model: nn.Module) -> Iterator[Kept]:
     try:
         yield kept
     finally:
+        others = [said.format(name) for name, put_back in tensors if (said := put_back())]
         changed = kept.changed()
+    place = place_of_forward(model)
+    if others:
+        refuse(f"forward changes {others[0]}, which a graph would not do on every call,", place)
     if changed:
         refuse(
             f"forward changes {changed}, which a graph would not do on every call. Return the value instead; a cache "
             "that one call of the model fills is fine once it is filled: the forward",
-            place_of_forward(model),
+            place,
         )

@@ -18,8 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpt_fx.aliasing import overwritten
 from cpt_fx.capture.identity import is_caught
-from cpt_fx.capture.memory import keep_tensor
-from cpt_fx.capture.refusals import TRACE, is_the_models, note, place_of_forward, refuse
+from cpt_fx.capture.refusals import TRACE, is_the_models, note, refuse
 
 PLAIN = (bool, int, float, str, type(None))
 """Argument values that Python code branches on: they become constants of the graph."""
@@ -216,19 +215,6 @@ class RefusingTensors(TorchDispatchMode):
 
 def _memory(tensor: torch.Tensor) -> Any:
     return tensor.untyped_storage()._cdata
-
-
-@contextmanager
-def unchanged_tensors(model: nn.Module) -> Iterator[None]:
-    """Refuse code that puts something else into a parameter or buffer, and put it back: a graph would not do it."""
-    kept = [(name, keep_tensor(tensor)) for name, tensor in (*model.named_parameters(), *model.named_buffers())]
-    changed = []
-    try:
-        yield
-    finally:
-        changed += [said.format(name) for name, put_back in kept if (said := put_back())]
-    if changed:
-        refuse(f"forward changes {changed[0]}, which a graph would not do on every call,", place_of_forward(model))
 
 
 def context() -> dict[str, object]:

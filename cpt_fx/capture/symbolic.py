@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from cpt_fx.aliasing import overwritten
 from cpt_fx.capture.base import CaptureError
-from cpt_fx.capture.containers import unchanged_containers
+from cpt_fx.capture.containers import unchanged_state
 from cpt_fx.capture.guards import (
     PLAIN,
     DynamoNeededError,
@@ -26,7 +26,6 @@ from cpt_fx.capture.guards import (
     refusing_functions,
     replaced,
     stored,
-    unchanged_tensors,
     without_dynamo,
 )
 from cpt_fx.capture.modes import merge_modes
@@ -150,8 +149,7 @@ def _trace(source: Source, fixed: Mapping[str, object], *, mode: bool) -> Traced
     with _TRACING, noting() as noted:
         try:
             with (
-                unchanged_containers(root) as kept,
-                unchanged_tensors(root),
+                unchanged_state(root) as kept,
                 RefusingTensors(root),
                 warnings.catch_warnings(),
                 without_dynamo(),

@@ -21,7 +21,6 @@ from cpt_fx.capture.expected import look_at_ranges
 from cpt_fx.capture.tree import Places
 from cpt_fx.capture.views import resolves
 from cpt_fx.dynamo.backend import Backend, why_broken
-from cpt_fx.dynamo.callers import caller_of
 from cpt_fx.dynamo.checkpoint import quantized_again
 from cpt_fx.dynamo.lift import Compiler
 from cpt_fx.dynamo.net import Net
@@ -150,10 +149,6 @@ class Engine:
     def places(self) -> Places:
         """Where the tensors and modules are."""
         return self.session.places
-
-    def leave_here(self, op: str, reason: str) -> None:
-        """Take note of an operator that the code between the graphs is about to call, and that stays as it is."""
-        self.leave(caller_of(self.places).path, op, reason)
 
     def leave(self, path: str, op: str, reason: str) -> None:
         """Take note of an operator between the graphs that stays as it is."""

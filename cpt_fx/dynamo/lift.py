@@ -29,7 +29,7 @@ def lifted(
     """
     given = {id(value): node.name for node, value in zip(placeholders, inputs, strict=True)}
     lift = _Lift(view, given)
-    for node, original in zip(_placeholders(lift.graph), placeholders, strict=False):
+    for node, original in zip(lift.graph.find_nodes(op="placeholder"), placeholders, strict=False):
         node._dynamo_source = original._dynamo_source  # type: ignore[attr-defined]
     values = [_read(view, path) for path in lift.reads]
     module = fx.GraphModule(lift.root, lift.graph)
@@ -62,7 +62,7 @@ class _Lift:
         self.root = nn.Module()
         self.graph = copy_graph(view.graph)
         self.reads: list[str] = []
-        self._inputs = {node.name: node for node in _placeholders(self.graph)}
+        self._inputs = {node.name: node for node in self.graph.find_nodes(op="placeholder")}
         self._given = given
         self._made: dict[str, fx.Node] = {}
         bodies: dict[fx.Node, list[str]] = {}
@@ -84,7 +84,8 @@ class _Lift:
         if name in self._inputs:
             return self._inputs[name]
         if path not in self._made:
-            with self.graph.inserting_before(_first(self.graph)):
+            first = next(node for node in self.graph.nodes if node.op != "placeholder")
+            with self.graph.inserting_before(first):
                 made = self.graph.placeholder(f"read_{path}".replace(".", "_"))
             made._dynamo_source = None
             self._made[path] = made
@@ -138,12 +139,3 @@ def _or_none(view: nn.Module, path: str) -> object:
         return get_attribute(view, path)
     except AttributeError:
         return None
-
-
-def _placeholders(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.op == "placeholder"]
-
-
-def _first(graph: fx.Graph) -> fx.Node:
-    found: fx.Node = next(node for node in graph.nodes if node.op != "placeholder")
-    return found

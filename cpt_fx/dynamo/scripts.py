@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from cpt_fx.dynamo.callers import caller_of
+
 if TYPE_CHECKING:
     from cpt_fx.dynamo.engine import Engine
 
@@ -26,7 +28,8 @@ def noticed_scripts(engine: Engine) -> Iterator[None]:
 
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
         if engine.runs_here() and _MULTIPLIES.search(str(function.inlined_graph)):
-            engine.leave_here(function.name, "a TorchScript function: its code is compiled and cannot be rewritten")
+            reason = "a TorchScript function: its code is compiled and cannot be rewritten"
+            engine.leave(caller_of(engine.places).path, function.name, reason)
         return plain(function, *args, **kwargs)
 
     kind.__call__ = call
