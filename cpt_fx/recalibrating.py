@@ -112,10 +112,10 @@ def recalibrate(
     if unborn:
         raise ValueError(f"{unborn[0]} does not know its channels yet: run the model once before recalibrate")
     if layers:
-        with ExitStack() as stack:
+        with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
             for put_back in _generators(batches, 3):
                 stack.callback(put_back)
-            for context in (torch.inference_mode(False), torch.no_grad(), trial(model), *map(_unnoticed, sessions)):
+            for context in (trial(model), *map(_unnoticed, sessions)):
                 stack.enter_context(context)
             layers = _alone_in_training(model, layers)
             if layers:

@@ -53,7 +53,7 @@ class Entry:
             for name, item in self.arguments.items():
                 form = form_of(given.get(name, _EMPTY.get(item.kind)), ordered=ordered)
                 if form is not None:
-                    last = (*self.words, True) if ordered else self.words
+                    last: tuple[Any, ...] = (*self.words, True) if ordered else self.words
                     self.graph.call_function(check_form, (self.made[name], form, name, *last))
 
     def check_tensors(self, nodes: Sequence[fx.Node], inputs: Sequence[Input], facts: Sequence[Fact]) -> None:

@@ -50,7 +50,7 @@ def _arguments(program: torch.export.ExportedProgram) -> list[inspect.Parameter]
     return [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in (*names, *kwargs.context)]
 
 
-def _input(program: torch.export.ExportedProgram, name: str, value: torch.Tensor) -> Input:
+def _input(program: torch.export.ExportedProgram, name: str, value: Any) -> Input:
     """Return what a program says of one tensor: its name, its dtype, and the sizes it holds for."""
     sizes: list[tuple[int, int] | int] = []
     for size in value.shape:

@@ -9,6 +9,7 @@ gradient of an operand that had no part in them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -24,45 +25,53 @@ Body = Callable[..., Any]
 Values = Sequence[Any]
 Results = tuple[Any, ...]
 
-COND: Any = torch.ops.higher_order.cond
-WHILE: Any = while_loop_op
-MAP: Any = map_impl
-SCAN: Any = scan_op
+RUN_AS: dict[Any, Callable[..., Results]] = {}
+"""What a rewritten graph calls in the place of an operator that Dynamo puts in."""
 
 
+def _stands_for(operator: Any) -> Callable[[Callable[..., Results]], Callable[..., Results]]:
+    """Let a function run in the place of an operator, which still runs where somebody traces or transforms it.
+
+    Only PyTorch's operator knows how that is done.
+    """
+
+    def decorate(run: Callable[..., Results]) -> Callable[..., Results]:
+        @wraps(run)
+        def call(*args: Any) -> Results:
+            function: Callable[..., Results] = operator if torch.compiler.is_compiling() or is_transformed() else run
+            return function(*args)
+
+        RUN_AS[operator] = call
+        return call
+
+    return decorate
+
+
+@_stands_for(torch.ops.higher_order.cond)
 def chosen(which: Any, if_true: Body, if_false: Body, operands: Values) -> Results:
     """Run one of two bodies: `torch.cond`."""
-    if _is_traced():
-        traced: Results = COND(which, if_true, if_false, operands)
-        return traced
     return _from((if_true if which else if_false)(*operands), operands)
 
 
+@_stands_for(while_loop_op)
 def repeated(condition: Body, body: Body, carried: Values, given: Values) -> Results:
     """Run a body on what it returned as long as a condition holds: `while_loop`."""
-    if _is_traced():
-        traced: Results = WHILE(condition, body, carried, given)
-        return traced
     values: Values = tuple(value.clone() if isinstance(value, Tensor) else value for value in carried)
     while condition(*values, *given):
         values = body(*values, *given)
     return _from(values, (*carried, *given))
 
 
+@_stands_for(map_impl)
 def mapped(body: Body, rows: Values, given: Values) -> Results:
     """Run a body on each row of some tensors, and stack the results: `map`."""
-    if _is_traced():
-        traced: Results = MAP(body, rows, given)
-        return traced
     results = [body(*row, *given) for row in zip(*rows, strict=True)]
     return _from(_stacked(results), (*rows, *given))
 
 
+@_stands_for(scan_op)
 def scanned(body: Body, first: Values, rows: Values, given: Values) -> Results:
     """Run a body on each row and a state that it hands on; return the last state and all results: `scan`."""
-    if _is_traced():
-        traced: Results = SCAN(body, first, rows, given)
-        return traced
     state, results = tuple(first), []
     for row in zip(*rows, strict=True):
         found = body(*state, *row, *given)
@@ -71,24 +80,10 @@ def scanned(body: Body, first: Values, rows: Values, given: Values) -> Results:
     return _from((*state, *_stacked(results)), (*first, *rows, *given))
 
 
-RUN_AS: dict[Any, Callable[..., Results]] = {
-    COND: chosen,
-    WHILE: repeated,
-    MAP: mapped,
-    SCAN: scanned,
-}
-"""What a rewritten graph calls in the place of an operator that Dynamo puts in."""
-
-
 def controls(module: fx.GraphModule) -> bool:
     """Whether a graph, or one inside it, decides by its values what runs: no compiler takes that with its state."""
     ours = set(RUN_AS.values())
     return any(node.target in ours for graph in graphs_of(module) for node in graph.graph.nodes)
-
-
-def _is_traced() -> bool:
-    """Whether somebody traces, or transforms, what runs here: only PyTorch's operator knows how that is done."""
-    return torch.compiler.is_compiling() or is_transformed()
 
 
 def _stacked(results: Sequence[Values]) -> list[Any]:

@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 import re
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy  # type: ignore[import-untyped]
 import torch
@@ -25,6 +25,14 @@ from cpt_fx.dynamo.checks import ADVICE, MADE, check_same
 from cpt_fx.dynamo.recording import Input, Recording, WholeFloat, WholeInt
 
 
+class _Known(NamedTuple):
+    """A tensor, the node that stands for it, and what it is called."""
+
+    value: Tensor
+    node: fx.Node
+    name: str
+
+
 class Interface:
     """Rebuilds a graph's inputs and outputs. `tree` is the module that the graph reads tensors from."""
 
@@ -33,11 +41,9 @@ class Interface:
         self.tree = tree
         self.recording = recording
         self.start = next(node for node in graph.nodes if node.op != "placeholder")
-        self.nodes: dict[int, fx.Node] = {}
+        self.known: dict[int, _Known] = {}
         """Every tensor that has a node, by its identity."""
-        self.names: dict[int, str] = {}
         self.fakes = {id(value): fake for value, fake in recording.tensors}
-        self.values: dict[int, Tensor] = {}
         self.reads: dict[str, fx.Node] = {}
 
     def restore_inputs(self, forward: Any) -> None:
@@ -55,11 +61,12 @@ class Interface:
                 opaque[text] = type(value).__name__
                 continue
             node = entry.value(value, way)
-            if id(value) in self.nodes:
+            if id(value) in self.known:
+                other = self.known[id(value)]
                 with graph.inserting_before(self.start):
-                    graph.call_function(check_same, (node, self.nodes[id(value)], text, self.names[id(value)]))
-            if isinstance(value, Tensor):
-                self._know(value, node, text)
+                    graph.call_function(check_same, (node, other.node, text, other.name))
+            elif isinstance(value, Tensor):
+                self.known[id(value)] = _Known(value, node, text)
         for used, value in zip(record.inputs, record.given, strict=True):
             self._connect(used, value, opaque)
         if opaque:
@@ -68,10 +75,6 @@ class Interface:
         for node in flat:
             graph.erase_node(node)
         entry.finish()
-
-    def _know(self, value: Tensor, node: fx.Node, text: str) -> None:
-        if id(value) not in self.nodes:
-            self.nodes[id(value)], self.names[id(value)], self.values[id(value)] = node, text, value
 
     def _connect(self, used: Input, value: Any, opaque: dict[str, str]) -> None:
         """Replace one of Dynamo's inputs by what it is in the model."""
@@ -96,21 +99,17 @@ class Interface:
 
     def _tensor(self, used: Input, value: Tensor, opaque: dict[str, str]) -> fx.Node:
         """Return the node of a tensor: an argument, a parameter or buffer, or else a constant of the graph."""
-        if id(value) in self.nodes:
-            return self.nodes[id(value)]
+        if id(value) in self.known:
+            return self.known[id(value)].node
         if used.argument:
             raise _opaque(opaque or {used.name: "object"})
-        return self._own(value)
-
-    def _own(self, value: Tensor) -> fx.Node:
-        """Read a tensor from the module: by its name, or under a new one if it is an attribute or a global."""
         name = self.recording.places.tensor(value)
         if name is None:
             name = self._free("constant")
             self.tree.__dict__[name] = value
         with self.graph.inserting_before(self.start):
             node = self.graph.create_node("get_attr", name)
-        self._know(value, node, name)
+        self.known[id(value)] = _Known(value, node, name)
         return node
 
     def _free(self, name: str) -> str:
@@ -120,8 +119,8 @@ class Interface:
         """Check what the graph takes for granted about its inputs."""
         environment = self.recording.environment
         # Arguments alone: tensors that the module holds are what they are.
-        known = [key for key, node in self.nodes.items() if key in self.fakes and node.op != "get_attr"]
-        numbers = {key: number for number, key in enumerate(known)}
+        known = [each for key, each in self.known.items() if key in self.fakes and each.node.op != "get_attr"]
+        numbers = {id(each.value): number for number, each in enumerate(known)}
         spell = _Sizes({
             symbol: f"t{numbers[id(tensor)]}.size()[{dim}]" if id(tensor) in numbers else str(tensor.shape[dim])
             for symbol, (tensor, dim) in self.recording.sizes.items()
@@ -129,29 +128,29 @@ class Interface:
         checked: list[Checked] = []
         conditions = []
         seen: set[Any] = set()
-        for key in known:
-            fake = self.fakes[key]
+        for number, each in enumerate(known):
+            fake = self.fakes[id(each.value)]
             sizes: list[tuple[int, int] | int] = []
             for dim, size in enumerate(fake.shape):
                 expression: Any = _expression(size)
                 if expression.is_number or not spell.can(expression):
-                    sizes.append(int(self.values[key].shape[dim]))
+                    sizes.append(int(each.value.shape[dim]))
                     continue
-                place = f"t{numbers[key]}.size()[{dim}]"
+                place = f"t{number}.size()[{dim}]"
                 if not expression.is_symbol or expression in seen or spell.names.get(expression) != place:
                     conditions.append(f"{place} == {spell.doprint(expression)}")
                 seen.add(expression)
                 bounds = environment.var_to_range.get(expression)
                 high = -1 if bounds is None or bounds.upper is int_oo else int(bounds.upper)
                 sizes.append((int(bounds.lower) if bounds is not None else 0, high))
-            checked.append((self.names[key], str(fake.dtype), tuple(sizes)))
+            checked.append((each.name, str(fake.dtype), tuple(sizes)))
         for guard in environment.guards:
             condition = environment.simplify(guard.expr)
             if condition.free_symbols and spell.can(condition):
                 conditions.append(spell.doprint(condition))
-        names = [self.names[key] for key in known]
+        names = [each.name for each in known]
         facts = tuple(_fact(text, names) for text in dict.fromkeys(conditions))
-        entry.check_tensors([self.nodes[key] for key in known], checked, facts)
+        entry.check_tensors([each.node for each in known], checked, facts)
 
     def restore_outputs(self, module: nn.Module) -> None:
         """Let the graph, which is that of `module` by now, return what the model returned."""
@@ -201,10 +200,10 @@ class Interface:
 
     def _returned(self, value: Tensor) -> fx.Node:
         """Return the node of a tensor that the graph does not compute: an argument, or one that the module holds."""
-        node = self.nodes.get(id(value))
-        if node is not None and node.op != "get_attr":
-            return node
-        name = self.names.get(id(value)) or self.recording.places.tensor(value)
+        known = self.known.get(id(value))
+        if known is not None and known.node.op != "get_attr":
+            return known.node
+        name = self.recording.places.tensor(value) if known is None else known.name
         if name is None:
             name = self._free("constant")
             self.tree.register_buffer(name, value, persistent=False)
