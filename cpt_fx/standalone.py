@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import fx, nn
 
-from cpt_fx.bodies import OUTER, bodies, graphs_of
+from cpt_fx.bodies import add_body, bodies, graphs_of, new_body
 from cpt_fx.capture.base import assemble, copy_graph
 from cpt_fx.capture.captured import WHOLE
 from cpt_fx.errors import TransformError
-from cpt_fx.graph_module import QuantizedGraphModule, blank
+from cpt_fx.graph_module import QuantizedGraphModule
 from cpt_fx.history import History
 from cpt_fx.meta import STATE
 from cpt_fx.names import NAMES
@@ -82,22 +82,19 @@ def the_one_in(model: nn.Module, what: str) -> Result:
 def standalone(session: Session) -> QuantizedGraphModule:
     """Return a traced graph as a module of its own. It shares parameters, buffers and ranges with the model."""
     view = session.traced[WHOLE].view
-    module = assemble(session.root, copy_graph(view.graph))
+    inside = [(name, _copied(body)) for name, body in bodies(view)]
+    module = assemble(session.root, copy_graph(view.graph), inside)
     module.training = session.root.training
-    for name, body in bodies(view):
-        _take_body(module, name, body)
     module.meta[NAMES] = session.names
     hold_state(module, session.state)
     return finish(module, session.history(), session.state)
 
 
-def _take_body(module: QuantizedGraphModule, name: str, body: fx.GraphModule) -> None:
-    new = blank()
-    module.__dict__[name] = new
-    new.__dict__[OUTER] = module
-    new.graph = copy_graph(body.graph)
-    for inner_name, inner in bodies(body):
-        _take_body(new, inner_name, inner)
+def _copied(body: fx.GraphModule) -> QuantizedGraphModule:
+    new = new_body(copy_graph(body.graph))
+    for name, inner in bodies(body):
+        add_body(new, name, _copied(inner))
+    return new
 
 
 def hold_state(module: QuantizedGraphModule, state: Precision) -> None:

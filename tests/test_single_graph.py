@@ -215,6 +215,19 @@ def test_loops_stay_loops() -> None:
     assert len(bodies(graph)) == 1
 
 
+def test_a_traced_loop_comes_along() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        state = [torch.zeros(1, 3, 4)] * 2
+        return self.fc(torch.lstm(x, state, [self.w, self.u], False, 1, 0.0, False, False, False)[0])  # type: ignore[no-any-return]
+
+    model: Any = type("Looping", (nn.Module,), {"forward": forward})()
+    model.fc, model.w, model.u = nn.Linear(4, 4), nn.Parameter(torch.randn(16, 4)), nn.Parameter(torch.randn(16, 4))
+    result, x = cpt_fx.transform(model, Static(4), recipe=RECIPE, capture="symbolic"), torch.randn(5, 3, 4)
+    alone = cpt_fx.single_graph(result)
+    assert isinstance(alone, QuantizedGraphModule) and bodies(alone)
+    assert torch.equal(alone(x), result(x)) and torch.equal(copy.deepcopy(alone)(x), result(x))
+
+
 def test_revert_is_of_the_result_and_not_of_its_graph() -> None:
     result = by_dynamo(Small())
     graph = cpt_fx.single_graph(result, (X,))

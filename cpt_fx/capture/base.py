@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx, nn
 
+from cpt_fx.bodies import add_body
 from cpt_fx.errors import TransformError
 from cpt_fx.graph_module import QuantizedGraphModule, blank, take_tensors
 from cpt_fx.layer_state import own
@@ -63,17 +64,20 @@ def clone_tree(module: nn.Module, clones: dict[int, nn.Module], session: object 
     return new
 
 
-def assemble(root: nn.Module, graph: fx.Graph) -> QuantizedGraphModule:
+def assemble(
+    root: nn.Module, graph: fx.Graph, inside: Iterable[tuple[str, fx.GraphModule]] = ()
+) -> QuantizedGraphModule:
     """Make a module of its own of a graph and the tree it refers to: called modules stay, others only hold tensors.
 
     Parameters and buffers stand where they stood, in the order they had, so that checkpoints and optimizer states
-    fit; what only the graph needs is kept out of the state_dict.
+    fit; what only the graph needs is kept out of the state_dict. `inside` are the graphs that the graph reads.
     """
+    inner = dict(inside)
     called = {str(node.target) for node in graph.nodes if node.op == "call_module"}
     constants = {
         str(node.target): get_attribute(root, str(node.target))
         for node in graph.nodes
-        if node.op == "get_attr" and not str(node.target).startswith(f"{STATE}.")
+        if node.op == "get_attr" and node.target not in inner and not str(node.target).startswith(f"{STATE}.")
     }
     refuse_taken_names(root, constants)
     result = blank()
@@ -85,6 +89,8 @@ def assemble(root: nn.Module, graph: fx.Graph) -> QuantizedGraphModule:
     for hooks in CALL_HOOKS:
         getattr(result, hooks).update(getattr(root, hooks))
     result._is_full_backward_hook = root._is_full_backward_hook
+    for name, body in inner.items():
+        add_body(result, name, body)
     result.graph = graph
     return result
 

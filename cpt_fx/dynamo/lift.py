@@ -84,7 +84,7 @@ class _Lift:
         if name in self._inputs:
             return self._inputs[name]
         if path not in self._made:
-            first = next(node for node in self.graph.nodes if node.op != "placeholder")
+            first: fx.Node = next(node for node in self.graph.nodes if node.op != "placeholder")
             with self.graph.inserting_before(first):
                 made = self.graph.placeholder(f"read_{path}".replace(".", "_"))
             made._dynamo_source = None

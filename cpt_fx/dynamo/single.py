@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from cpt_fx.bodies import OUTER, graphs_of
+from cpt_fx.bodies import graphs_of
 from cpt_fx.capture.base import CaptureError, assemble
 from cpt_fx.dynamo.checks import check_modes
 from cpt_fx.dynamo.interface import Interface
@@ -58,17 +58,11 @@ def _assembled(session: Session, recording: Recording) -> tuple[QuantizedGraphMo
     for node in graph.find_nodes(op="get_attr"):
         name = str(node.target)
         if name in view.__dict__:
-            tree.__dict__[name] = view.__dict__[name]
-            if isinstance(view.__dict__[name], fx.GraphModule):
-                inner[name] = view.__dict__[name]
+            value = view.__dict__[name]
+            (inner if isinstance(value, fx.GraphModule) else tree.__dict__)[name] = value
     interface = Interface(graph, tree, recording)
     interface.restore_inputs(session.engine.forward_of(root))
-    module = assemble(tree, graph)
-    for name, body in inner.items():
-        # Beside the modules, as `add_body` puts it.
-        module._modules.pop(name, None)
-        module.__dict__[name] = body
-        body.__dict__[OUTER] = module
+    module = assemble(tree, graph, inner.items())
     module.meta[NAMES] = session.names
     return module, interface
 
