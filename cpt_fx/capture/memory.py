@@ -206,7 +206,7 @@ def keep_tensor(value: Tensor, *, values: bool = False) -> Callable[[], str]:
     """Return what puts a tensor back, and says what of `{}` was something else; its values in place for `values`."""
     is_wrapper = is_traceable_wrapper_subclass(value)
     if value.layout is not torch.strided or isinstance(value, FakeTensor) or is_wrapper:
-        return str
+        return lambda: ""
     # The same memory under another counter of changes: a backward pass that is to come may rely on the tensor's.
     memory = value.detach() if value.is_inference() else value.data
     wanted, is_leaf = value.requires_grad, value.is_leaf

@@ -113,7 +113,6 @@ def _check_modes(module: fx.GraphModule, modes: dict[str, bool]) -> None:
         flags = [graph.create_node("get_attr", f"{path}.training" if path else "training") for path in modes]
         names = tuple(path or "the model" for path in modes)
         graph.call_function(check_modes, (tuple(flags), tuple(modes.values()), names))
-    module.recompile()
 
 
 def _notes(recording: Recording) -> tuple[str, ...]:
