@@ -62,7 +62,7 @@ class _Lift:
         self.root = nn.Module()
         self.graph = copy_graph(view.graph)
         self.reads: list[str] = []
-        self._inputs = {node.name: node for node in self.graph.find_nodes(op="placeholder")}
+        self._inputs: dict[str, fx.Node] = {node.name: node for node in self.graph.find_nodes(op="placeholder")}
         self._given = given
         self._made: dict[str, fx.Node] = {}
         bodies: dict[fx.Node, list[str]] = {}

@@ -78,9 +78,7 @@ def _project(builder: Builder, given: dict[str, Any], weights: Any, bias: Any) -
     inputs = [given[name] for name in ("query", "key", "value")]
     if not isinstance(weights, list):
         if inputs[0] is inputs[1] is inputs[2]:
-            whole = builder.linear(inputs[0], weights, bias, "in_proj")
-            chunks = builder.call(torch.chunk, whole, 3, -1)
-            return [builder.item(chunks, index) for index in range(3)]
+            return _thirds(builder, builder.linear(inputs[0], weights, bias, "in_proj"), -1)
         weights = _thirds(builder, weights)
     biases = [None] * 3 if bias is None else _thirds(builder, bias)
     return [
@@ -89,8 +87,8 @@ def _project(builder: Builder, given: dict[str, Any], weights: Any, bias: Any) -
     ]
 
 
-def _thirds(builder: Builder, packed: fx.Node) -> list[fx.Node]:
-    chunks = builder.call(torch.chunk, packed, 3)
+def _thirds(builder: Builder, packed: fx.Node, *dim: int) -> list[fx.Node]:
+    chunks = builder.call(torch.chunk, packed, 3, *dim)
     return [builder.item(chunks, index) for index in range(3)]
 
 

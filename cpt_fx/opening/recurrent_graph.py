@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -149,22 +150,14 @@ def _cell(builder: Builder, kind: _Kind) -> None:
     builder.replace(*([new] if kind.states == 1 else [builder.item(new, index) for index in range(kind.states)]))
 
 
-def _opener(kind: _Kind) -> Opener:
-    return Opener(_PRODUCTS, lambda builder: _open(builder, kind))
-
-
-def _cell_opener(kind: _Kind) -> Opener:
-    return Opener(_CELL_PRODUCTS, lambda builder: _cell(builder, kind))
-
-
 OPENERS = {
-    torch.lstm: _opener(_LSTM),
-    torch.gru: _opener(_GRU),
-    torch.rnn_tanh: _opener(_TANH),
-    torch.rnn_relu: _opener(_RELU),
-    torch.lstm_cell: _cell_opener(_LSTM),
-    torch.gru_cell: _cell_opener(_GRU),
-    torch.rnn_tanh_cell: _cell_opener(_TANH),
-    torch.rnn_relu_cell: _cell_opener(_RELU),
+    torch.lstm: Opener(_PRODUCTS, partial(_open, kind=_LSTM)),
+    torch.gru: Opener(_PRODUCTS, partial(_open, kind=_GRU)),
+    torch.rnn_tanh: Opener(_PRODUCTS, partial(_open, kind=_TANH)),
+    torch.rnn_relu: Opener(_PRODUCTS, partial(_open, kind=_RELU)),
+    torch.lstm_cell: Opener(_CELL_PRODUCTS, partial(_cell, kind=_LSTM)),
+    torch.gru_cell: Opener(_CELL_PRODUCTS, partial(_cell, kind=_GRU)),
+    torch.rnn_tanh_cell: Opener(_CELL_PRODUCTS, partial(_cell, kind=_TANH)),
+    torch.rnn_relu_cell: Opener(_CELL_PRODUCTS, partial(_cell, kind=_RELU)),
 }
 """The operators that are recurrent."""
