@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -14,11 +13,10 @@ from cpt_fx.bodies import graphs_of
 from cpt_fx.capture import Examples, trace_module
 from cpt_fx.capture.base import CaptureError
 from cpt_fx.capture.captured import WHOLE, Capture, Entry, traced_view
-from cpt_fx.capture.expected import expect_ranges, look_at_ranges
+from cpt_fx.capture.expected import expect_ranges, look_at_norms, look_at_ranges
 from cpt_fx.capture.memory import run_aside, unchanged
 from cpt_fx.capture.tree import Places
 from cpt_fx.errors import TransformError
-from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.frames import has_proxies, imported_aside, is_compiler_around, refuse_tools, skip_frame
 from cpt_fx.graph_module import QuantizedGraphModule
 from cpt_fx.history import LOGGER, History, check_coverage
@@ -36,9 +34,6 @@ from cpt_fx.runtime import Precision, Widths
 if TYPE_CHECKING:
     from cpt_fx.dynamo.engine import Engine
 
-
-LAGGING = 4
-"""The width up to which evaluation with running statistics of batch norm may say something else than with new ones."""
 
 ACTIVE: list[Session] = []
 """The results whose own code runs at this moment: what it multiplies, in whichever thread, they see to."""
@@ -234,7 +229,7 @@ class Session:
             self._evaluates = True
             with nets_asleep():
                 look_at_ranges(self)
-            self._look_at_norms()
+            look_at_norms(self)
         return view
 
     def refuse_to_drop(self, view: QuantizedGraphModule) -> None:
@@ -348,25 +343,6 @@ class Session:
         for _, *tensors in ranges(self.root):
             for tensor in tensors:
                 tensor.detach().zero_()
-
-    def _look_at_norms(self) -> None:
-        """Warn, once, where evaluation is about to use statistics of batch norm that low widths have left behind."""
-        if self.trained_at is None or self.told_norms:
-            return
-        dials = self.state.dials
-        widths = [width for name, width in self.trained_at.values.items() if width and dials[name].role != "gradient"]
-        if min(widths, default=FULL_PRECISION) > LAGGING:
-            return
-        from cpt_fx.recalibrating import learns_statistics  # which needs sessions
-
-        if learns_statistics(self.root):
-            self.told_norms = True
-            warnings.warn(
-                f"{self.kind} is evaluated right after training at {min(widths)} bits, where batch norm's running "
-                "statistics lag behind: accuracy can come out far too low. Evaluate inside "
-                "`with cpt_fx.recalibrate(model, batches):  # some ten training batches`",
-                stacklevel=2,
-            )
 
 
 def _frontend(root: nn.Module, capture: str) -> str:

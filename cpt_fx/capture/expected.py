@@ -1,4 +1,4 @@
-"""Running ranges before they are used: made where no graph is known yet, and told where they have learned nothing."""
+"""What was learned before it is used: ranges made where no graph is known yet, and told where they or norms lag."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ from cpt_fx.widths import is_free
 
 if TYPE_CHECKING:
     from cpt_fx.session import Session
+
+LAGGING = 4
+"""The width up to which evaluation with running statistics of batch norm may say something else than with new ones."""
 
 
 def expect_ranges(session: Session) -> None:
@@ -88,6 +91,26 @@ def look_at_ranges(session: Session) -> None:
         warnings.warn(
             f"{_some(broken)} is not finite: a NaN or infinity went through in training, and evaluation will "
             "return NaN there",
+            stacklevel=2,
+        )
+
+
+def look_at_norms(session: Session) -> None:
+    """Warn, once, where evaluation is about to use statistics of batch norm that low widths have left behind."""
+    if session.trained_at is None or session.told_norms:
+        return
+    dials = session.state.dials
+    widths = [width for name, width in session.trained_at.values.items() if width and dials[name].role != "gradient"]
+    if min(widths, default=FULL_PRECISION) > LAGGING:
+        return
+    from cpt_fx.recalibrating import learns_statistics  # which needs sessions
+
+    if learns_statistics(session.root):
+        session.told_norms = True
+        warnings.warn(
+            f"{session.kind} is evaluated right after training at {min(widths)} bits, where batch norm's running "
+            "statistics lag behind: accuracy can come out far too low. Evaluate inside "
+            "`with cpt_fx.recalibrate(model, batches):  # some ten training batches`",
             stacklevel=2,
         )
 

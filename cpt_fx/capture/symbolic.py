@@ -200,7 +200,7 @@ def _set_mode(module: nn.Module, mode: bool) -> None:
 
 
 def _trace_with_guards(tracer: Tracer, root: nn.Module, entry: nn.Module) -> fx.Graph:
-    # By name the end of the stack that guards look at (guards.TRACE).
+    # By name the end of the stack that guards look at (refusals.TRACE).
     tracer.remember(root)
     return tracer.trace(entry)
 
