@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -106,7 +106,8 @@ def record(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any], dynami
             if recorder.ran or isinstance(error, NotCapturedError):
                 raise  # the model's own error
             output = _again(engine, recorder, args, kwargs, dynamic, error)
-        recorder.finish(args, kwargs, output)
+        if recorder.recording is not None:
+            recorder.recording.args, recorder.recording.kwargs, recorder.recording.output = args, kwargs, output
         return output
 
     root = engine.root
@@ -123,8 +124,9 @@ def record(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any], dynami
 @contextmanager
 def _one_graph(engine: Engine) -> Iterator[None]:
     """Let Dynamo take the model's code down in one graph, as far as it can."""
+    # Without NNPACK, which asks for a batch below 16: the choice of a convolution's kernel stays out of the graph.
     with (
-        _silence(), engine.entered(), default_stance(), _any_batch(),
+        _silence(), engine.entered(), default_stance(), torch.backends.nnpack.flags(enabled=False),
         shapes_config.patch(**ANY_SIZE),
         dynamo_config.patch({**ONE_GRAPH, **EXACT, "ignore_logging_functions": _log_functions()}),
     ):  # fmt: skip
@@ -149,11 +151,6 @@ def _again(
             if recorder.ran:
                 raise
     raise recorder.failure or _several(engine, breaks) from None
-
-
-def _any_batch() -> AbstractContextManager[None]:
-    """Keep the choice of a convolution's kernel out of the graph: NNPACK asks for a batch below 16."""
-    return torch.backends.nnpack.flags(enabled=False)
 
 
 def _compiled(engine: Engine, backend: Callable[..., Any], dynamic: bool, whole: bool = True) -> Callable[..., Any]:
@@ -200,19 +197,14 @@ def _silence() -> Iterator[None]:
 
 
 def _several(engine: Engine, breaks: list[str]) -> CaptureError:
-    listed = "".join(f"\n  {place}" for place in _by_line(list(filter(None, breaks))))
+    found: dict[str, str] = {}
+    for place in filter(None, breaks):
+        found.setdefault(place.partition(" (")[0], place)  # of each line the first sentence, which says most
+    listed = "".join(f"\n  {place}" for place in found.values())
     return CaptureError(
         f"{engine.session.kind} is not one graph. Its code breaks at:{listed}\nChange these lines, or capture with "
         "'dynamo': it runs in several graphs"
     )
-
-
-def _by_line(places: list[str]) -> list[str]:
-    """Leave one sentence for each line of code: the first one, which says most."""
-    found: dict[str, str] = {}
-    for place in places:
-        found.setdefault(place.partition(" (")[0], place)
-    return list(found.values())
 
 
 class _Recorder:
@@ -240,11 +232,6 @@ class _Recorder:
             return recording.returned
 
         return run
-
-    def finish(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Add what the model itself was given and returned."""
-        if self.recording is not None:
-            self.recording.args, self.recording.kwargs, self.recording.output = args, kwargs, output
 
     def _taken_down(self, graph_module: fx.GraphModule, inputs: list[Any]) -> Recording:
         engine = self.engine
