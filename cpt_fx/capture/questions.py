@@ -95,8 +95,8 @@ class _Watcher:
     def _meet(self, frame: FrameType) -> Any:
         """Let the functions of the model's code, and those of others that get a traced value, ask ours."""
         code = frame.f_code
-        self.known[id(code)] = None
         if is_machine(code.co_filename) or is_quiet(code.co_filename) or not code.co_flags & inspect.CO_OPTIMIZED:
+            self.known[id(code)] = None
             return None
         if is_traced_code(code.co_filename):
             is_asked = is_inside(frame)
@@ -105,7 +105,6 @@ class _Watcher:
             called = back is not None and id(back.f_globals) in self.globals
             is_asked = called and any(map(is_traced, frame.f_locals.values()))
         if not is_asked:  # this time
-            del self.known[id(code)]
             return None
         self._remember(frame)
         if id(frame.f_globals) not in self.globals:
