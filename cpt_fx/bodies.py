@@ -173,14 +173,15 @@ def new_body(graph: fx.Graph) -> QuantizedGraphModule:
 
 def add_body(module: fx.GraphModule, name: str, body: fx.GraphModule) -> str:
     """Put a body where `get_attr` finds it, under a free name, outside of the module's parameters and state_dict."""
-    free = free_name(name, partial(hasattr, module))
+    free = free_name(name, module)
     module.__dict__[free] = body
     body.__dict__[OUTER] = module
     return free
 
 
-def free_name(name: str, is_taken: Callable[[str], bool]) -> str:
-    """Return a name, with a number where it is taken."""
+def free_name(name: str, taken: nn.Module | Callable[[str], bool]) -> str:
+    """Return a name, with a number where it is taken, as by an attribute of a module."""
+    is_taken = partial(hasattr, taken) if isinstance(taken, nn.Module) else taken
     free, number = name, 0
     while is_taken(free):
         number += 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -111,7 +110,7 @@ def formed(spec: pytree.TreeSpec, values: Sequence[Any], module: nn.Module, grap
     """Put values into a form as outputs of a graph; one not made of tuples, lists and dicts is kept in the module."""
     if _is_plain(spec):
         return _assembled(spec, iter(values))
-    name = free_name(_OUTPUT_FORM, partial(hasattr, module))
+    name = free_name(_OUTPUT_FORM, module)
     module.__dict__[name] = spec
     # create_node, not get_attr: the latter warns about attributes that are no tensors.
     form = graph.create_node("get_attr", name)

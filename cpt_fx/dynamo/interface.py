@@ -6,7 +6,6 @@ import ast
 import dataclasses
 import inspect
 import re
-from functools import partial
 from typing import Any, NamedTuple
 
 import sympy  # type: ignore[import-untyped]
@@ -105,15 +104,12 @@ class Interface:
             raise _opaque(opaque or {used.name: "object"})
         name = self.recording.places.tensor(value)
         if name is None:
-            name = self._free("constant")
+            name = free_name("constant", self.tree)
             self.tree.__dict__[name] = value
         with self.graph.inserting_before(self.start):
             node = self.graph.create_node("get_attr", name)
         self.known[id(value)] = _Known(value, node, name)
         return node
-
-    def _free(self, name: str) -> str:
-        return free_name(name, partial(hasattr, self.tree))
 
     def _check_sizes(self, entry: Entry) -> None:
         """Check what the graph takes for granted about its inputs."""
@@ -205,7 +201,7 @@ class Interface:
             return known.node
         name = self.recording.places.tensor(value) if known is None else known.name
         if name is None:
-            name = self._free("constant")
+            name = free_name("constant", self.tree)
             self.tree.register_buffer(name, value, persistent=False)
         # One node for each: passes may have replaced it.
         return self.reads.get(name) or self.graph.create_node("get_attr", name)

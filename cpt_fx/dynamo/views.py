@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -98,7 +97,7 @@ def _adopt(view: QuantizedGraphModule, graph: fx.Graph, source: fx.GraphModule, 
             node.target = add_body(view, str(node.target), body)
         elif value is not None:
             # A constant: in nobody's state_dict, and not in the model's own containers.
-            node.target = free_name(str(node.target), partial(hasattr, view))
+            node.target = free_name(str(node.target), view)
             object.__setattr__(view, node.target, value)
     # Not by its setter, which compiles: the passes change the graph first.
     view._graph = graph
