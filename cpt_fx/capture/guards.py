@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpt_fx.aliasing import overwritten
 from cpt_fx.capture.identity import is_caught
-from cpt_fx.capture.refusals import TRACE, is_the_models, note, refuse
+from cpt_fx.capture.refusals import callers, is_the_models, note, refuse
 
 PLAIN = (bool, int, float, str, type(None))
 """Argument values that Python code branches on: they become constants of the graph."""
@@ -159,15 +159,13 @@ def refuse_handlers() -> None:
     Values that are only traced raise nothing, and what a `with` does around operators is not in the graph. Called while
     tracing: whoever called the operator is on the stack, up to the tracer itself.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != TRACE:
+    for frame in callers(sys._getframe(1)):
         if is_caught(frame):
             code = frame.f_code
             refuse(
                 f"{code.co_name} ({code.co_filename}:{frame.f_lineno}) catches exceptions or enters a context: a graph "
                 "would not enter it, and might take the way that the model does not,"
             )
-        frame = frame.f_back
 
 
 class RefusingTensors(TorchDispatchMode):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from cpt_fx.capture.refusals import TRACE, is_traced_code, place_of, refuse
+from cpt_fx.capture.refusals import callers, is_traced_code, place_of, refuse
 from cpt_fx.capture.traced import TracedAttribute, is_traced
 from cpt_fx.meta import CALLED
 from cpt_fx.optable import is_opaque
@@ -212,11 +212,7 @@ def _look_at_store(operand: Operand, value: Any, frame: FrameType) -> None:
 
 def is_made_inside(name: str, frame: FrameType | None) -> bool:
     """Whether a variable from outside of a function belongs to another function that is being traced."""
-    while frame is not None and frame.f_code.co_name != TRACE:
-        if name in frame.f_code.co_cellvars:
-            return True
-        frame = frame.f_back
-    return False
+    return any(name in each.f_code.co_cellvars for each in callers(frame))
 
 
 def _reach(path: tuple[str, ...], frame: FrameType) -> tuple[Any, bool]:

@@ -119,13 +119,17 @@ def file_of_class(kind: type) -> str:
     return getattr(sys.modules.get(kind.__module__), "__file__", None) or "<frozen>"
 
 
+def callers(frame: FrameType | None) -> Iterator[FrameType]:
+    """Walk up from a function to the one that starts the trace."""
+    while frame is not None and frame.f_code.co_name != TRACE:
+        yield frame
+        frame = frame.f_back
+
+
 def place_of(frame: FrameType | None) -> str:
     """Say which line of the model's own code runs; nothing where none does."""
-    while frame is not None and frame.f_code.co_name != TRACE:
-        if is_the_models(frame.f_code.co_filename):
-            return _line(frame.f_code.co_filename, frame.f_lineno)
-        frame = frame.f_back
-    return ""
+    own = next((each for each in callers(frame) if is_the_models(each.f_code.co_filename)), None)
+    return "" if own is None else _line(own.f_code.co_filename, own.f_lineno)
 
 
 def place_of_error(error: BaseException) -> str:

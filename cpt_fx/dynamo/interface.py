@@ -125,10 +125,10 @@ class Interface:
         conditions = []
         seen: set[Any] = set()
         for number, each in enumerate(known):
-            fake = self.fakes[id(each.value)]
+            fake: Any = self.fakes[id(each.value)]
             sizes: list[tuple[int, int] | int] = []
             for dim, size in enumerate(fake.shape):
-                expression: Any = _expression(size)
+                expression: Any = size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
                 if expression.is_number or not spell.can(expression):
                     sizes.append(int(each.value.shape[dim]))
                     continue
@@ -229,11 +229,6 @@ class _Sizes(PythonPrinter):
 
     def _print_Symbol(self, expr: Any) -> str:  # noqa: N802  (sympy calls it so)
         return self.names[expr]
-
-
-def _expression(size: Any) -> Any:
-    """Return a size as sympy has it."""
-    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
 
 
 def _fact(text: str, names: list[str]) -> Fact:
