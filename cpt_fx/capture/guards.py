@@ -87,23 +87,22 @@ def _dynamo_table() -> Any:
 def lost() -> Replacements:
     """Refuse calls that leave nothing behind in a graph."""
 
-    def refusing(owner: Any, name: str, what: str, *, by_torch: bool = True) -> Replacements:
-        original = vars(owner)[name]
+    def refusing(what: str) -> Callable[..., None]:
+        return lambda *_: refuse(f"forward {what}")
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if by_torch or is_the_models(sys._getframe(2).f_code.co_filename):
-                refuse(f"forward {what}")
-            return original(*args, **kwargs)
+    original = torch.set_grad_enabled.__init__
 
-        return {(owner, name): call}
+    def setting(switch: torch.set_grad_enabled, mode: bool) -> None:
+        # Not where torch itself does: `no_grad` is looked at when operators are recorded in it.
+        if is_the_models(sys._getframe(2).f_code.co_filename):
+            refuse("forward calls set_grad_enabled, which a graph would not,")
+        original(switch, mode)
 
     gradients = "switches gradients on: where the model is called without them, a graph would not,"
-    setting = "calls set_grad_enabled, which a graph would not,"
     return {
-        **refusing(torch.autocast, "__enter__", "enters torch.autocast: torch.fx would lose it, also a disabled one,"),
-        **refusing(torch.enable_grad, "__enter__", gradients),
-        # Not where torch itself does: `no_grad` is looked at when operators are recorded in it.
-        **refusing(torch.set_grad_enabled, "__init__", setting, by_torch=False),
+        (torch.autocast, "__enter__"): refusing("enters torch.autocast: torch.fx would lose it, also a disabled one,"),
+        (torch.enable_grad, "__enter__"): refusing(gradients),
+        (torch.set_grad_enabled, "__init__"): setting,
     }
 
 
