@@ -1031,6 +1031,12 @@ def list_of_the_module(self: Any, x: Tensor) -> Any:
     return y * len(self.losses)
 
 
+@asks(make=lambda: {**a_layer(), "counts": collections.Counter()}, inputs=one)
+def counter_of_a_module(self: Any, x: Tensor) -> Any:
+    self.counts["calls"] += 1
+    return self.fc(x)
+
+
 # What is answered truly
 
 
