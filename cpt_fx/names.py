@@ -8,20 +8,13 @@ from pathlib import Path
 from torch import fx, nn
 
 from cpt_fx.meta import NAME, module_path
-from cpt_fx.optable import HIDING
+from cpt_fx.optable import HIDING, OPERATOR_OF
 
 NAMES = "cpt_fx_names"
 """Key in `GraphModule.meta` of the registry that all captures of one model share."""
 
 NTH = "cpt_fx_nth"
 """On a node of a graph that holds one operator only: the how manieth it is at its place."""
-
-_ONLY: dict[type[nn.Module] | None, str] = {
-    nn.Linear: "linear", nn.Bilinear: "bilinear", nn.Conv1d: "conv1d", nn.Conv2d: "conv2d", nn.Conv3d: "conv3d",
-    nn.ConvTranspose1d: "conv_transpose1d", nn.ConvTranspose2d: "conv_transpose2d",
-    nn.ConvTranspose3d: "conv_transpose3d", nn.Embedding: "embedding", nn.EmbeddingBag: "embedding_bag",
-}  # fmt: skip
-"""The one operator of a layer."""
 
 Frame = tuple[str, int, str]
 Place = tuple[tuple[Frame, ...], int]
@@ -46,10 +39,6 @@ class Names:
         self._whole: dict[str, tuple[str, Place]] = {}
         self.merged_ranges: dict[str, str] = {}
         """Running ranges of layers that read one tensor: which was merged into which."""
-
-    def walk(self) -> NamesOfOneGraph:
-        """Start on a graph: calls of modules are counted anew."""
-        return NamesOfOneGraph(self)
 
     def name(self, path: str, op: str, place: Place, *, whole: bool) -> str:
         """Return the name of an operator at a place; with `whole`, the module's first operator is the module itself."""
@@ -79,7 +68,7 @@ class NamesOfOneGraph:
         frames = () if layer else frames_of(node.meta.get("stack_trace"))
         key = (call, op, frames)
         # A plain layer has one operator per call, however its code is reached.
-        count = 0 if _ONLY.get(kind) == op else node.meta.get(NTH, self._counts.get(key, 0))
+        count = 0 if kind is not None and OPERATOR_OF.get(kind) == op else node.meta.get(NTH, self._counts.get(key, 0))
         self._counts[key] = count + 1
         return self._names.name(path, op, (frames, count), whole=layer and NAME not in node.meta)
 

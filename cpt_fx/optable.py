@@ -201,10 +201,14 @@ FILLED: frozenset[Any] = frozenset(
 )  # fmt: skip
 """Tensors of one value: summed over neighbours they count degrees, they carry no message."""
 
-OPENED: tuple[type[nn.Module], ...] = (
-    nn.Linear, nn.Bilinear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d,
-    nn.ConvTranspose3d, nn.Embedding, nn.EmbeddingBag,
-)  # fmt: skip
+OPERATOR_OF: dict[type[nn.Module], str] = {
+    nn.Linear: "linear", nn.Bilinear: "bilinear", nn.Conv1d: "conv1d", nn.Conv2d: "conv2d", nn.Conv3d: "conv3d",
+    nn.ConvTranspose1d: "conv_transpose1d", nn.ConvTranspose2d: "conv_transpose2d",
+    nn.ConvTranspose3d: "conv_transpose3d", nn.Embedding: "embedding", nn.EmbeddingBag: "embedding_bag",
+}  # fmt: skip
+"""The one operator of a layer, by the name it has in `SPECS`."""
+
+OPENED: tuple[type[nn.Module], ...] = tuple(OPERATOR_OF)
 """Layers that normalize replaces by the function they call, with the weight as an explicit value."""
 
 HIDING: tuple[type[nn.Module], ...] = (*OPENED, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)

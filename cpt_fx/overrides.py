@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
-from cpt_fx.aliases import Aliases
 from cpt_fx.errors import check_int, nearest
 from cpt_fx.formats import FULL_PRECISION, Format
 from cpt_fx.meta import Dial, label_of
@@ -200,6 +199,32 @@ def as_patterns(given: object) -> tuple[Pattern, ...]:
     return tuple(given)
 
 
+class Aliases:
+    """For each module that has several names: the first one, which layers are named after, and the others."""
+
+    def __init__(self, root: nn.Module | None = None) -> None:
+        self._others: dict[str, list[str]] = {}
+        firsts: dict[nn.Module, str] = {}
+        for path, module in () if root is None else root.named_modules(remove_duplicate=False):
+            first = firsts.setdefault(module, path)
+            if path != first:
+                self._others.setdefault(first, []).append(path)
+
+    def is_module(self, name: str) -> bool:
+        """Whether a first name is that of a module with others, not of an operator in one."""
+        return name in self._others
+
+    def of(self, name: str) -> Iterator[str]:
+        """Return the other names of a module, or of an operator by those of the module it is in."""
+        above = name
+        while above not in self._others:
+            above = above.rpartition(".")[0]
+            if not above:
+                return
+        for other in self._others[above]:
+            yield other + name[len(above) :]
+
+
 class Patterns:
     """Names, globs and types that select layers, with a record of which of them selected something.
 
@@ -241,14 +266,6 @@ class Patterns:
                 self.by_alias.setdefault(pattern, {})[name] = kind
                 return True
         return False
-
-    def merge(self, other: Patterns) -> None:
-        """Take note of what the same patterns selected elsewhere."""
-        self.used |= other.used
-        for pattern, found in other.by_alias.items():
-            self.by_alias.setdefault(pattern, {}).update(found)
-        for key, idle in other.idle.items():
-            self.idle[key] = self.idle.get(key, True) and idle
 
     def check(self, layers: Iterable[str], modules: Iterable[tuple[str, type[nn.Module] | None]]) -> tuple[str, ...]:
         """Raise for patterns that select nothing at all; return notes on those that do not do what they seem to."""
@@ -303,24 +320,19 @@ class Selected:
 
     def __init__(self) -> None:
         self._all: dict[tuple[str, tuple[Pattern, ...]], Patterns] = {}
-        self._layers: dict[str, None] = {}
+        self.layers: dict[str, None] = {}
 
-    def add(self, patterns: Patterns, layers: Iterable[str]) -> None:
-        """Take note of what patterns selected in one graph, and of the layers there are in it."""
-        key = (patterns.argument, patterns.patterns)
-        known = self._all.setdefault(key, Patterns(patterns.patterns, patterns.argument))
-        known.merge(patterns)
-        self._layers.update(dict.fromkeys(layers))
+    def patterns(self, given: Iterable[Pattern], argument: str, aliases: Aliases) -> Patterns:
+        """Return what takes note of what some patterns select in one more graph."""
+        patterns = Patterns(given, argument)
+        patterns = self._all.setdefault((argument, patterns.patterns), patterns)
+        patterns.aliases = aliases
+        return patterns
 
     def check(self, modules: Iterable[tuple[str, type[nn.Module] | None]]) -> tuple[str, ...]:
         """Judge all patterns as `Patterns.check` does."""
         modules = tuple(modules)
-        return tuple(note for patterns in self._all.values() for note in patterns.check(self._layers, modules))
-
-
-def _around(name: str) -> str:
-    """Return the path of the module that holds what a name stands for: the root's is empty."""
-    return name.rpartition(".")[0]
+        return tuple(note for patterns in self._all.values() for note in patterns.check(self.layers, modules))
 
 
 def check_before_capture(patterns: Patterns, modules: Mapping[str, type[nn.Module]]) -> None:
@@ -328,9 +340,9 @@ def check_before_capture(patterns: Patterns, modules: Mapping[str, type[nn.Modul
 
     A name below a module, or one without a dot, may yet be that of an operator.
     """
-    certain = [
-        pattern
-        for pattern in patterns.patterns
-        if isinstance(pattern, type) or not (_around(pattern) in modules or any(c in _around(pattern) for c in "*?["))
-    ]
+    certain = []
+    for pattern in patterns.patterns:
+        around = "" if isinstance(pattern, type) else pattern.rpartition(".")[0]
+        if isinstance(pattern, type) or not (around in modules or any(character in around for character in "*?[")):
+            certain.append(pattern)
     Patterns(certain, patterns.argument).check((), modules.items())

@@ -10,7 +10,6 @@ import torch
 from torch import fx, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from cpt_fx.aliases import Aliases
 from cpt_fx.aliasing import overwritten
 from cpt_fx.aten import hides_product
 from cpt_fx.bodies import AUTHORS_OWN, Call, calls_of, given_quantized, multiplies, outermost, state_of
@@ -41,7 +40,7 @@ from cpt_fx.meta import (
     module_path,
     module_stack,
 )
-from cpt_fx.names import NAMES, Names, frames_of
+from cpt_fx.names import NAMES, Names, NamesOfOneGraph, frames_of
 from cpt_fx.optable import (
     ADDS,
     FUSED,
@@ -54,7 +53,7 @@ from cpt_fx.optable import (
     is_opaque,
     spec_of,
 )
-from cpt_fx.overrides import SELECTED, Override, Pattern, Patterns, Selected
+from cpt_fx.overrides import SELECTED, Aliases, Override, Pattern, Patterns, Selected
 from cpt_fx.pass_base import Pass, Report
 from cpt_fx.recipes import Recipe, Rule, default
 from cpt_fx.regions import TRANSFORMED, Regions
@@ -89,20 +88,14 @@ class Annotate(Pass):
         recipe = self.recipe or default()
         if recipe.not_finite == "raise":
             state_of(module).raises = True
-        walk = _Walk(module, recipe, Patterns(self.exclude or (), "exclude", aliases),
-                     Patterns(overrides, "overrides", aliases), overrides)  # fmt: skip
+        selected: Selected = module.meta.get(SELECTED) or Selected()
+        walk = _Walk(module, recipe, selected.patterns(self.exclude or (), "exclude", aliases),
+                     selected.patterns(overrides, "overrides", aliases), overrides)  # fmt: skip
         walk.graph(module)
-        notes = tuple(note for patterns in (walk.exclude, walk.changes) for note in _judged(module, walk, patterns))
+        selected.layers.update(dict.fromkeys(walk.layers))
+        # Unless other graphs have a say in which patterns select nothing.
+        notes = () if SELECTED in module.meta else selected.check(walk.modules())
         return Report(self.name, walk.decided, notes, tuple(walk.uncovered))
-
-
-def _judged(module: fx.GraphModule, walk: _Walk, patterns: Patterns) -> tuple[str, ...]:
-    """Return notes on patterns that select no operator, unless other graphs have a say in it."""
-    selected: Selected | None = module.meta.get(SELECTED)
-    if selected is None:
-        return patterns.check(walk.layers, walk.modules())
-    selected.add(patterns, walk.layers)
-    return ()
 
 
 class _Walk:
@@ -124,7 +117,7 @@ class _Walk:
         self.layers: list[str] = []
         self.uncovered: list[Uncovered] = []
         self.decided = 0
-        self._names = module.meta.get(NAMES, Names()).walk()
+        self._names = NamesOfOneGraph(module.meta.get(NAMES, Names()))
         self._walked: set[fx.GraphModule] = set()
         self._given: dict[fx.Node, fx.Node] = {}
         self._kinds: dict[str, type[nn.Module] | None] = {

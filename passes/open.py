@@ -8,12 +8,11 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from cpt_fx.aliases import Aliases
 from cpt_fx.bodies import outermost
 from cpt_fx.meta import LEFT, around, module_path
 from cpt_fx.opening import attention_graph, recurrent_graph
 from cpt_fx.opening.building import Builder, Opener, StaysFusedError
-from cpt_fx.overrides import Override, Pattern, Patterns
+from cpt_fx.overrides import Aliases, Override, Pattern, Patterns
 from cpt_fx.pass_base import Pass, Report
 from cpt_fx.recipes import Recipe, default
 from cpt_fx.regions import Regions

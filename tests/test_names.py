@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from cpt_fx.meta import NAME
-from cpt_fx.names import NAMES, Names, frames_of
+from cpt_fx.names import NAMES, Names, NamesOfOneGraph, frames_of
 from cpt_fx.passes import Annotate, Normalize
 from tests.passes import sites
 
@@ -36,7 +36,7 @@ def line(number: int, *, function: str = "forward", file: str = "model.py", inne
 
 
 def named(names: Names, *nodes: fx.Node, kind: type[nn.Module] | None = Block, op: str = "matmul") -> list[str]:
-    walk = names.walk()
+    walk = NamesOfOneGraph(names)
     return [walk.name(made, op, kind) for made in nodes]
 
 
