@@ -13,12 +13,12 @@ from cpt_fx.capture import Examples, prepared
 from cpt_fx.capture.captured import WHOLE
 from cpt_fx.capture.memory import run_aside
 from cpt_fx.capture.tree import own_tree, plain_tree
-from cpt_fx.errors import TransformError, check_choice
+from cpt_fx.errors import TransformError
 from cpt_fx.history import History, joined
 from cpt_fx.layer_state import PREFIX
 from cpt_fx.meta import STATE, Uncovered
 from cpt_fx.overrides import Pattern
-from cpt_fx.pipeline import EXECUTIONS, Pipeline
+from cpt_fx.pipeline import Pipeline
 from cpt_fx.recipes import Recipe
 from cpt_fx.result import PART, adopt, plain_rest
 from cpt_fx.schedules.base import Schedule
@@ -73,40 +73,24 @@ def transform(
         raise TypeError(
             f"overrides must map module names, globs or types to what is different there, got {overrides!r}"
         )
-    check_choice("execution", execution, EXECUTIONS)
     pipeline = Pipeline.standard(recipe=recipe, exclude=exclude, overrides=overrides, execution=execution)
-    return transform_with(
-        pipeline, model, schedule, example_inputs=example_inputs, example_kwargs=example_kwargs, frontend=capture,
-        execution=execution, strict=strict,
-    )  # fmt: skip
+    return transform_with(pipeline, model, schedule, examples_of(example_inputs, example_kwargs), capture, strict)
 
 
 def transform_with(
     pipeline: Pipeline,
     model: nn.Module | ExportedProgram,
     schedule: Schedule,
-    *,
-    example_inputs: tuple[Any, ...] | None = None,
-    example_kwargs: dict[str, Any] | None = None,
-    frontend: str = "auto",
-    execution: str = "simulated",
-    strict: bool = False,
+    examples: Examples | None,
+    frontend: str,
+    strict: bool,
 ) -> nn.Module:
     """Transform a model with a given pipeline: what `transform` and `Pipeline.transform` come down to."""
-    _check(model, schedule, execution)
-    check_examples(example_inputs, example_kwargs)
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        inner = transform_with(
-            pipeline, model.module, schedule, example_inputs=example_inputs, example_kwargs=example_kwargs,
-            frontend=frontend, execution=execution, strict=strict,
-        )  # fmt: skip
-        return _rewrapped(model, inner)
-    examples = None
-    if example_inputs is not None or example_kwargs is not None:
-        examples = Examples(example_inputs or (), example_kwargs or {})
-    frontend, model, notes = prepared(frontend, model, examples)
-    root = own_tree(model)
-    session = Session(root, pipeline.executing(execution).following(schedule), frontend, notes, strict=strict)
+    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    _check(inner, schedule)
+    frontend, plain, notes = prepared(frontend, inner, examples)
+    root = own_tree(plain)
+    session = Session(root, pipeline.following(schedule), frontend, notes, strict=strict)
     adopt(root, session)
     session.begin(examples)
     if PART not in root.__dict__:
@@ -115,7 +99,7 @@ def transform_with(
     if pipeline.binds:
         schedule.bind(root)
         assert session.state.schedule is schedule
-    session.reminder.watch(session, model, root)
+    session.reminder.watch(session, plain, root)
     if session.frontend == "dynamo" and examples is not None:
         session.examples = True
         with trial(root):
@@ -124,15 +108,16 @@ def transform_with(
                 session.engine.demand_one_graph(*examples)
         session.examples = False
         session.forget()
-    return root
+    return _rewrapped(model, root) if isinstance(model, nn.parallel.DistributedDataParallel) else root
 
 
-def check_examples(args: object, kwargs: object) -> None:
-    """Refuse examples that are not in the form of a call."""
+def examples_of(args: Any, kwargs: Any) -> Examples | None:
+    """Return what a model is called with, if that is given; refuse what is not in the form of a call."""
     if args is not None and not isinstance(args, tuple):
         raise TypeError(f"example_inputs must be a tuple of the model's arguments, got {type(args).__name__}")
     if kwargs is not None and not isinstance(kwargs, dict):
         raise TypeError(f"example_kwargs must be a dict of the model's arguments by name, got {type(kwargs).__name__}")
+    return None if args is None and kwargs is None else Examples(args or (), kwargs or {})
 
 
 def _rewrapped(wrapper: nn.parallel.DistributedDataParallel, inner: nn.Module) -> nn.Module:
@@ -197,17 +182,17 @@ def single_graph(
     if isinstance(found, Standalone):
         return found.module
     found.reminder.call(found)  # by whoever trains the graph
-    check_examples(example_inputs, example_kwargs)
+    examples = examples_of(example_inputs, example_kwargs)
     if WHOLE in found.traced:
         return standalone(found)
-    if example_inputs is None and example_kwargs is None:
+    if examples is None:
         raise TypeError(
             "Dynamo captures a model from a run: pass single_graph(result, example_inputs) a tuple of the model's "
             "arguments, or example_kwargs"
         )
     from cpt_fx.dynamo.single import single_graph_of  # torch's compiler is slow to import
 
-    return single_graph_of(found, example_inputs or (), example_kwargs or {}, dynamic=dynamic)
+    return single_graph_of(found, *examples, dynamic=dynamic)
 
 
 def history_of(model: nn.Module) -> History:
@@ -222,9 +207,8 @@ def history_of(model: nn.Module) -> History:
     return joined([(path, result.history()) for path, result in found], rest, kind)
 
 
-def _check(model: object, schedule: object, execution: str) -> None:
+def _check(model: object, schedule: object) -> None:
     """Refuse what cannot work before anything is done."""
-    check_choice("execution", execution, EXECUTIONS)
     if not isinstance(model, (nn.Module, ExportedProgram)):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if type(model).__name__ in WRAPPERS:

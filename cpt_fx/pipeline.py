@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from torch import fx, nn
@@ -24,10 +24,44 @@ from cpt_fx.passes.share import Share
 from cpt_fx.passes.verify import Verify
 from cpt_fx.recipes import Recipe, integer, resolve
 from cpt_fx.schedules.base import Schedule
-from cpt_fx.settings import Settings, handed
 
 EXECUTIONS = ("simulated", "integer")
 """How quantized products may run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The choices of a transform, each handed to every pass that has a field of the name. None: nobody made it."""
+
+    schedule: Schedule | None = None
+    recipe: Recipe | None = None
+    exclude: tuple[Pattern, ...] | None = None
+    overrides: Mapping[Pattern, Any] | None = None
+    execution: str | None = None
+
+
+def _handed(settings: Settings, passes: Sequence[Pass]) -> tuple[Pass, ...]:
+    """Return the passes with every field filled that a setting is for.
+
+    What is set on a pass counts for all of them; two passes that disagree are an error.
+    """
+    values: dict[str, Any] = {}
+    for name in (setting.name for setting in fields(Settings)):
+        given = [step for step in passes if getattr(step, name, None) is not None]
+        for step in given[1:]:
+            if getattr(step, name) != getattr(given[0], name):
+                raise ValueError(
+                    f"passes {given[0].name!r} and {step.name!r} disagree: {name}={getattr(given[0], name)!r} and "
+                    f"{name}={getattr(step, name)!r}. Set it on one of them, or to the same on both"
+                )
+        values[name] = getattr(given[0] if given else settings, name)
+    return tuple(_filled(step, values) for step in passes)
+
+
+def _filled(step: Pass, values: Mapping[str, Any]) -> Pass:
+    own = {one.name for one in fields(step) if one.init}
+    missing = {name: value for name, value in values.items() if name in own and value is not None}
+    return replace(step, **{name: value for name, value in missing.items() if getattr(step, name) is None})
 
 
 @contextmanager
@@ -55,7 +89,7 @@ class Pipeline:
         for step in self.passes:
             if not isinstance(step, Pass):
                 raise TypeError(f"a pipeline is made of passes, got {step!r}")
-        handed(self.settings, self.passes)
+        _handed(self.settings, self.passes)
 
     @classmethod
     def standard(
@@ -121,46 +155,39 @@ class Pipeline:
     ) -> nn.Module:
         """Do what `cpt_fx.transform` does, with these passes."""
         # The door to the layer above: api builds the standard pipeline, and this method is the way in for any other.
-        from cpt_fx.api import transform_with
+        from cpt_fx.api import examples_of, transform_with
 
-        return transform_with(
-            self, model, schedule, example_inputs=example_inputs, example_kwargs=example_kwargs, frontend=capture,
-            execution=execution, strict=strict,
-        )  # fmt: skip
+        examples = examples_of(example_inputs, example_kwargs)
+        return transform_with(self.executing(execution), model, schedule, examples, capture, strict)
 
     def after(self, name: str, step: Pass) -> Pipeline:
         """Insert a pass after the one of that name."""
-        place = self._index(name) + 1
-        return self._with((*self.passes[:place], step, *self.passes[place:]))
+        return self._spliced(name, 1, 1, step)
 
     def before(self, name: str, step: Pass) -> Pipeline:
         """Insert a pass before the one of that name."""
-        place = self._index(name)
-        return self._with((*self.passes[:place], step, *self.passes[place:]))
+        return self._spliced(name, 0, 0, step)
 
     def replace(self, name: str, step: Pass) -> Pipeline:
         """Replace the pass of that name."""
-        place = self._index(name)
-        return self._with((*self.passes[:place], step, *self.passes[place + 1 :]))
+        return self._spliced(name, 0, 1, step)
 
     def drop(self, name: str) -> Pipeline:
         """Leave out the pass of that name."""
-        place = self._index(name)
-        return self._with((*self.passes[:place], *self.passes[place + 1 :]))
+        return self._spliced(name, 0, 1)
 
     def __iter__(self) -> Iterator[Pass]:
         """Iterate over the passes as they run, settings included."""
-        return iter(handed(self.settings, self.passes))
+        return iter(_handed(self.settings, self.passes))
 
     def __repr__(self) -> str:
         """Return the full record of what runs."""
         return f"Pipeline(passes={tuple(self)!r})"
 
-    def _with(self, passes: tuple[Pass, ...]) -> Pipeline:
-        return Pipeline(passes, self.settings)
-
-    def _index(self, name: str) -> int:
+    def _spliced(self, name: str, start: int, stop: int, *steps: Pass) -> Pipeline:
+        """Put steps in the place of those from `start` to `stop`, counted from the pass of that name."""
         names = [step.name for step in self.passes]
         if name not in names:
             raise ValueError(f"no pass {name!r} in this pipeline; there are {names}.{nearest(name, names)}")
-        return names.index(name)
+        place = names.index(name)
+        return Pipeline((*self.passes[: place + start], *steps, *self.passes[place + stop :]), self.settings)
