@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ class QuantizedGraphModule(fx.GraphModule):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the state, and the graph as a flat list of nodes."""
-        return _restore, (), {"state": _without_graph(self), "nodes": _flatten(self._graph)}
+        return blank, (), {"state": _without_graph(self), "nodes": _flatten(self._graph)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore what `__reduce__` stored."""
@@ -92,8 +93,8 @@ def blank() -> QuantizedGraphModule:
     return module
 
 
-def _restore() -> QuantizedGraphModule:
-    return blank()
+_restore = blank
+"""What pickles call it."""
 
 
 def _without_graph(module: nn.Module) -> dict[str, Any]:
@@ -117,10 +118,7 @@ class _FunctionRef:
         self.path = path
 
     def load(self) -> Any:
-        value: Any = torch
-        for name in self.path.split(".")[1:]:
-            value = getattr(value, name)
-        return value
+        return attrgetter(self.path.removeprefix("torch."))(torch)
 
 
 def _reference(target: Any) -> Any:
@@ -143,17 +141,8 @@ def _flatten(graph: fx.Graph) -> list[tuple[Any, ...]]:
         if "nn_module_stack" in node.meta:
             # Names without classes: a class need not be importable where the pickle is read.
             meta["nn_module_stack"] = {call: (path, None) for call, (path, _) in node.meta["nn_module_stack"].items()}
-        rows.append((node.op, node.name, _reference(node.target), _plain(args), _plain(kwargs), node.type, meta))
+        rows.append((node.op, node.name, _reference(node.target), args, kwargs, node.type, meta))
     return rows
-
-
-def _plain(value: Any) -> Any:
-    """Turn fx's immutable containers into ordinary ones, which pickle."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if type(value) in (tuple, list) or isinstance(value, list):
-        return type(value)(map(_plain, value)) if type(value) is tuple else list(map(_plain, value))
-    return value
 
 
 def _unflatten(rows: list[tuple[Any, ...]]) -> fx.Graph:
@@ -161,22 +150,12 @@ def _unflatten(rows: list[tuple[Any, ...]]) -> fx.Graph:
     nodes: list[fx.Node] = []
 
     def resolve(value: Any) -> Any:
-        if isinstance(value, _NodeRef):
-            return nodes[value.position]
-        if isinstance(value, dict):
-            return {key: resolve(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [resolve(item) for item in value]
-        if isinstance(value, slice):
-            return slice(resolve(value.start), resolve(value.stop), resolve(value.step))
-        if isinstance(value, tuple):
-            items = [resolve(item) for item in value]
-            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-        return value
+        return nodes[value.position] if isinstance(value, _NodeRef) else value
 
     for op, name, target, args, kwargs, kind, meta in rows:
         loaded = target.load() if isinstance(target, _FunctionRef) else target
-        node = graph.create_node(op, loaded, resolve(args), resolve(kwargs), name, kind)
+        args, kwargs = fx.node.map_aggregate((args, kwargs), resolve)
+        node = graph.create_node(op, loaded, args, kwargs, name, kind)
         node.meta.update(meta)
         nodes.append(node)
     return graph
