@@ -15,10 +15,11 @@ import torch
 from torch import fx, nn
 
 from cpt_fx.graph_module import QuantizedGraphModule, blank
+from cpt_fx.layer_state import place_for_widths
 from cpt_fx.meta import QUANTIZER, STATE, get_attribute
 from cpt_fx.opening.recurrent import scan
 from cpt_fx.optable import ALIASES, FUSED, METHODS, spec_for
-from cpt_fx.runtime import Precision, ensure_precision
+from cpt_fx.runtime import Held, Precision
 
 OUTER = "_cpt_fx_outer"
 """Attribute of a body that leads to the module around it: what a body reads there is read through it."""
@@ -158,7 +159,13 @@ def outermost(module: fx.GraphModule) -> fx.GraphModule:
 
 def state_of(module: fx.GraphModule) -> Precision:
     """Return the state module that a graph uses, bodies that of the outermost; add an empty one where there is none."""
-    state = ensure_precision(outermost(module))
+    outer = outermost(module)
+    state = outer.__dict__.get(STATE) or outer._modules.get(STATE)
+    if state is None:
+        state = Held()
+        state.stand_on(place_for_widths(outer, state.device))
+        outer.add_module(STATE, state)
+    assert isinstance(state, Precision)
     if OUTER in module.__dict__:
         module.__dict__[STATE] = state
     return state

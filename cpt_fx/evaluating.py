@@ -26,13 +26,12 @@ def at_bits(model: nn.Module, bits: int | Bits) -> Iterator[None]:
             Fixed widths and schedules of single layers stay, offsets apply. 32 switches every quantizer off.
     """
     widths = as_bits("bits", bits)
-    everything = not isinstance(bits, tuple)
+    forced: Bits | int = widths
+    if not isinstance(bits, tuple):
+        forced = FULL_PRECISION if bits == FULL_PRECISION else widths._replace(gradient=AS_SCHEDULED)
     with ExitStack() as stack:
         for _, result in transformed_in(model):
-            if everything and widths.weight == FULL_PRECISION:
-                stack.enter_context(result.state.at(FULL_PRECISION))
-            else:
-                stack.enter_context(result.state.at(widths._replace(gradient=AS_SCHEDULED) if everything else widths))
+            stack.enter_context(result.state.at(forced))
             stack.enter_context(_unlearning(result.root))
         yield
 

@@ -23,7 +23,7 @@ def add_range(root: nn.Module, layer: str, operand: str, device: torch.device, *
 
     It belongs to the module that the layer is, or, for a product without a layer, to the one whose code computes it.
     """
-    path, holder, product = _holder(root, layer)
+    path, holder, product = holder_of(root, layer)
     name = f"{PREFIX}{product}_{operand}_range" if product else f"{PREFIX}{operand}_range"
     home = home_of(holder)
     for part in PARTS:
@@ -38,7 +38,7 @@ def add_range(root: nn.Module, layer: str, operand: str, device: torch.device, *
     return f"{path}.{name}" if path else name
 
 
-def _holder(root: nn.Module, layer: str) -> tuple[str, nn.Module, str]:
+def holder_of(root: nn.Module, layer: str) -> tuple[str, nn.Module, str]:
     """Return the innermost module on the way to a layer, with its path, and the rest of the layer's name."""
     holder, names = root, layer.split(".") if layer else []
     for place, name in enumerate(names):
@@ -55,17 +55,6 @@ def home_of(module: nn.Module) -> Tensor | None:
         if tensor is not None:
             return tensor
     return next(chain(module.parameters(), module.buffers()), None)
-
-
-def device_of(module: nn.Module, otherwise: torch.device) -> torch.device:
-    """Return where a module's own tensors lie, or those of what is inside it."""
-    home = home_of(module)
-    return otherwise if home is None else home.device
-
-
-def home_of_layer(root: nn.Module, layer: str) -> Tensor | None:
-    """Return the same for a layer, or for the module whose code computes a product without one."""
-    return home_of(_holder(root, layer)[1])
 
 
 def place_for_widths(root: nn.Module, otherwise: torch.device) -> torch.device:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from cpt_fx.evidence import RECORD_LENGTH, SKIPPED
 from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.integer.counts import COUNTS
-from cpt_fx.layer_state import alike, device_of, has_value, home_of, home_of_layer, moved, zeros
+from cpt_fx.layer_state import alike, has_value, holder_of, home_of, moved, zeros
 from cpt_fx.meta import STATE, Dial
 from cpt_fx.recomputed import widths_of_pass
 from cpt_fx.schedules import Bits
@@ -35,11 +35,6 @@ class _State(nn.Module):
     Holders inside holders are ordinary attributes too: every quantizer reads its state by a path of several names, and
     what `nn.Module` looks up for itself takes ten times as long.
     """
-
-    def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Add a child, and let it be found like any attribute."""
-        super().add_module(name, module)
-        self.__dict__[name] = module
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -143,7 +138,7 @@ class Precision(_State):
         return f"{STATE}.{kind}.{name}"
 
     def _home(self, layer: str) -> Tensor | None:
-        return home_of_layer(self.root, layer)
+        return home_of(holder_of(self.root, layer)[1])
 
     def pin(self) -> None:
         """Keep all records that are here now: a graph that was captured writes them, whatever later ones merge."""
@@ -227,17 +222,14 @@ class Precision(_State):
 
     def width(self, dial: Dial, *, training: bool) -> int:
         """Return the width that a dial shows at the schedule's position."""
-        if isinstance(self.forced, int):
-            return self.forced
-        position = 0 if self.schedule is None else self.schedule.position
-        if self.forced is not None and dial.schedule is None:
-            if self.forced.gradient != AS_SCHEDULED:
-                return dial_width(dial, self.forced)
-            scheduled = FULL_PRECISION if self.schedule is None else self.schedule.bits(position).gradient
-            return dial_width(dial, self.forced._replace(gradient=scheduled))
-        if self.schedule is None:
-            return FULL_PRECISION
-        return width_of(dial, self.schedule, position, training)
+        forced, schedule = self.forced, self.schedule
+        if isinstance(forced, int):
+            return forced
+        if forced is not None and dial.schedule is None:
+            if forced.gradient == AS_SCHEDULED:
+                forced = forced._replace(gradient=FULL_PRECISION if schedule is None else schedule.current.gradient)
+            return dial_width(dial, forced)
+        return FULL_PRECISION if schedule is None else width_of(dial, schedule, schedule.position, training)
 
     @contextmanager
     def at(self, bits: Bits | int) -> Iterator[None]:
@@ -311,7 +303,6 @@ class Held(Precision):
     def __init__(self) -> None:
         super().__init__()
         self._modules["bits"] = _State()
-        self.update()
 
     @property
     def bits(self) -> nn.Module:  # type: ignore[override]
@@ -331,29 +322,16 @@ class Held(Precision):
 
     def update(self) -> None:
         """Write the widths of the schedule's position."""
-        if "bits" not in self._modules:
-            return
         for name, dial in self.dials.items():
-            width = torch.tensor(self.width(dial, training=self.training), dtype=torch.int64, device=self.device)
-            if name not in self.bits._buffers:
-                self.bits.register_buffer(name, width)
-            elif host_value(self.bits.get_buffer(name)) != self.width(dial, training=self.training):
+            width, held = self.width(dial, training=self.training), self.bits._buffers.get(name)
+            if held is None:
+                self.bits.register_buffer(name, torch.tensor(width, dtype=torch.int64, device=self.device))
+            elif host_value(held) != width:
                 # Unchanged widths are not written: a backward pass may hold on to them. Elsewhere nobody looks.
-                self.bits.get_buffer(name).copy_(width)
+                held.fill_(width)
 
     def train(self, mode: bool = True) -> Held:
         """Switch between the widths for training and those for evaluation."""
         super().train(mode)
         self.update()
         return self
-
-
-def ensure_precision(root: nn.Module) -> Precision:
-    """Return the state of a graph, adding an empty one where there is none."""
-    state = root.__dict__.get(STATE) or root._modules.get(STATE)
-    if state is None:
-        state = Held()
-        state.stand_on(device_of(root, state.device))
-        root.add_module(STATE, state)
-    assert isinstance(state, Precision)
-    return state
