@@ -95,7 +95,7 @@ class Transformed(nn.Module):
         session = part_of(self).session
         position = state_dict.pop(prefix + POSITION, None) if session.root is self else None
         given = [key for key in state_dict if key.startswith(prefix + PREFIX) and is_range(key.removeprefix(prefix))]
-        if session.grows:
+        if session.frontend == "dynamo":  # which may know fewer ranges by now than the checkpoint does
             for key in given:
                 name = key.removeprefix(prefix)
                 if name not in own(self):
@@ -124,7 +124,8 @@ class Transformed(nn.Module):
         made = super().__reduce_ex__(protocol)
         assert isinstance(made, tuple)
         function, args, *rest = made
-        return _rebuilt, (function, tuple(_plain(arg) for arg in args)), *rest
+        plain = (plain_class(arg) if isinstance(arg, type) and issubclass(arg, nn.Module) else arg for arg in args)
+        return _rebuilt, (function, tuple(plain)), *rest
 
 
 def _is_plain(state_dict: Any, prefix: str, root: nn.Module) -> bool:
@@ -133,10 +134,6 @@ def _is_plain(state_dict: Any, prefix: str, root: nn.Module) -> bool:
         return False
     names = [name for name, _ in root.named_parameters() if PREFIX not in name]
     return bool(names) and all(prefix + name in state_dict for name in names)
-
-
-def _plain(value: Any) -> Any:
-    return plain_class(value) if isinstance(value, type) and issubclass(value, nn.Module) else value
 
 
 def _rebuilt(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -255,7 +252,7 @@ def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
         if part is None:
             return function(self, *args, **kwargs)
         session = part.session
-        if session.running if torch.compiler.is_dynamo_compiling() else session.is_watching():
+        if session.running if torch.compiler.is_dynamo_compiling() else session.watching > 0 or session.runs_here():
             return function(self, *args, **kwargs)
         return session.watch(function, self, args, kwargs)
 
@@ -331,12 +328,10 @@ def adopt(tree: nn.Module, session: Session) -> bool:
     Return whether there were any that had not.
     """
     part: Part | None = tree.__dict__.get(PART)
-    another = part is not None and part.session is not session
-    if isinstance(tree, parametrize.ParametrizationList) or (
-        part is not None and another and part.session.root is tree
-    ):
+    is_another = part is not None and tree is part.session.root is not session.root
+    if is_another or isinstance(tree, parametrize.ParametrizationList):
         return False
-    found = another or (part is None and may_multiply(tree))
+    found = may_multiply(tree) if part is None else part.session is not session
     for child in tree._modules.values():
         if child is not None:
             found |= adopt(child, session)

@@ -15,12 +15,11 @@ from cpt_fx.capture.base import CaptureError
 from cpt_fx.capture.captured import WHOLE, Capture, Entry, traced_view
 from cpt_fx.capture.expected import expect_ranges, look_at_norms, look_at_ranges
 from cpt_fx.capture.memory import run_aside, unchanged
-from cpt_fx.capture.tree import Places
 from cpt_fx.errors import TransformError
 from cpt_fx.frames import has_proxies, imported_aside, is_compiler_around, refuse_tools, skip_frame
 from cpt_fx.graph_module import QuantizedGraphModule
 from cpt_fx.history import LOGGER, History, check_coverage
-from cpt_fx.layer_state import place_for_widths, ranges
+from cpt_fx.layer_state import forget, place_for_widths
 from cpt_fx.meta import CALLED, ENTRY, Uncovered
 from cpt_fx.names import Names
 from cpt_fx.overrides import SELECTED, Patterns, Selected, check_before_capture
@@ -57,7 +56,8 @@ class Session:
         self.kind = type(root).__name__
         self.pipeline = pipeline
         self.auto = capture == "auto"
-        self.frontend = _frontend(root, capture)
+        traced = "given" if isinstance(root, fx.GraphModule) else "symbolic"
+        self.frontend = {"dynamo": "dynamo", "export": "dynamo", "program": "export"}.get(capture, traced)
         """How graphs are found: `dynamo` as the code runs, else the graph is there at once."""
         self.notes = notes
         self.strict = strict
@@ -83,6 +83,7 @@ class Session:
         self.running = False
         """Whether Dynamo runs the model's own code at this moment, in whichever thread."""
         self.watching = 0
+        """How many methods of the model run at this moment: what they multiply is seen to."""
         self.moving = 0
         self.views: dict[tuple[int, bool], QuantizedGraphModule] = {}
         """Traced graphs by the module they are of, for compilers that come by."""
@@ -115,11 +116,6 @@ class Session:
         """Every rewritten graph."""
         return [*self.traced.values(), *self.found]
 
-    @property
-    def grows(self) -> bool:
-        """Whether graphs may still be found: a checkpoint may then know more ranges than there are by now."""
-        return self.frontend == "dynamo"
-
     def graphs(self) -> list[fx.GraphModule]:
         """Return every rewritten graph, those inside others too."""
         return [module for capture in self.captures for module in graphs_of(capture.view)]
@@ -149,11 +145,6 @@ class Session:
         notes = (*self.notes, *several, *self.ineffective, *self._without_kernels)
         return History(self.frontend, notes, reports, repr(self.pipeline), self.kind, breaks)
 
-    @property
-    def places(self) -> Places:
-        """Where the tensors and modules are: read anew for each graph, since tensors may be replaced."""
-        return Places(self.root)
-
     def module_types(self) -> dict[str, type[nn.Module]]:
         """Return the class of every module, by all of its paths."""
         return {path: plain_class(type(module)) for path, module in self.root.named_modules(remove_duplicate=False)}
@@ -176,10 +167,6 @@ class Session:
     def runs_here(self) -> bool:
         """Whether Dynamo runs the model's own code in this very thread: its modules are called as they are."""
         return self._engine is not None and self._engine.runs_here()
-
-    def is_watching(self) -> bool:
-        """Whether a method of the model runs, or its code: what it multiplies is seen to."""
-        return self.watching > 0 or self.runs_here()
 
     @property
     def engine(self) -> Engine:
@@ -340,17 +327,8 @@ class Session:
     def forget_ranges(self) -> None:
         """Let all running ranges start anew."""
         self._evaluates = False
-        for _, *tensors in ranges(self.root):
-            for tensor in tensors:
-                tensor.detach().zero_()
-
-
-def _frontend(root: nn.Module, capture: str) -> str:
-    if capture in ("dynamo", "export"):
-        return "dynamo"
-    if capture == "program":
-        return "export"
-    return "given" if isinstance(root, fx.GraphModule) else "symbolic"
+        for module in self.root.modules():
+            forget(module)
 
 
 # A compiler around the model finds nothing to compile in these: it is given the graph that they lead to.

@@ -11,6 +11,7 @@ from torch.export import ExportedProgram
 from cpt_fx.capture.base import CaptureError, copy_graph
 from cpt_fx.capture.program import program_module
 from cpt_fx.capture.symbolic import Examples, Source, Traced, trace_symbolic
+from cpt_fx.capture.tree import Places
 from cpt_fx.capture.views import called_by, over
 from cpt_fx.capture.watch import Watch, is_hooked
 from cpt_fx.errors import check_choice
@@ -72,7 +73,7 @@ def trace_module(session: Session, path: str, examples: Examples | None = None, 
     view = over(root, session.state, session.names)
     _place_constants(view, traced)
     if path:
-        _tell_where(traced.graph, session.places.ancestors(path))
+        _tell_where(traced.graph, Places(root).ancestors(path))
     # Not by its setter, which compiles: the passes change the graph first.
     view._graph = traced.graph
     traced.graph.owning_module = view

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import fx, nn
 
+from cpt_fx.capture.tree import Places
 from cpt_fx.capture.views import over
 from cpt_fx.errors import TransformError
 from cpt_fx.formats import FULL_PRECISION
@@ -37,7 +38,7 @@ def expect_ranges(session: Session) -> None:
     view = over(session.root, Precision(session.root), Names())
     view.meta[SELECTED] = Selected()
     graph = fx.Graph()
-    called, places = [], session.places
+    called, places = [], Places(session.root)
     for path, layer in session.root.named_modules():
         if isinstance(layer, OPENED) and path and PART in layer.__dict__:
             inputs = [graph.placeholder(f"x{len(graph.nodes)}") for _ in range(1 + isinstance(layer, nn.Bilinear))]

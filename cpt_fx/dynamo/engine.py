@@ -147,8 +147,8 @@ class Engine:
 
     @property
     def places(self) -> Places:
-        """Where the tensors and modules are."""
-        return self.session.places
+        """Where the tensors and modules are: read anew for each graph, since tensors may be replaced."""
+        return Places(self.root)
 
     def leave(self, path: str, op: str, reason: str) -> None:
         """Take note of an operator between the graphs that stays as it is."""
