@@ -29,7 +29,9 @@ def check_choice(field: str, value: object, choices: Iterable[str]) -> str:
 
 def check_int(field: str, value: object, minimum: int | None = None, maximum: int | None = None) -> int:
     """Return ``value`` as an int; refuse floats and bools, which are usually a slip, and values out of range."""
-    expected = "an integer" + _bounds(minimum, maximum)
+    expected = "an integer"
+    if minimum is not None:
+        expected += f" of at least {minimum}" if maximum is None else f" from {minimum} to {maximum}"
     # A bool is an int to Python; as a number of bits or steps it is a slip. numpy integers pass, 8.0 does not.
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise TypeError(f"{field} must be {expected}, got {value!r} ({type(value).__name__})")
@@ -37,14 +39,6 @@ def check_int(field: str, value: object, minimum: int | None = None, maximum: in
     if (minimum is not None and number < minimum) or (maximum is not None and number > maximum):
         raise ValueError(f"{field} must be {expected}, got {value!r}")
     return number
-
-
-def _bounds(minimum: int | None, maximum: int | None) -> str:
-    if minimum is not None and maximum is not None:
-        return f" from {minimum} to {maximum}"
-    if minimum is not None:
-        return f" of at least {minimum}"
-    return "" if maximum is None else f" of at most {maximum}"
 
 
 class ExportError(ValueError):

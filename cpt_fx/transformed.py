@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +12,9 @@ from torch.utils import _pytree as pytree
 
 _wraps = torch._C._functorch.is_functorch_wrapped_tensor
 _unwrapped = torch._C._functorch.get_unwrapped
+
+outside = temporarily_clear_interpreter_stack
+"""Leave all transforms: random numbers may be drawn here, and what they do not know may be written."""
 
 
 def is_transformed() -> bool:
@@ -39,13 +41,6 @@ def plain(tensor: Tensor) -> Tensor:
     while _wraps(tensor):
         tensor = _unwrapped(tensor)
     return tensor
-
-
-@contextmanager
-def outside() -> Iterator[None]:
-    """Leave all transforms: random numbers may be drawn here, and what they do not know may be written."""
-    with temporarily_clear_interpreter_stack():
-        yield
 
 
 def each(function: Callable[[Tensor], Any], gradients: Tensor) -> Any:

@@ -162,9 +162,9 @@ def test_nearest() -> None:
 
 def test_check_int_bounds() -> None:
     assert check_int("n", 5) == 5
-    assert check_int("n", np.int8(-5), maximum=0) == -5
-    with pytest.raises(ValueError, match="n must be an integer of at most 4, got 5"):
-        check_int("n", 5, maximum=4)
+    assert check_int("n", np.int8(-5), -9, 0) == -5
+    with pytest.raises(ValueError, match="n must be an integer from 0 to 4, got 5"):
+        check_int("n", 5, 0, 4)
     with pytest.raises(TypeError, match=r"n must be an integer, got None \(NoneType\)"):
         check_int("n", None)
 
