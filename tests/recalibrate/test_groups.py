@@ -13,7 +13,7 @@ from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
 import cpt_fx
-from tests.test_recalibrate import few, images, net, statistics
+from tests.recalibrate.models import few, images, net, statistics
 from tests.widths.models import DYNAMIC, plan
 
 SHARES = ([0, 1], [2])

@@ -18,10 +18,8 @@ import cpt_fx
 from cpt_fx.recipes import Recipe, default, integer, paper
 from cpt_fx.schedules import named
 from cpt_fx.standalone import precision_of
-from tests.test_recalibrate import few, images, transformed
-from tests.widths.models import CAPTURES, OBSERVED
-
-captures = pytest.mark.parametrize("capture", CAPTURES)
+from tests.recalibrate.models import captures, few, images, transformed
+from tests.widths.models import OBSERVED
 
 
 class Busy(nn.Module):

@@ -14,10 +14,8 @@ from torch.optim import SGD
 
 import cpt_fx
 from cpt_fx.schedules import Piecewise, Schedule, Static
-from tests.test_recalibrate import Frozen, Net, few, images
-from tests.widths.models import CAPTURES, DYNAMIC
-
-captures = pytest.mark.parametrize("capture", CAPTURES)
+from tests.recalibrate.models import Frozen, Net, captures, few, images
+from tests.widths.models import DYNAMIC
 
 
 @pytest.fixture
