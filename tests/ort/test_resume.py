@@ -20,6 +20,7 @@ pytest.importorskip("onnxscript")
 import cpt_fx
 from cpt_fx.ort import StateFileError, Trainer, state_file
 from tests import ort
+from tests.ort.trainers import losses
 
 STEPS = 30
 
@@ -33,10 +34,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trainer_of(directory: Path, schedule: Any = None, **options: Any) -> Trainer:
     return Trainer(directory, schedule or ort.schedule(), **({"seed": 5, "threads": 1} | options))
-
-
-def losses(trainer: Trainer, count: int, start: int) -> list[float]:
-    return [trainer.step(*ort.batch(number)) for number in range(start, start + count)]
 
 
 @pytest.mark.parametrize("at", [0, 1, 7, 12])

@@ -1,0 +1,126 @@
+"""Updates of a training run: gathered gradients and learning rates."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("onnxruntime.training.api", exc_type=ImportError)
+pytest.importorskip("onnxscript")
+
+from tests import ort
+from tests.ort.trainers import close, losses, trainer_of
+
+# Accumulation.
+
+
+def test_accumulation_is_of_the_mean() -> None:
+    """In torch: the mean of the gradients of four batches, one update."""
+    trainer = trainer_of(ort.full(), accumulation=4, learning_rate=0.5)
+    model = ort.net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for update in range(3):
+        optimizer.zero_grad()
+        for number in range(4):
+            x, target = ort.batch(4 * update + number)
+            assert trainer.pending == number
+            trainer.step(x, target)
+            (nn.functional.cross_entropy(model(x), target) / 4).backward()
+        optimizer.step()
+        assert (trainer.pending, trainer.updates, trainer.schedule.position) == (0, update + 1, update + 1)
+    close(trainer.state_dict(), model.state_dict())
+
+
+def test_an_update_before_its_time() -> None:
+    """The last batches of an epoch: the mean is of those that there were."""
+    trainer = trainer_of(ort.full(), accumulation=10, learning_rate=0.5)
+    model = ort.net()
+    for number in range(3):
+        x, target = ort.batch(number)
+        trainer.step(x, target)
+        (nn.functional.cross_entropy(model(x), target) / 3).backward()
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    trainer.update()
+    close(trainer.state_dict(), model.state_dict())
+
+
+def test_widths_hold_within_an_update() -> None:
+    trainer = trainer_of(accumulation=3)
+    positions = []
+    for number in range(6):
+        positions.append(trainer.schedule.position)
+        trainer.step(*ort.batch(number))
+    assert positions == [0, 0, 0, 1, 1, 1]
+
+
+# Learning rates.
+
+
+def test_a_learning_rate_can_be_set() -> None:
+    trainer = trainer_of(ort.full())
+    assert trainer.lr == 0.01
+    before = trainer.state_dict()
+    trainer.lr = 0.0
+    losses(trainer, 1)
+    assert torch.equal(before["last.weight"], trainer.state_dict()["last.weight"])
+    trainer.lr = 0.25
+    losses(trainer, 1)
+    assert not torch.equal(before["last.weight"], trainer.state_dict()["last.weight"])
+
+
+def test_a_learning_rate_can_be_a_function() -> None:
+    """Of the update, from 0; the same as setting each by hand."""
+    asked = []
+
+    def rate(update: int) -> float:
+        asked.append(update)
+        return 0.1 / (update + 1)
+
+    one, other = trainer_of(learning_rate=rate), trainer_of()
+    for number in range(5):
+        other.lr = 0.1 / (number + 1)
+        assert one.step(*ort.batch(number)) == other.step(*ort.batch(number))
+    assert asked == [0, 1, 2, 3, 4]
+    assert one.lr == pytest.approx(0.02)
+    with pytest.raises(ValueError, match="learning_rate is a function"):
+        one.lr = 0.5
+
+
+def test_schedulers_of_torch_drive_it() -> None:
+    """Without a warning about the order of calls: the trainer counts as an optimizer."""
+    trainer = trainer_of(learning_rate=0.4)
+    scheduler = torch.optim.lr_scheduler.StepLR(trainer.optimizer_view, step_size=2, gamma=0.5)
+    seen = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in range(5):
+            trainer.step(*ort.batch(number))
+            seen.append(trainer._update.controls["learning_rate"].read().tolist())
+            scheduler.step()
+    assert seen == [[0.4], [0.4], [0.2], [0.2], [0.1]]
+
+
+def test_groups_have_their_own(tmp_path: Path) -> None:
+    model = ort.net()
+    groups = [{"params": [model.first.weight], "lr": 0.1}, {"params": [model.last.weight], "lr": 0.2}]
+    directory = ort.with_optimizer(ort.net_directory(), tmp_path / "d", model, lambda _: torch.optim.SGD(groups))
+    trainer = trainer_of(ort.full(), directory)
+    assert trainer.lr == [0.1, 0.2]
+    before = trainer.state_dict()
+    trainer.lr = [0.0, 0.1]
+    losses(trainer, 1)
+    after = trainer.state_dict()
+    assert torch.equal(before["first.weight"], after["first.weight"])
+    assert not torch.equal(before["last.weight"], after["last.weight"])
+    with pytest.raises(ValueError, match="3 learning rates were given for 2 parameter groups"):
+        trainer.lr = [0.1, 0.1, 0.1]
+
+
+@pytest.mark.parametrize("rate", [-0.1, float("nan"), float("inf")])
+def test_a_learning_rate_is_a_sane_number(rate: float) -> None:
+    with pytest.raises(ValueError, match="a learning rate must be a finite number"):
+        trainer_of().lr = rate
