@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -203,25 +203,21 @@ class Aliases:
     """For each module that has several names: the first one, which layers are named after, and the others."""
 
     def __init__(self, root: nn.Module | None = None) -> None:
-        self._others: dict[str, list[str]] = {}
+        self.others: dict[str, list[str]] = {}
         firsts: dict[nn.Module, str] = {}
         for path, module in () if root is None else root.named_modules(remove_duplicate=False):
             first = firsts.setdefault(module, path)
             if path != first:
-                self._others.setdefault(first, []).append(path)
-
-    def is_module(self, name: str) -> bool:
-        """Whether a first name is that of a module with others, not of an operator in one."""
-        return name in self._others
+                self.others.setdefault(first, []).append(path)
 
     def of(self, name: str) -> Iterator[str]:
         """Return the other names of a module, or of an operator by those of the module it is in."""
         above = name
-        while above not in self._others:
+        while above not in self.others:
             above = above.rpartition(".")[0]
             if not above:
                 return
-        for other in self._others[above]:
+        for other in self.others[above]:
             yield other + name[len(above) :]
 
 
@@ -262,14 +258,13 @@ class Patterns:
         """Whether a pattern selects a layer by another name of it, or of a module around it, the outermost first."""
         for name in sorted(names, key=len):
             if any(_fits(other, pattern) for other in self.aliases.of(name)):
-                kind = "module" if self.aliases.is_module(name) else "operator"
+                kind = "module" if name in self.aliases.others else "operator"
                 self.by_alias.setdefault(pattern, {})[name] = kind
                 return True
         return False
 
-    def check(self, layers: Iterable[str], modules: Iterable[tuple[str, type[nn.Module] | None]]) -> tuple[str, ...]:
+    def check(self, layers: Iterable[str], modules: Collection[tuple[str, type[nn.Module] | None]]) -> tuple[str, ...]:
         """Raise for patterns that select nothing at all; return notes on those that do not do what they seem to."""
-        modules = tuple(modules)
         names = sorted({*layers, *(path for path, _ in modules if path)})
         notes = [
             f"{self.argument} {pattern!r} selects {name}, which is the same {kind}"
@@ -329,9 +324,8 @@ class Selected:
         patterns.aliases = aliases
         return patterns
 
-    def check(self, modules: Iterable[tuple[str, type[nn.Module] | None]]) -> tuple[str, ...]:
+    def check(self, modules: Collection[tuple[str, type[nn.Module] | None]]) -> tuple[str, ...]:
         """Judge all patterns as `Patterns.check` does."""
-        modules = tuple(modules)
         return tuple(note for patterns in self._all.values() for note in patterns.check(self.layers, modules))
 
 

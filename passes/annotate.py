@@ -94,7 +94,7 @@ class Annotate(Pass):
         walk.graph(module)
         selected.layers.update(dict.fromkeys(walk.layers))
         # Unless other graphs have a say in which patterns select nothing.
-        notes = () if SELECTED in module.meta else selected.check(walk.modules())
+        notes = () if SELECTED in module.meta else selected.check(walk.kinds.items())
         return Report(self.name, walk.decided, notes, tuple(walk.uncovered))
 
 
@@ -120,13 +120,10 @@ class _Walk:
         self._names = NamesOfOneGraph(module.meta.get(NAMES, Names()))
         self._walked: set[fx.GraphModule] = set()
         self._given: dict[fx.Node, fx.Node] = {}
-        self._kinds: dict[str, type[nn.Module] | None] = {
+        self.kinds: dict[str, type[nn.Module] | None] = {
             path: _kind_of(child) for path, child in module.named_modules(remove_duplicate=False)
         }
-
-    def modules(self) -> list[tuple[str, type[nn.Module] | None]]:
-        """Return every module the graph knows of, called or opened."""
-        return list(self._kinds.items())
+        """Every module the graph knows of, called or opened."""
 
     def graph(self, module: fx.GraphModule) -> None:
         """Decide about every node of a graph, and of its bodies at the first node that runs them."""
@@ -170,7 +167,7 @@ class _Walk:
         if spec.family == "aggregation" and carries_no_message(node, spec, self.trained):
             return
         family = self._family(node, spec)
-        layer = self._names.name(node, spec.name, self._kinds.get(module_path(node)[0]))
+        layer = self._names.name(node, spec.name, self.kinds.get(module_path(node)[0]))
         self.layers.append(layer)
         if self._is_carried_out(node):
             return
@@ -199,7 +196,7 @@ class _Walk:
 
     def _makes_a_weight(self, node: fx.Node) -> bool:
         """Whether a node is part of a parametrization, which is listed where it multiplies."""
-        found = parametrization_of(node, self._kinds)
+        found = parametrization_of(node, self.kinds)
         if found is None:
             return False
         self.weights.add(node)
@@ -406,7 +403,7 @@ class _Walk:
     def _note_modules(self, node: fx.Node) -> None:
         for path, kind in module_stack(node):
             if kind is not None:
-                self._kinds[path] = kind
+                self.kinds[path] = kind
 
     def _report_hidden(self, node: fx.Node) -> None:
         """Report calls that multiply, or may multiply, where no quantizer can reach."""
