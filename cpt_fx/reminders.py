@@ -59,7 +59,8 @@ class Reminder:
         self.modules = [ref(module) for tree in trees for module in tree.modules() if module._parameters]
         _KNOWN[:] = [*(one for one in _KNOWN if one is not self and one.parameters()), self]
         _FOLLOWED.clear()
-        _listen()
+        if not _HOOKS:
+            _HOOKS.append(register_optimizer_step_post_hook(_after_step))
 
     def call(self, session: Session) -> None:
         """Note that the result is called: by whoever goes on with it, where it was reverted."""
@@ -107,8 +108,7 @@ class Reminder:
         place = id(schedule), schedule.position
         if place != self.place:
             self.place = place
-            for one in list(self.steps):
-                self.steps[one] = 0
+            self.steps.update(dict.fromkeys(self.steps, 0))
         self.steps[optimizer] = self.steps.get(optimizer, 0) + 1
 
     def _unused(self) -> str:
@@ -179,11 +179,6 @@ _KNOWN: list[Reminder] = []
 _FOLLOWED: WeakKeyDictionary[Optimizer, tuple[int, list[Reminder]]] = WeakKeyDictionary()
 """For each optimizer the number of its groups, and the transforms whose parameters it had then."""
 _HOOKS: list[Any] = []
-
-
-def _listen() -> None:
-    if not _HOOKS:
-        _HOOKS.append(register_optimizer_step_post_hook(_after_step))
 
 
 def _trained(optimizer: Optimizer) -> set[int]:
