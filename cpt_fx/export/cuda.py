@@ -6,17 +6,15 @@ Without a driver it even ends the process. So the libraries and the driver are l
 from __future__ import annotations
 
 import ctypes
-import importlib
 import os
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from cpt_fx.errors import ExportError
-from cpt_fx.export.environment import GPU_BUILD, PackageError, mend, python_step, require_training
+from cpt_fx.export.environment import GPU_BUILD, PackageError, imported, mend, python_step, require_training
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 WHEELS = {
@@ -31,13 +29,6 @@ WHEELS = {
 _PINS = {"nvidia-cudnn-cu11": "<9"}
 _FOLDERS = ("/usr/local/cuda-11.8/lib64", "/usr/local/cuda-11.8/lib", "/usr/local/cuda/lib64")
 _OLDEST_DRIVER = 11
-
-
-class Session(Protocol):
-    """What an `onnxruntime.InferenceSession` says of itself."""
-
-    def get_providers(self) -> Sequence[str]:
-        """Return where it computes, the first choice first."""
 
 
 @dataclass(frozen=True)
@@ -85,29 +76,27 @@ def cuda_status() -> CudaStatus:
     return CudaStatus(build, providers, libraries, driver, devices, problem, remedy)
 
 
-def require_cuda() -> None:
-    """Raise an error that says what is missing, unless training can run on a GPU; load the libraries that it needs."""
-    require_training()
-    status = cuda_status()
-    if not status.works:
-        raise PackageError(status.message)
-
-
 def session_providers(device: str) -> list[str | tuple[str, dict[str, str]]]:
-    """Return the `providers` of an `InferenceSession` for `"cpu"`, `"cuda"` or `"cuda:1"`; refuse what is not there."""
+    """Return the `providers` of an `InferenceSession` for `"cpu"`, `"cuda"` or `"cuda:1"`; refuse what is not there.
+
+    For a GPU the libraries that it needs are loaded.
+    """
     found = re.fullmatch(r"cpu|cuda(?::(\d+))?", device)
     if found is None:
         raise ExportError(f'device must be "cpu", "cuda" or "cuda:1", got {device!r}')
     if device == "cpu":
         return [CPU]
-    require_cuda()
-    number, devices = int(found[1] or 0), _driver()[1]
-    if number >= devices:
-        raise ExportError(f"device {device!r} is not there: the driver knows {devices}, counted from 0")
+    require_training()
+    status = cuda_status()
+    if not status.works:
+        raise PackageError(status.message)
+    number = int(found[1] or 0)
+    if number >= status.devices:
+        raise ExportError(f"device {device!r} is not there: the driver knows {status.devices}, counted from 0")
     return [(CUDA, {"device_id": str(number)}), CPU]
 
 
-def check_session(session: Session, device: str) -> None:
+def check_session(session: Any, device: str) -> None:
     """Raise an error where a session computes on the CPU though a GPU was asked for."""
     if device != "cpu" and CUDA not in session.get_providers():
         raise ExportError(
@@ -118,11 +107,8 @@ def check_session(session: Session, device: str) -> None:
 
 def cuda_release() -> str:
     """Return the CUDA release that the installed onnxruntime was built for, or nothing."""
-    try:
-        # The name `onnxruntime.cuda_version` stays empty where torch's ortmodule is not set up.
-        info = importlib.import_module("onnxruntime.capi.build_and_package_info")
-    except Exception:
-        return ""
+    # The name `onnxruntime.cuda_version` stays empty where torch's ortmodule is not set up.
+    info = imported("onnxruntime.capi.build_and_package_info")[0]
     return str(getattr(info, "cuda_version", "") or "")
 
 
@@ -149,10 +135,7 @@ def _missing(libraries: dict[str, str], driver: str, devices: int) -> tuple[str,
 
 
 def _providers() -> tuple[str, ...]:
-    try:
-        return tuple(importlib.import_module("onnxruntime").get_available_providers())
-    except Exception:
-        return ()
+    return tuple(getattr(imported("onnxruntime")[0], "get_available_providers", tuple)())
 
 
 def _loaded(name: str) -> str:

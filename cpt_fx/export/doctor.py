@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich import box
@@ -21,7 +21,7 @@ from cpt_fx.export.environment import (
     check_runtime,
     check_training,
     distributions,
-    onnx_format,
+    imported,
     version_of,
 )
 
@@ -41,11 +41,6 @@ class Examination:
     findings: dict[str, Finding]
     cuda: CudaStatus
     remarks: tuple[str, ...]
-
-    @property
-    def trains(self) -> bool:
-        """Whether `export.ort_training` can work here."""
-        return self.findings[TRAIN].works
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as plain data."""
@@ -70,21 +65,17 @@ class Examination:
             table.add_column(heading, overflow="fold")
         for aim, finding in self.findings.items():
             table.add_row(aim, Text("yes", "green") if finding.works else Text("no", "bold red"), finding.found or "–")
+        missing: dict[str, list[str]] = {}
+        for aim, finding in self.findings.items():
+            if not finding.works:
+                missing.setdefault(finding.message, []).append(aim)
         return Group(
             Text(f"Python {self.python}, {self.machine}"),
             Text(", ".join(installed)),
             table,
-            *(Text(f"to {' and to '.join(aims)}: {message}") for message, aims in self._missing().items()),
+            *(Text(f"to {' and to '.join(aims)}: {message}") for message, aims in missing.items()),
             *(Text(f"note: {remark}", "yellow") for remark in self.remarks),
         )
-
-    def _missing(self) -> dict[str, list[str]]:
-        """Return what to say of what does not work, each thing once."""
-        found: dict[str, list[str]] = {}
-        for aim, finding in self.findings.items():
-            if not finding.works:
-                found.setdefault(finding.message, []).append(aim)
-        return found
 
 
 def examine() -> Examination:
@@ -94,7 +85,10 @@ def examine() -> Examination:
     if training.works and not writing.works:
         training = writing
     cuda = cuda_status()
-    gpu = _on_gpu(cuda, training)
+    found = f"CUDA {cuda.driver}, {cuda.devices} GPU" + ("s" if cuda.devices > 1 else "") if cuda.devices else ""
+    gpu = Finding(cuda.works, found, cuda.problem, cuda.remedy)
+    if cuda.works and not training.works:
+        gpu = replace(training, found=found)
     return Examination(
         python=platform.python_version(),
         machine=f"{platform.system()} {platform.machine()}",
@@ -104,13 +98,6 @@ def examine() -> Examination:
         cuda=cuda,
         remarks=tuple(_remarks(builds, running, training)),
     )
-
-
-def _on_gpu(cuda: CudaStatus, training: Finding) -> Finding:
-    found = f"CUDA {cuda.driver}, {cuda.devices} GPU" + ("s" if cuda.devices > 1 else "") if cuda.devices else ""
-    if cuda.works and not training.works:
-        return Finding(False, found, training.problem, training.remedy)
-    return Finding(cuda.works, found, cuda.problem, cuda.remedy)
 
 
 def _remarks(builds: tuple[Distribution, ...], running: Finding, training: Finding) -> Iterator[str]:
@@ -126,7 +113,7 @@ def _remarks(builds: tuple[Distribution, ...], running: Finding, training: Findi
                     f"{build.missing} files of {build} are missing and {build.replaced} are not its own: uninstall it, "
                     "and install it again"
                 )
-    highest = onnx_format()
+    highest = getattr(imported("onnx")[0], "IR_VERSION", 0)
     if highest > HIGHEST_IR and training.works:
         yield (
             f"onnx {version_of('onnx')} writes ONNX IR {highest} unless it is told otherwise, and the training runtime "

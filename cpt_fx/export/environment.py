@@ -81,11 +81,6 @@ def require_onnx() -> None:
     _require(check_onnx)
 
 
-def require_runtime() -> None:
-    """Raise an error that says what to install, unless ONNX files can be run here."""
-    _require(check_runtime)
-
-
 def require_training() -> None:
     """Raise an error that says what to install, unless models can be exported for training, and trained, here."""
     _require(lambda: check_onnx("ort"))
@@ -97,7 +92,7 @@ def check_onnx(extra: str = "onnx") -> Finding:
     found: list[str] = []
     for name, module in (("onnx", "onnx"), ("onnxscript", "onnxscript"), ("onnx-ir", "onnx_ir")):
         version = version_of(name)
-        problem = _import(module)[1]
+        problem = imported(module)[1]
         wanted = OLDEST.get(name, "")
         if version is None and problem:
             problem = f"writing ONNX files needs the package {name}, which is not installed"
@@ -113,36 +108,34 @@ def check_onnx(extra: str = "onnx") -> Finding:
 
 def check_runtime() -> Finding:
     """Look whether ONNX files can be run."""
-    module, problem = _import(_FOLDER)
-    version = getattr(module, "__version__", None)
-    if module is not None and hasattr(module, "InferenceSession"):
-        if version and _numbers(str(version)) < _numbers(OLDEST[_FOLDER]):
-            problem = f"onnxruntime {version} is installed; {OLDEST[_FOLDER]} or newer is needed"
-            return Finding(False, _described(), problem, mend(_extra()))
+    module, problem = imported(_FOLDER)
+    version = str(getattr(module, "__version__", ""))
+    if not hasattr(module, "InferenceSession"):
+        problem = _explained(problem, "running ONNX files", "onnxruntime")
+    elif version and _numbers(version) < _numbers(OLDEST[_FOLDER]):
+        problem = f"onnxruntime {version} is installed; {OLDEST[_FOLDER]} or newer is needed"
+    else:
         return Finding(True, _described() or f"onnxruntime {version}")
-    return Finding(False, _described(), _explained(problem, "running ONNX files", "onnxruntime"), mend(_extra()))
+    return Finding(False, _described(), problem, mend(_extra()))
 
 
 def check_training() -> Finding:
     """Look whether models can be trained in ONNX Runtime."""
-    problem = ""
-    for name in ("onnxruntime.training.api", "onnxruntime.training.artifacts"):
-        problem = problem or _import(name)[1]
+    problem = imported("onnxruntime.training.api")[1] or imported("onnxruntime.training.artifacts")[1]
     extra = _extra("ort")
     package = GPU_BUILD if extra == "ort-gpu" else CPU_BUILD
+    version = str(getattr(sys.modules.get(_FOLDER), "__version__", ""))
+    # How the gradients of quantizers are made known; ortmodule uses the same.
+    bindings = imported("onnxruntime.capi._pybind_state")[0]
     if problem:
         problem = _explained(problem, "training in ONNX Runtime", f"{package} {TRAINING}")
-        return Finding(False, _described(), problem, (*python_step(package), *mend(extra)))
-    version = str(getattr(sys.modules[_FOLDER], "__version__", ""))
-    if _numbers(version)[:2] != _numbers(TRAINING):
+    elif _numbers(version)[:2] != _numbers(TRAINING):
         problem = f"{_described() or f'onnxruntime {version}'} is installed; training needs release {TRAINING}"
-        return Finding(False, _described(), problem, (*python_step(package), *mend(extra)))
-    # How the gradients of quantizers are made known; ortmodule uses the same.
-    bindings = importlib.import_module("onnxruntime.capi._pybind_state")
-    if not hasattr(bindings, "register_gradient_definition") or not hasattr(bindings, "GradientNodeDefinition"):
+    elif not hasattr(bindings, "register_gradient_definition") or not hasattr(bindings, "GradientNodeDefinition"):
         problem = f"this build of onnxruntime {version} cannot register gradients of other operators"
-        return Finding(False, _described(), problem, mend(extra))
-    return Finding(True, _described() or f"onnxruntime {version}")
+    else:
+        return Finding(True, _described() or f"onnxruntime {version}")
+    return Finding(False, _described(), problem, (*python_step(package), *mend(extra)))
 
 
 def install(extra: str) -> str:
@@ -175,19 +168,13 @@ def version_of(name: str) -> str | None:
         return None
 
 
-def onnx_format() -> int:
-    """Return the version of the ONNX format (its IR) that the installed onnx writes of its own accord; 0 without it."""
-    module = _import("onnx")[0]
-    return int(getattr(module, "IR_VERSION", 0))
-
-
 def _require(check: Callable[[], Finding]) -> None:
     finding = check()
     if not finding.works:
         raise PackageError(finding.message)
 
 
-def _import(name: str) -> tuple[ModuleType | None, str]:
+def imported(name: str) -> tuple[ModuleType | None, str]:
     """Import a module; return it, or why that cannot be done."""
     try:
         return importlib.import_module(name), ""
@@ -203,33 +190,28 @@ def _explained(problem: str, aim: str, package: str) -> str:
     """Return why something of ONNX Runtime does not import, by what is installed and what is left of it."""
     here = _here()
     folder = _folder()
-    if folder is None and not here:
-        return f"{aim} needs {package}, which is not installed"
-    if folder is not None and not here:
+    if not here:
+        if folder is None:
+            return f"{aim} needs {package}, which is not installed"
         if not (folder / "__init__.py").is_file():
             return f"{aim} needs {package}; {folder} is only what an uninstalled package left behind"
         return f"{aim} needs {package}; {folder} belongs to no installed package, and does not work ({problem})"
-    listed = " and ".join(str(item) for item in here)
-    damaged = [item for item in here if not item.intact]
+    listed = " and ".join(map(str, here))
     if len(here) > 1:
         return (
             f"{listed} are installed at once, in one folder: they write over each other's files, and what is there now "
             f"does not work for {aim} ({problem})"
         )
-    if damaged:
-        item = damaged[0]
+    (item,) = here
+    if not item.intact:
         return (
             f"{item} is listed as installed, but {item.missing} of its {item.files} files are missing and "
             f"{item.replaced} were written over: another build of onnxruntime was installed on top of it, or removed "
             "again"
         )
-    if "training" in aim and not _trains(here[0].name):
+    if "training" in aim and "training" not in item.name:
         return f"{listed} is installed, which runs ONNX files but cannot train; training needs {package} in its place"
     return f"{listed} is installed, but does not import: {problem}"
-
-
-def _trains(name: str) -> bool:
-    return "training" in name
 
 
 def _described() -> str:

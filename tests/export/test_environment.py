@@ -34,12 +34,13 @@ def site(tmp_path: Path) -> Path:
 
 
 def said(site: Path, function: str) -> str:
-    """What a `require_...` raises, or nothing."""
+    """What a `require_...` raises, or a `check_...` finds to be wrong; or nothing."""
     code = f"""
 from cpt_fx.errors import ExportError
 from cpt_fx.export import environment
 try:
-    environment.{function}()
+    found = environment.{function}()
+    print("" if found is None else found.message, end="")
 except ImportError as error:
     assert isinstance(error, ExportError)
     print(error, end="")
@@ -118,7 +119,7 @@ def working_gpu(site: Path) -> None:
 def test_what_trains_is_accepted(prepare: Callable[[Path], None], site: Path) -> None:
     install_writers(site)
     prepare(site)
-    for function in ("require_onnx", "require_runtime", "require_training"):
+    for function in ("require_onnx", "check_runtime", "require_training"):
         assert said(site, function) == ""
 
 
@@ -201,18 +202,18 @@ def test_what_cannot_train_says_how_to_mend_it(
 )
 def test_what_cannot_run_models_is_refused(prepare: Callable[[Path], None], expected: str, site: Path) -> None:
     prepare(site)
-    assert expected in said(site, "require_runtime")
+    assert expected in said(site, "check_runtime")
 
 
 @pytest.mark.parametrize("prepare", [plain_only, plain_on_top])
 def test_what_runs_models_is_accepted(prepare: Callable[[Path], None], site: Path) -> None:
     prepare(site)
-    assert said(site, "require_runtime") == ""
+    assert said(site, "check_runtime") == ""
 
 
 def test_a_runtime_that_is_too_old_is_refused(site: Path) -> None:
     install(site, PLAIN, "1.9.0", plain_build("1.9.0"))
-    assert "onnxruntime 1.9.0 is installed; 1.18 or newer is needed" in said(site, "require_runtime")
+    assert "onnxruntime 1.9.0 is installed; 1.18 or newer is needed" in said(site, "check_runtime")
 
 
 def test_missing_writers_are_named(site: Path) -> None:
@@ -287,5 +288,5 @@ def test_the_error_is_of_both_kinds() -> None:
 def test_training_packages_that_are_installed_work() -> None:
     pytest.importorskip("onnxruntime.training.api")
     environment.require_training()
-    environment.require_runtime()
+    assert environment.check_runtime().works
     assert all(item.intact for item in environment.distributions())
