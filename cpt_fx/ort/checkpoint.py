@@ -61,7 +61,7 @@ def load(trainer: Trainer, path: Path, *, schedule: bool) -> None:
     for name, block in blocks.items():
         block.write(arrays[name])
     trainer.generator.set_state(generator)
-    trainer.rates.restore(rates)
+    trainer.rates.write(rates)
     trainer.updates, trainer.pending = int(facts["updates"]), pending
     trainer.optimizer_steps = int(facts["optimizer_steps"])
 

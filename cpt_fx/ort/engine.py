@@ -34,12 +34,26 @@ class Engine:
     """One graph in a session, and memory that is bound to it by name."""
 
     def __init__(self, path: Path, device: str, threads: int | None) -> None:
-        self.path = path
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = _ERRORS
+        options.use_deterministic_compute = True
+        # Threads that wait by spinning take the cores away from torch, which usually prepares the next batch beside.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        if threads is not None:
+            options.intra_op_num_threads = threads
+        providers = session_providers(device)
+        try:
+            self._session = onnxruntime.InferenceSession(str(path), options, providers=providers)
+        except Exception as error:
+            raise ExportError(f"ONNX Runtime does not load {path}: {said(error)}") from error
+        check_session(self._session, device)
         self.device = device
-        self._session = _session(path, device, threads)
         self.inputs = {value.name: _slot(value) for value in self._session.get_inputs()}
         self.outputs = {value.name: _slot(value) for value in self._session.get_outputs()}
-        self._run_options = _run_options()
+        self._run_options = onnxruntime.RunOptions()
+        self._run_options.log_severity_level = _FATAL
 
     def bindings(self) -> Any:
         """Return an empty set of bindings."""
@@ -52,38 +66,10 @@ class Engine:
             bindings.synchronize_outputs()
 
 
-def _session(path: Path, device: str, threads: int | None) -> Any:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = _ERRORS
-    options.use_deterministic_compute = True
-    # Threads that wait by spinning take the cores away from torch, which usually prepares the next batch beside.
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    if threads is not None:
-        options.intra_op_num_threads = threads
-    try:
-        session = onnxruntime.InferenceSession(str(path), options, providers=session_providers(device))
-    except ExportError:
-        raise
-    except Exception as error:
-        raise ExportError(f"ONNX Runtime does not load {path}: {said(error)}") from error
-    check_session(session, device)
-    return session
-
-
 def said(error: Exception) -> str:
     """Return the first line of what ONNX Runtime complains of."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-def _run_options() -> Any:
-    import onnxruntime
-
-    options = onnxruntime.RunOptions()
-    options.log_severity_level = _FATAL
-    return options
 
 
 def _slot(value: Any) -> Slot:

@@ -1,18 +1,33 @@
-"""What a user passes to a step, checked against what the graph takes, and converted where nothing is lost."""
+"""What a user passes to a step, checked against what the graph takes, and converted where nothing is lost.
+
+What torch refuses in a batch and ONNX Runtime computes with is refused here, too; the graph says what that is. With
+labels and words that are out of range it counts from the end, or reads foreign memory; batch normalization of a single
+value makes the running variance NaN for good.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+import onnx
 import torch
 from numpy.typing import NDArray
+from onnx import numpy_helper
 
 from cpt_fx.errors import nearest
 from cpt_fx.export.manifest import Manifest, Tensor
 
 Array = NDArray[Any]
+_LOSSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
+_NORMS = ("BatchNormalization", "BatchNormInternal")
+_MOVES = {
+    "Cast", "Expand", "Flatten", "Gather", "Identity", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze",
+}  # fmt: skip
+"""Operators whose numbers are those of their first input."""
 
 
 def arrays_of(manifest: Manifest, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Array]:
@@ -93,3 +108,120 @@ def _check_batch(expected: Mapping[str, Tensor], arrays: Mapping[str, Array]) ->
 def _shown(shape: tuple[int | None, ...]) -> str:
     sizes = ["any" if size is None else str(size) for size in shape]
     return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
+
+
+class Range(NamedTuple):
+    """What an input may hold: integers from 0 to below `size`, and `ignored`."""
+
+    size: int
+    ignored: int | None = None
+
+    def both(self, other: Range) -> Range:
+        """Return what is allowed by both."""
+        return Range(min(self.size, other.size), self.ignored if self.ignored == other.ignored else None)
+
+
+class _Graph:
+    """A graph, to be walked from values back to inputs."""
+
+    def __init__(self, path: Path) -> None:
+        graph = onnx.load(str(path), load_external_data=False).graph
+        self.nodes = list(graph.node)
+        self.makers = {output: node for node in self.nodes for output in node.output}
+        self.constants = {tensor.name: tensor for tensor in graph.initializer}
+        self.shapes: dict[str, list[int]] = {}
+        for value in (*graph.value_info, *graph.input, *graph.output):
+            self.shapes[value.name] = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
+
+    def source(self, value: str, inputs: set[str]) -> tuple[str, int | None]:
+        """Return the input that a value's numbers come from, or nothing, and the number that is left out on the way."""
+        ignored = None
+        while value not in inputs:
+            node = self.makers.get(value)
+            if node is not None and node.op_type in _MOVES:
+                value = node.input[0]
+            elif node is not None and node.op_type == "Where":
+                condition = self.makers.get(node.input[0])
+                if condition is None or condition.op_type != "Equal" or condition.input[0] != node.input[2]:
+                    return "", None
+                ignored = self.constant(condition.input[1])
+                value = node.input[2]
+            else:
+                return "", None
+        return value, ignored
+
+    def constant(self, name: str) -> int | None:
+        """Return a constant number."""
+        node = self.makers.get(name)
+        tensor = self.constants.get(name)
+        if node is not None and node.op_type == "Constant":
+            tensor = next((attribute.t for attribute in node.attribute if attribute.name == "value"), None)
+        array = None if tensor is None else numpy_helper.to_array(tensor)
+        return int(array.item()) if array is not None and array.size == 1 else None
+
+
+def ranges_of(path: Path, inputs: Iterable[str]) -> dict[str, Range]:
+    """Look for operators that choose by an index, and return what the inputs may hold that are such."""
+    graph, names = _Graph(path), set(inputs)
+    found: dict[str, Range] = {}
+    for node in graph.nodes:
+        axis = _axis_of(node)
+        sizes = graph.shapes.get(node.input[0], []) if axis is not None else []
+        if axis is None or not sizes or not sizes[axis]:
+            continue
+        name, ignored = graph.source(node.input[1], names)
+        if name:
+            attribute = next((item.i for item in node.attribute if item.name == "ignore_index"), ignored)
+            range = Range(sizes[axis], attribute)
+            found[name] = range.both(found[name]) if name in found else range
+    return found
+
+
+def _axis_of(node: onnx.NodeProto) -> int | None:
+    """Return the axis of its first input that a node's second one chooses from; None for all other nodes.
+
+    Where a user's code indexes a tensor, negative numbers count from the end in torch, too: that is not looked at.
+    """
+    if node.domain:
+        return None
+    if node.op_type in _LOSSES:
+        return 1
+    if node.op_type == "GatherElements":
+        return next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
+    # The exporter names nodes after the operators of torch.
+    return 0 if node.op_type == "Gather" and node.name.startswith("node_embedding") else None
+
+
+def check_ranges(ranges: Mapping[str, Range], arrays: Mapping[str, Array]) -> None:
+    """Refuse numbers that are out of range."""
+    for name, (size, ignored) in ranges.items():
+        values = arrays[name]
+        wrong = (values < 0) | (values >= size)
+        if ignored is not None:
+            wrong &= values != ignored
+        if wrong.any():
+            place = tuple(int(index) for index in np.argwhere(wrong)[0])
+            besides = "" if ignored is None else f", or {ignored}, which is ignored"
+            raise ValueError(f"{name} holds {values[place]} at {place}: it must be from 0 to {size - 1}{besides}")
+
+
+def needs_two(path: Path) -> bool:
+    """Look whether a training graph normalizes, per channel, over nothing but the batch."""
+    graph = _Graph(path)
+    for node in graph.nodes:
+        if node.op_type in _NORMS and node.input[0] in graph.shapes:
+            first, _, *rest = graph.shapes[node.input[0]]
+            # 0 stands for a dim that varies.
+            if not first and math.prod(rest) == 1:
+                return True
+    return False
+
+
+def check_two(manifest: Manifest, arrays: Mapping[str, Array]) -> None:
+    """Refuse a batch of one example."""
+    for tensor in manifest.inputs:
+        if tensor.shape[:1] == (None,) and len(arrays[tensor.name]) == 1:
+            raise ValueError(
+                f"{tensor.name} holds 1 example; the model trains with batch normalization over the examples alone, "
+                "which takes at least 2: leave out a last batch of one (DataLoader(drop_last=True))"
+            )

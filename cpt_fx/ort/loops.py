@@ -31,27 +31,25 @@ class _Bound:
     in place.
     """
 
-    def __init__(self, engine: Engine, memory: Memory, controls: tuple[str, ...]) -> None:
+    changing: tuple[str, ...]
+    """What changes beside widths, where the graph has it."""
+
+    def __init__(self, engine: Engine, memory: Memory, manifest: Manifest) -> None:
         self.engine = engine
         self.memory = memory
-        self.controls: dict[str, Block] = {}
-        for name in controls:
-            if name in engine.inputs:
-                self.controls[name] = Block(engine.inputs[name].zeros(), CPU)
-        self.results: dict[str, Block] = {}
+        self.manifest = manifest
+        names = [name for name in (*manifest.dials, *self.changing) if name in engine.inputs]
+        self.controls = {name: Block(engine.inputs[name].zeros(), CPU) for name in names}
+        kept = [name for name in engine.outputs if name == LOSS or name.endswith(_DONE)]
+        self.results = {name: Block(engine.outputs[name].zeros(), CPU) for name in kept}
         self._bindings = [self._bind(side) for side in range(2)]
 
     def _bind(self, side: int) -> Any:
         bindings = self.engine.bindings()
         self._bind_inputs(bindings, side)
-        targets = self.memory.targets(side)
-        for name, slot in self.engine.outputs.items():
-            if name in targets:
-                bindings.bind_ortvalue_output(name, targets[name].ort)
-            elif name == LOSS or name.endswith(_DONE):
-                if name not in self.results:
-                    self.results[name] = Block(slot.zeros(), CPU)
-                bindings.bind_ortvalue_output(name, self.results[name].ort)
+        for name, block in (self.results | self.memory.targets(side)).items():
+            if name in self.engine.outputs:
+                bindings.bind_ortvalue_output(name, block.ort)
         return bindings
 
     def _bind_inputs(self, bindings: Any, side: int) -> None:
@@ -73,13 +71,10 @@ class _Bound:
         if name in self.controls:
             self.controls[name].write(np.asarray(value))
 
-    def set_widths(self, manifest: Manifest, bits: Bits) -> None:
-        """Write the width of each dial."""
-        for name, dial in manifest.dials.items():
+    def feed(self, arrays: dict[str, Array], bits: Bits) -> Any:
+        """Write the width of each dial, and bind a batch; return the bindings."""
+        for name, dial in self.manifest.dials.items():
             self.set(name, dial_width(dial, bits))
-
-    def feed(self, arrays: dict[str, Array]) -> Any:
-        """Bind a batch; return the bindings."""
         bindings = self.ready()
         for name, array in arrays.items():
             if name in self.engine.inputs:
@@ -90,17 +85,14 @@ class _Bound:
 class Backward(_Bound):
     """Loss and gradients of a batch; running state goes on to its next value."""
 
-    def __init__(self, engine: Engine, memory: Memory, manifest: Manifest) -> None:
-        super().__init__(engine, memory, (*manifest.dials, SEEDS, _OVERWRITE))
-        self.manifest = manifest
+    changing = (SEEDS, _OVERWRITE)
 
     def __call__(self, arrays: dict[str, Array], bits: Bits, generator: torch.Generator, *, fresh: bool) -> float:
         """Run on a batch and return the loss; `fresh` gradients are written over the old ones, others are added."""
-        self.set_widths(self.manifest, bits)
         self.set(_OVERWRITE, fresh)
         if self.manifest.seeds:
             self.set(SEEDS, draw(self.manifest.seeds, generator))
-        self.engine.run(self.feed(arrays))
+        self.engine.run(self.feed(arrays, bits))
         self.memory.swap()
         return float(self.results[LOSS].read().item())
 
@@ -108,8 +100,7 @@ class Backward(_Bound):
 class Update(_Bound):
     """One update of the parameters. New values are written over the old ones: the graph is made for that."""
 
-    def __init__(self, engine: Engine, memory: Memory) -> None:
-        super().__init__(engine, memory, (LEARNING_RATE, STEP, GRADIENT_SCALE))
+    changing = (LEARNING_RATE, STEP, GRADIENT_SCALE)
 
     def __call__(self, rates: NDArray[np.float64], step: int, scale: float) -> None:
         """Update with a learning rate for each group, as update number `step`, from 1."""
@@ -122,16 +113,13 @@ class Update(_Bound):
 class Evaluation(_Bound):
     """Loss and outputs of a batch; nothing changes."""
 
-    def __init__(self, engine: Engine, memory: Memory, manifest: Manifest) -> None:
-        super().__init__(engine, memory, (*manifest.dials, SEEDS))
-        self.manifest = manifest
+    changing = (SEEDS,)
 
     def __call__(self, arrays: dict[str, Array], bits: Bits, seed: int) -> tuple[float, Outputs]:
         """Run on a batch. Where a model draws at random even then, it does so from a seed of its own."""
-        self.set_widths(self.manifest, bits)
         if SEEDS in self.controls:
             self.set(SEEDS, draw(self.controls[SEEDS].shape[0], torch.Generator().manual_seed(seed)))
-        bindings = self.feed(arrays)
+        bindings = self.feed(arrays, bits)
         names = [tensor.name for tensor in self.manifest.outputs]
         # Anew each time: what a run leaves there would be the memory of the next one, whose batch may be larger.
         for name in names:

@@ -43,19 +43,16 @@ class Rates:
         """Set one learning rate for all groups, or one for each."""
         if self._function is not None:
             raise ValueError("learning_rate is a function of the update: the Trainer asks it before each update")
-        self._write(rate)
+        self.write(rate)
 
     def at(self, update: int) -> NDArray[np.float64]:
         """Return the learning rates of an update, counted from 0."""
         if self._function is not None:
-            self._write(self._function(update))
+            self.write(self._function(update))
         return np.array(self.get(), np.float64)
 
-    def restore(self, rates: Sequence[float]) -> None:
-        """Set them as they were when they were saved."""
-        self._write(rates)
-
-    def _write(self, rate: Rate) -> None:
+    def write(self, rate: Rate) -> None:
+        """Set them, wherever they come from: a user, a function, a file."""
         groups = self.view.param_groups
         rates = [rate] * len(groups) if not isinstance(rate, Sequence) else list(rate)
         if len(rates) != len(groups):

@@ -19,17 +19,13 @@ from cpt_fx.export.environment import require_training
 from cpt_fx.export.manifest import Manifest
 from cpt_fx.ort import checkpoint, transfer
 from cpt_fx.ort.engine import CPU, Engine
-from cpt_fx.ort.feeding import arrays_of
-from cpt_fx.ort.labels import check_ranges, ranges_of
-from cpt_fx.ort.loops import Backward, Evaluation, Update
+from cpt_fx.ort.feeding import arrays_of, check_ranges, check_two, needs_two, ranges_of
+from cpt_fx.ort.loops import Backward, Evaluation, Outputs, Update
 from cpt_fx.ort.memory import Memory
 from cpt_fx.ort.rates import OptimizerView, Rate, RateFunction, Rates
-from cpt_fx.ort.shared import SharedParameters
-from cpt_fx.ort.statistics import check_two, needs_two
 from cpt_fx.schedules.base import Schedule
 
 Array = NDArray[Any]
-Outputs = Array | tuple[Array, ...] | dict[str, Array]
 
 
 class Trainer:
@@ -92,12 +88,12 @@ class Trainer:
         self.memory = Memory(self.manifest, folder, training, optimizer, self.device)
         """Every tensor of the training, by name."""
         self._backward = Backward(training, self.memory, self.manifest)
-        self._update = Update(optimizer, self.memory)
+        self._update = Update(optimizer, self.memory, self.manifest)
         self._evaluation = Evaluation(evaluation, self.memory, self.manifest)
         taken = (tensor.name for tensor in (*self.manifest.inputs, *self.manifest.targets))
         self._needs_two = needs_two(folder / files.TRAINING)
         self._ranges = ranges_of(folder / files.EVALUATION, taken)
-        self._shared: SharedParameters | None = None
+        self._shared: transfer.SharedParameters | None = None
         self.updates = 0
         """How many updates were done."""
         self.optimizer_steps = 0
@@ -246,7 +242,7 @@ class Trainer:
         if self.device != CPU:
             raise ExportError(f'parameters are shared with torch on the CPU only, this Trainer is on "{self.device}"')
         if self._shared is None:
-            self._shared = SharedParameters(self.memory)
+            self._shared = transfer.SharedParameters(self.memory)
         return dict(self._shared.parameters)
 
     def _values(self) -> dict[str, Array]:

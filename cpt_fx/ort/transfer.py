@@ -1,4 +1,4 @@
-"""Trained values back to PyTorch: into a model, or as a state_dict."""
+"""Trained values and PyTorch: copied into a model or a state_dict, or parameters that both have in common."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from cpt_fx.errors import nearest
 from cpt_fx.export.manifest import Manifest, Parameter
 from cpt_fx.layer_state import is_range
+from cpt_fx.ort.memory import Memory
 
 Array = NDArray[Any]
 
@@ -87,3 +88,32 @@ def _shown(tensor: Tensor) -> str:
 
 def _names(parameter: Parameter) -> tuple[str, ...]:
     return (parameter.tensor.name, *parameter.also)
+
+
+class SharedParameters:
+    """Torch parameters on the memory of a training run; their gradients lie where the backward pass writes them."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self.parameters = {name: nn.Parameter(memory.parameters[name].tensor) for name in memory.gradients}
+
+    def before_backward(self, *, fresh: bool) -> None:
+        """Bring gradients to where they belong; those that torch set to None start from zero.
+
+        `fresh`: the backward pass writes over them, whatever they are.
+        """
+        for name, parameter in self.parameters.items():
+            if parameter.data_ptr() != self._memory.parameters[name].tensor.data_ptr():
+                raise RuntimeError(
+                    f"the parameter {name} was given other memory (parameter.data = ...), which is not trained here: "
+                    "write into it instead (parameter.copy_ under torch.no_grad())"
+                )
+            place = self._memory.gradients[name].tensor
+            gradient = parameter.grad
+            with torch.no_grad():
+                if gradient is None and not fresh:
+                    place.zero_()
+                elif gradient is not None and gradient.data_ptr() != place.data_ptr() and not fresh:
+                    place.copy_(gradient)
+            if gradient is None or gradient.data_ptr() != place.data_ptr():
+                parameter.grad = place

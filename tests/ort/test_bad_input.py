@@ -22,9 +22,8 @@ import cpt_fx
 from cpt_fx.errors import ExportError
 from cpt_fx.export.manifest import FILES, Manifest
 from cpt_fx.export.manifest import Tensor as Described
-from cpt_fx.ort import Trainer, labels
-from cpt_fx.ort.feeding import arrays_of
-from cpt_fx.ort.statistics import needs_two
+from cpt_fx.ort import Trainer, feeding
+from cpt_fx.ort.feeding import arrays_of, needs_two
 from tests import ort
 
 
@@ -276,20 +275,20 @@ agraph (float[n, 7] scores, float[9, 2] table, int32[n, 1] given, int64[n] other
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        ("y, p = SoftmaxCrossEntropyLoss <ignore_index = 3> (scores, flat)", {"given": labels.Range(7, 3)}),
-        ("y, p = SoftmaxCrossEntropyLoss (scores, other)", {"other": labels.Range(7)}),
+        ("y, p = SoftmaxCrossEntropyLoss <ignore_index = 3> (scores, flat)", {"given": feeding.Range(7, 3)}),
+        ("y, p = SoftmaxCrossEntropyLoss (scores, other)", {"other": feeding.Range(7)}),
         (
             """left = Equal (flat, ignored)
             kept = Where (left, none, flat)
             up = Unsqueeze (kept, line)
             y = GatherElements <axis = 1> (scores, up)""",
-            {"given": labels.Range(7, 3)},
+            {"given": feeding.Range(7, 3)},
         ),
         (
             """up = Unsqueeze (other, line)
             y, p = SoftmaxCrossEntropyLoss <ignore_index = 3> (scores, other)
             x = GatherElements <axis = -2> (table, up)""",
-            {"other": labels.Range(7, 3).both(labels.Range(9))},
+            {"other": feeding.Range(7, 3).both(feeding.Range(9))},
         ),
         # What is made of an input in other ways may be anything.
         (
@@ -308,15 +307,15 @@ def test_labels_are_found_behind_what_moves_them(tmp_path: Path, body: str, expe
 
     lines = "\n".join(line.strip() for line in body.splitlines())
     onnx.save(onnx.parser.parse_model(GRAPH.format(body=lines)), str(tmp_path / "m.onnx"))
-    assert labels.ranges_of(tmp_path / "m.onnx", ["given", "other", "free"]) == expected
+    assert feeding.ranges_of(tmp_path / "m.onnx", ["given", "other", "free"]) == expected
 
 
 def test_ranges() -> None:
-    assert labels.Range(7, 3).both(labels.Range(9)) == labels.Range(7)
-    ranges = {"given": labels.Range(7, -1)}
-    labels.check_ranges(ranges, {"given": np.array([[0], [6], [-1]])})
+    assert feeding.Range(7, 3).both(feeding.Range(9)) == feeding.Range(7)
+    ranges = {"given": feeding.Range(7, -1)}
+    feeding.check_ranges(ranges, {"given": np.array([[0], [6], [-1]])})
     with pytest.raises(ValueError, match=r"given holds 7 at \(1, 0\): it must be from 0 to 6, or -1, which is ignored"):
-        labels.check_ranges(ranges, {"given": np.array([[0], [7]])})
+        feeding.check_ranges(ranges, {"given": np.array([[0], [7]])})
 
 
 # Out of order.
