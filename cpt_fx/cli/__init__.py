@@ -8,7 +8,6 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from typing import TextIO
 
 from cpt_fx.cli import demo, export, models, planning, study
 from cpt_fx.cli.common import UsageError
@@ -52,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     # A warning is a sentence for the person at the terminal, not a line of somebody's source.
     with warnings.catch_warnings():
-        warnings.showwarning = _show_warning
+        warnings.showwarning = lambda message, *_: print(f"cpt-fx: warning: {_indented(message)}", file=sys.stderr)
         try:
             options.run(options)
             sys.stdout.flush()
@@ -81,14 +80,3 @@ def _indented(message: object) -> str:
     """Return the lines of a message, all but the first one indented by at least two."""
     first, *rest = [line.rstrip() for line in str(message).strip().splitlines() if line.strip()] or [""]
     return "\n".join((first, *(line if line.startswith("  ") else f"  {line}" for line in rest)))
-
-
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    print(f"cpt-fx: warning: {_indented(message)}", file=sys.stderr)

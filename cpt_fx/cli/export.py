@@ -115,65 +115,52 @@ def _model_command(
     return made
 
 
+# Exports are imported before the model is made, which may take its time: the import says which packages are missing.
+
+
 def _help(options: argparse.Namespace) -> None:
     raise UsageError(f"name a target, as in `cpt-fx export doctor`\n{options.parser.format_usage()}")
 
 
 def run_onnx(options: argparse.Namespace) -> None:
     """Write one ONNX file."""
-    _require("onnx")
-    result, inputs = _transformed(options)
-    from cpt_fx import export
+    from cpt_fx.export import onnx
 
-    export.onnx(result, inputs, options.output, options.bits, **_common(options))
-    size = options.output.stat().st_size
-    if options.json:
-        print_json({"path": str(options.output), "bytes": size})
-    else:
-        print(f"wrote {options.output}, {_size(size)}")
+    result, inputs = _transformed(options)
+    onnx(result, inputs, options.output, options.bits, **_common(options))
+    _print_file(options)
 
 
 def run_qdq(options: argparse.Namespace) -> None:
     """Write one QDQ file, and print what differs."""
-    _require("onnx")
-    result, inputs = _transformed(options)
-    from cpt_fx import export
+    from cpt_fx.export import qdq
 
-    report = export.qdq(result, inputs, options.output, options.bits, verbose=False, **_common(options))
-    size = options.output.stat().st_size
-    if options.json:
-        print_json({"path": str(options.output), "bytes": size, "report": asdict(report) | {"path": str(report.path)}})
-    else:
-        print(report)
-        print(f"wrote {options.output}, {_size(size)}")
+    result, inputs = _transformed(options)
+    report = qdq(result, inputs, options.output, options.bits, verbose=not options.json, **_common(options))
+    _print_file(options, report=asdict(report) | {"path": str(report.path)})
 
 
 def run_training(options: argparse.Namespace) -> None:
     """Write a directory for training."""
     if options.momentum is not None and options.optimizer != "sgd":
         raise UsageError(f"--momentum is for --optimizer sgd, got {options.optimizer}")
-    _require("training")
-    result, inputs = _transformed(options)
-    from cpt_fx import export
+    from cpt_fx.export import ort_training
 
+    result, inputs = _transformed(options)
     loss = None if options.loss == "none" else options.loss
-    export.ort_training(
-        result, inputs, options.output, loss=loss, optimizer=_optimizer(options, result), **_common(options)
-    )
+    ort_training(result, inputs, options.output, loss=loss, optimizer=_optimizer(options, result), **_common(options))
     _print_directory(options.output, options.json)
 
 
 def run_report(options: argparse.Namespace) -> None:
     """Print what exports would do."""
-    _require("onnx")
-    result, inputs = _transformed(options)
-    from cpt_fx import export
+    from cpt_fx.export import report
 
-    report = export.report(result, inputs)
+    found = report(*_transformed(options))
     if options.json:
-        print_json(report.to_dict())
+        print_json(found.to_dict())
     else:
-        show(report)
+        show(found)
 
 
 def run_doctor(options: argparse.Namespace) -> None:
@@ -186,20 +173,13 @@ def run_doctor(options: argparse.Namespace) -> None:
         print_json(found.to_dict())
     else:
         show(found)
-    if not found.trains:
+    if not found.findings[TRAIN].works:
         raise PackageError(f"models cannot be exported for training here: {found.findings[TRAIN].problem}")
 
 
 def run_inspect(options: argparse.Namespace) -> None:
     """Print what a directory holds."""
     _print_directory(options.directory, options.json)
-
-
-def _require(what: str) -> None:
-    # Before the model is made: that may take its time.
-    from cpt_fx.export.environment import require_onnx, require_training
-
-    (require_training if what == "training" else require_onnx)()
 
 
 def _transformed(options: argparse.Namespace) -> tuple[nn.Module, Any]:
@@ -244,6 +224,14 @@ def _optimizer(options: argparse.Namespace, result: nn.Module) -> Any:
         return kinds[options.optimizer](result.parameters(), **given)
     except ValueError as error:
         raise UsageError(str(error)) from error
+
+
+def _print_file(options: argparse.Namespace, **more: Any) -> None:
+    size = options.output.stat().st_size
+    if options.json:
+        print_json({"path": str(options.output), "bytes": size, **more})
+    else:
+        print(f"wrote {options.output}, {_size(size)}")
 
 
 def _print_directory(directory: Path, as_json: bool) -> None:
