@@ -24,20 +24,17 @@ _VERSION = 1
 def with_functions(graph: Graph) -> onnx.ModelProto:
     """Return a graph with the local functions that its nodes call, checked."""
     proto = ir.to_proto(graph.model)
-    made = [functions.stop_gradient(), functions.uniform(), functions.with_gradient_of()]
-    made += [functions.scatter_add(), functions.take()]
+    found = dict(functions.FIXED)
     called = {node.op_type for node in proto.graph.node if node.domain == DOMAIN}
     called |= {functions.TAKE} if functions.SCATTER_ADD in called else set()
     for kind, is_gradient, _ in graph.placed:
-        made.append(functions.function(kind))
+        found[kind.name] = functions.function(kind)
         # What makes gradients is called by nobody yet: the backward graph will.
         if is_gradient:
-            made.append(functions.gradient_marker(kind))
+            found[kind.gradient_name] = functions.gradient_marker(kind)
             called.add(kind.name)
         elif kind.source == "Learned":
-            made.append(functions.learned_gradient())
             called.add(functions.LEARNED)
-    found = {one.name: one for one in made}
     proto.functions.extend(one for name, one in found.items() if name in called)
     if all(opset.domain != DOMAIN for opset in proto.opset_import):
         proto.opset_import.append(onnx.helper.make_opsetid(DOMAIN, _VERSION))

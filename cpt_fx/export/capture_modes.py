@@ -52,19 +52,10 @@ def in_mode(result: nn.Module, training: bool, call: Call) -> Iterator[fx.GraphM
         result.train(training)
     try:
         graph = single_graph(result, call.args, call.kwargs or None)
-        with _graph_in_mode(graph, training):
-            yield graph
+        # One that was captured anew knows only the mode it was captured in.
+        modes.setdefault(graph, graph.training)
+        graph.training = training
+        yield graph
     finally:
         for module, mode in modes.items():
             module.training = mode
-
-
-@contextmanager
-def _graph_in_mode(graph: fx.GraphModule, training: bool) -> Iterator[None]:
-    """A graph that was captured anew knows only the mode it was captured in."""
-    before = graph.training
-    graph.training = training
-    try:
-        yield
-    finally:
-        graph.training = before

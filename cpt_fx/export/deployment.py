@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,8 +10,8 @@ from torch import Tensor, fx, nn
 
 from cpt_fx.errors import ExportError
 from cpt_fx.export.capture_modes import call_of, in_mode
-from cpt_fx.export.evaluation import describe, embed, finish, run
-from cpt_fx.export.model_file import new_file
+from cpt_fx.export.directory import new_file
+from cpt_fx.export.plain import describe, embed, finish, run
 from cpt_fx.export.program import Call, states_of, trace
 from cpt_fx.export.qdq_formats import (
     EXACT,
@@ -22,10 +21,10 @@ from cpt_fx.export.qdq_formats import (
     Plan,
     activation_plan,
     constant_plan,
-    relative,
+    squares,
 )
 from cpt_fx.export.qdq_graph import complete, constants, quantizers, replace
-from cpt_fx.export.qdq_probe import Seen, Tagged, Watch, extent_used, plain_copy, tagged_copy
+from cpt_fx.export.qdq_probe import Seen, Tagged, Watch, extent_used, tagged_copy
 from cpt_fx.export.qdq_report import Converted, QdqReport, compared
 from cpt_fx.schedules.bits import Bits, as_bits
 
@@ -71,7 +70,7 @@ def qdq(
         with in_mode(result, False, call) as module:
             run(module, call)
             tagged, tags = tagged_copy(module, widths)
-            graph = trace(plain_copy(tagged), call, dynamic_batch=dynamic_batch)
+            graph = trace(tagged, call, dynamic_batch=dynamic_batch, plain=True)
             embed(graph, {name: buffer.detach().cpu().numpy() for name, buffer in states_of(module).items()})
         model = finish(graph)
         nodes = quantizers(model)
@@ -105,47 +104,26 @@ def _checked(bits: Any) -> Bits:
     return widths
 
 
-@dataclass
-class _Error:
-    """Sums of squares over the calls of a quantizer."""
-
-    calls: int = 0
-    difference: float = 0.0
-    reference: float = 0.0
-
-    @property
-    def relative(self) -> float:
-        if not self.difference:
-            return 0.0
-        return float((self.difference / self.reference) ** 0.5) if self.reference else float("inf")
-
-
-@dataclass
 class _Watched:
     """A model's run on the examples: what its quantizers saw, what becomes of them, and what that changes."""
 
-    module: fx.GraphModule
-    call: Call
-    tags: dict[str, Tagged]
-    constants: frozenset[str]
-    seen: dict[str, Seen] = field(default_factory=dict)
-    plans: dict[str, list[Plan]] = field(default_factory=dict)
-    errors: dict[str, _Error] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
+    def __init__(self, module: fx.GraphModule, call: Call, tags: dict[str, Tagged], constants: frozenset[str]) -> None:
         """Run twice: ranges first, for they decide the plans, then errors."""
-        self.seen = {width: Seen() for width in self.tags}
-        self.errors = {width: _Error() for width in self.tags}
-        with Watch(self.module, self.tags, self._collect):
-            self.outputs = run(self.module, self.call)
+        self.tags = tags
+        self.constants = constants
+        self.seen = {width: Seen() for width in tags}
+        self.plans: dict[str, list[Plan]] = {}
+        self.errors: dict[str, list[tuple[float, float]]] = {width: [] for width in tags}
+        """Squares of the difference that each call of a quantizer makes, and of what it is compared with."""
+        with Watch(module, tags, self._collect):
+            self.outputs = run(module, call)
         for width, seen in self.seen.items():
-            tag = self.tags[width]
-            if width in self.constants:
-                self.plans[width] = [constant_plan(tag, *of_call) for of_call in _distinct(seen.calls)]
+            if width in constants:
+                self.plans[width] = [constant_plan(tags[width], *of_call) for of_call in _distinct(seen.calls)]
             elif seen.low is not None:
-                self.plans[width] = [activation_plan(tag, seen)]
-        with Watch(self.module, self.tags, self._compare):
-            run(self.module, self.call)
+                self.plans[width] = [activation_plan(tags[width], seen)]
+        with Watch(module, tags, self._compare):
+            run(module, call)
 
     def plan(self, width: str, place: int, places: int) -> Plan:
         """Return what becomes of one of the nodes of a quantizer: a layer that is called twice has two."""
@@ -163,6 +141,7 @@ class _Watched:
         """Say what became of a quantizer."""
         tag, plans = self.tags[width], self.plans[width]
         worst = next((plan for plan in plans if plan.status != EXACT), plans[0])
+        difference, reference = (sum(parts) for parts in zip((0.0, 0.0), *self.errors[width], strict=True))
         return Converted(
             layer=", ".join(tag.quantizer.layers),
             operand=tag.quantizer.operand,
@@ -170,7 +149,7 @@ class _Watched:
             format=str(tag.format),
             bits=tag.bits,
             status=worst.status,
-            error=self.errors[width].relative,
+            error=(difference / reference) ** 0.5 if reference else float("inf") if difference else 0.0,
             note="; ".join(worst.notes),
         )
 
@@ -186,12 +165,9 @@ class _Watched:
     def _compare(self, width: str, function: Any, values: dict[str, Any], y: Tensor) -> None:
         if width not in self.plans:
             return
-        error, plans = self.errors[width], self.plans[width]
-        plan = plans[error.calls % len(plans)]
-        difference, reference = relative(_made_of(plan, values["x"]), y)
-        error.calls += 1
-        error.difference += difference
-        error.reference += reference
+        errors, plans = self.errors[width], self.plans[width]
+        plan = plans[len(errors) % len(plans)]
+        errors.append(squares(_made_of(plan, values["x"]), y))
 
 
 def _made_of(plan: Plan, x: Tensor) -> Tensor:

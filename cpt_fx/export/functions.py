@@ -9,7 +9,6 @@ rounding included: it is the same hash, of a seed that is an input, too.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
 from typing import Any, NamedTuple
 
 import onnx
@@ -49,12 +48,13 @@ SCATTER_ADD, TAKE = "ScatterAdd", "Take"
 """Add to places along the last dim, and take from there, which is the gradient: ORT has that of a scatter that
 overwrites."""
 LEARNED = "LearnedRangeGradient"
+"""The gradients of a tensor and of its learned range."""
 BLOCKS, FILLED = "Blocks", "BlocksFilled"
 
 SEED = ("seeds", "draw")
 """The inputs of a function that draws: the seeds of a step, and which of them is its own."""
 UNIFORM = "Uniform"
-"""Noise in [0, 1) shaped like a tensor: what dropout draws."""
+"""Noise of a seed in [0, 1), shaped like a tensor: what dropout draws."""
 
 _SUFFIX = {Scheme.AFFINE: "", Scheme.AFFINE_INTEGER: "AffineInteger", Scheme.SYMMETRIC: "Symmetric"}
 
@@ -142,12 +142,6 @@ def function(kind: Kind) -> onnx.FunctionProto:
     return _parsed(kind.name, inputs, outputs, body, attributes)
 
 
-@cache
-def learned_gradient() -> onnx.FunctionProto:
-    """Return the gradients of a tensor and of its learned range."""
-    return _parsed(LEARNED, ["dy", "x", "low", "span", "bits"], ["dx", "dlow", "dspan"], WIDTH + LEARNED_GRADIENT)
-
-
 def gradient_marker(kind: Kind) -> onnx.FunctionProto:
     """Return the function that stands where a gradient is to be quantized: the identity, forward."""
     return _parsed(kind.gradient_name, ["x", *gradient_inputs(kind)], ["y"], "y = x")
@@ -159,37 +153,6 @@ def gradient_inputs(kind: Kind) -> tuple[str, ...]:
     return ("bits", "axes", *seed, *(("length",) if kind.blocks == FILLED else ()))
 
 
-@cache
-def stop_gradient() -> onnx.FunctionProto:
-    """Return the identity that gradients do not pass."""
-    return _parsed(STOP, ["x"], ["y"], "y = x", DETACH)
-
-
-@cache
-def with_gradient_of() -> onnx.FunctionProto:
-    """Return the second of two tensors, whose gradient goes to the first."""
-    return _parsed(WITH_GRADIENT_OF, ["x", "value"], ["y"], "y = value")
-
-
-@cache
-def scatter_add() -> onnx.FunctionProto:
-    """Return zeros like a tensor, to which parts are added, at places along the last dim."""
-    body = "y = ScatterElements(Expand(0.0, Shape(like)), places, parts, axis=-1, reduction='add')"
-    return _parsed(SCATTER_ADD, ["parts", "places", "like"], ["y"], body)
-
-
-@cache
-def take() -> onnx.FunctionProto:
-    """Return what takes elements from places along the last dim of a tensor."""
-    return _parsed(TAKE, ["x", "places"], ["y"], "y = GatherElements(x, places, axis=-1)")
-
-
-@cache
-def uniform() -> onnx.FunctionProto:
-    """Return the noise of a seed, one number for each element."""
-    return _parsed(UNIFORM, ["x", *SEED], ["y"], NOISE + "y = noise")
-
-
 def _parsed(
     name: str, inputs: Iterable[str], outputs: Iterable[str], body: str, attributes: Iterable[str] = ()
 ) -> onnx.FunctionProto:
@@ -199,3 +162,22 @@ def _parsed(
         f"{name} {declared} ({', '.join(inputs)}) => ({', '.join(outputs)}) {{\n{onnx_text(body)}\n}}"
     )
     return made
+
+
+FIXED = {
+    made.name: made
+    for made in (
+        _parsed(STOP, ["x"], ["y"], "y = x", DETACH),
+        _parsed(WITH_GRADIENT_OF, ["x", "value"], ["y"], "y = value"),
+        _parsed(
+            SCATTER_ADD,
+            ["parts", "places", "like"],
+            ["y"],
+            "y = ScatterElements(Expand(0.0, Shape(like)), places, parts, axis=-1, reduction='add')",
+        ),
+        _parsed(TAKE, ["x", "places"], ["y"], "y = GatherElements(x, places, axis=-1)"),
+        _parsed(UNIFORM, ["x", *SEED], ["y"], NOISE + "y = noise"),
+        _parsed(LEARNED, ["dy", "x", "low", "span", "bits"], ["dx", "dlow", "dspan"], WIDTH + LEARNED_GRADIENT),
+    )
+}
+"""The functions of which there is one kind, by name."""

@@ -33,12 +33,14 @@ class Placed(NamedTuple):
 class Lowering(TorchFunctionMode):
     """The mode. It collects which quantizers were met."""
 
-    def __init__(self, seeds: Tensor, names: Mapping[int, str], *, gradients: bool) -> None:
+    def __init__(self, seeds: Tensor, names: Mapping[int, str], *, gradients: bool, plain: bool) -> None:
         super().__init__()
         self.seeds = seeds
         self.names = names
         """Identity of a quantizer's record -> the quantizer's name."""
         self.gradients = gradients
+        self.plain = plain
+        """All are of one kind: what they do is decided elsewhere."""
         self.placed: list[Placed] = []
         self.draws = 0
 
@@ -58,31 +60,30 @@ class Lowering(TorchFunctionMode):
             kind = str(x.dtype).removeprefix("torch.")
             raise ExportError(f"{name} quantizes {kind}: only models in float32 can be exported (model.float())")
         if func is QUANTIZE_GRADIENT:
-            return self._gradient(name, x, bits, options) if self.gradients else x
+            return self._operand(name, x, bits, options, gradient=True) if self.gradients else x
+        if self.plain:
+            return self._operand(name, x, bits, {})
         if func is FAKE_QUANTIZE:
+            if options.get("zero_point") is not None:
+                raise ExportError(f"{name} quantizes over a range that it is given: that has no form in ONNX")
             return self._operand(name, x, bits, options)
         if func is FAKE_QUANTIZE_LEARNED:
             return self._learned(name, x, bits, *args, **options)
         assert func is FAKE_QUANTIZE_OBSERVED
         return self._observed(name, x, bits, *args, **options)
 
-    def _operand(self, name: str, x: Tensor, bits: Tensor, options: dict[str, Any]) -> Tensor:
-        if options.get("zero_point") is not None:
-            raise ExportError(f"{name} quantizes over a range that it is given: that has no form in ONNX")
-        kind = kind_of(options, Rounding.NEAREST)
-        self.placed.append(Placed(kind, False, name))
-        values, axes, back, _ = _in_groups(x, options)
-        made: Tensor = back(call(kind.name, (values, bits, axes, *self._seed_of(kind)), values))
-        return made
-
-    def _gradient(self, name: str, x: Tensor, bits: Tensor, options: dict[str, Any]) -> Tensor:
-        kind = kind_of(options, Rounding.STOCHASTIC)
+    def _operand(
+        self, name: str, x: Tensor, bits: Tensor, options: dict[str, Any], *, gradient: bool = False
+    ) -> Tensor:
+        kind = kind_of(options, Rounding.STOCHASTIC if gradient else Rounding.NEAREST)
         values, axes, back, length = _in_groups(x, options)
-        # Forward, blocks are filled up with the last element; what comes back for these places is zero.
-        kind = kind._replace(blocks=FILLED) if length else kind
-        self.placed.append(Placed(kind, True, name))
-        filled = (integer(length),) if length else ()
-        made: Tensor = back(call(kind.gradient_name, (values, bits, axes, *self._seed_of(kind), *filled), values))
+        inputs = [values, bits, axes, *self._seed_of(kind)]
+        if gradient and length:
+            # Forward, blocks are filled up with the last element; what comes back for these places is zero.
+            kind = kind._replace(blocks=FILLED)
+            inputs.append(integer(length))
+        self.placed.append(Placed(kind, gradient, name))
+        made: Tensor = back(call(kind.gradient_name if gradient else kind.name, tuple(inputs), values))
         return made
 
     def _observed(

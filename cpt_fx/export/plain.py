@@ -1,26 +1,38 @@
-"""`export.onnx`: a transformed model in evaluation as one ONNX file that any ONNX Runtime runs, quantizers and all."""
+"""`export.onnx`: a transformed model in evaluation as one ONNX file that any ONNX Runtime runs, quantizers and all.
+
+What makes a graph in evaluation ready to be read by anyone, state and widths inside, serves `export.qdq` too.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from torch import nn
+import torch
+from onnx_ir.passes import common
+from onnxscript import optimizer
+from torch import fx, nn
 
+from cpt_fx.api import history_of
+from cpt_fx.errors import ExportError
 from cpt_fx.export import functions
 from cpt_fx.export.capture_modes import call_of, in_mode
-from cpt_fx.export.evaluation import describe, embed, finish, run
-from cpt_fx.export.functions import DOMAIN
-from cpt_fx.export.model_file import new_file
-from cpt_fx.export.program import BITS, Graph, states_of, trace
-from cpt_fx.meta import Dial
+from cpt_fx.export.directory import new_file
+from cpt_fx.export.functions import DOMAIN, STOP, WITH_GRADIENT_OF
+from cpt_fx.export.program import BITS, SEEDS, Call, Graph, states_of, trace
 from cpt_fx.runtime import width_of
 from cpt_fx.schedules import Static
 from cpt_fx.schedules.bits import Bits, as_bits
 from cpt_fx.standalone import precision_of
+from cpt_fx.trial import trial
+
+BATCH = "batch"
 
 
 def onnx(
@@ -64,7 +76,7 @@ def onnx(
             graph = trace(module, call, dynamic_batch=dynamic_batch)
             embed(graph, {name: buffer.detach().cpu().numpy() for name, buffer in states_of(module).items()})
         if fixed is not None:
-            embed(graph, fixed_widths(graph.dials, fixed, position_of(result)))
+            embed(graph, _fixed_widths(result, graph, fixed))
         model = finish(graph)
         add_functions(graph)
         describe(model, result, bits="open" if fixed is None else fixed)
@@ -72,15 +84,12 @@ def onnx(
     return target.path
 
 
-def position_of(result: nn.Module) -> int:
-    """Return the position at which a schedule is asked that a part has of its own."""
-    schedule = precision_of(result).schedule
-    return 0 if schedule is None else schedule.position
-
-
-def fixed_widths(dials: dict[str, Dial], bits: Bits, position: int) -> dict[str, Any]:
+def _fixed_widths(result: nn.Module, graph: Graph, bits: Bits) -> dict[str, Any]:
     """Return the widths that inputs of a graph have at given bits, by the names of the inputs."""
-    widths = {name: width_of(dial, Static(bits), position, training=False) for name, dial in dials.items()}
+    schedule = precision_of(result).schedule
+    # Where a schedule is asked that a part has of its own.
+    position = 0 if schedule is None else schedule.position
+    widths = {name: width_of(dial, Static(bits), position, training=False) for name, dial in graph.dials.items()}
     return {BITS + name: np.array(width, np.int64) for name, width in widths.items()}
 
 
@@ -89,8 +98,7 @@ def add_functions(graph: Graph) -> None:
     model = graph.model
     called = {node.op_type for node in model.graph if node.domain == DOMAIN}
     found = [functions.function(placed.kind) for placed in dict.fromkeys(graph.placed)]
-    found += [functions.uniform(), functions.scatter_add()]
-    for made in found:
+    for made in (*found, *functions.FIXED.values()):
         if made.name in called:
             function = ir.serde.deserialize_function(made)
             model.functions[function.identifier()] = function
@@ -98,3 +106,104 @@ def add_functions(graph: Graph) -> None:
         model.opset_imports[DOMAIN] = 1
     else:
         model.opset_imports.pop(DOMAIN, None)
+
+
+def run(module: fx.GraphModule, call: Call) -> Any:
+    """Return what a model returns on the examples; leave no trace in it."""
+    try:
+        with torch.no_grad(), trial(module):
+            return module(*call.args, **call.kwargs)
+    except Exception as error:
+        raise ExportError(f"the model does not run on example_inputs: {type(error).__name__}: {error}") from error
+
+
+def embed(graph: Graph, values: Mapping[str, Any]) -> None:
+    """Make constants of inputs: of running state, of widths that are fixed."""
+    model = graph.model.graph
+    for value in list(model.inputs):
+        if value.name in values:
+            model.inputs.remove(value)
+            value.const_value = ir.tensor(np.asarray(values[value.name]), name=value.name)
+            model.register_initializer(value)
+
+
+def finish(graph: Graph) -> ir.Model:
+    """Simplify a graph whose state is inside, and drop what only training has a use for."""
+    model = graph.model
+    for value in list(model.graph.outputs):
+        # State is inside: what it would be after a run is of no use.
+        if value.name not in graph.outputs:
+            model.graph.outputs.remove(value)
+    _drop_gradients(model)
+    # Here weights are constants like any other, unlike in training.
+    optimizer.fold_constants(model)
+    common.IdentityEliminationPass()(model)
+    for node in model.graph:
+        # The second output of a normalization is for training.
+        while len(node.outputs) > 1 and node.domain == "" and _is_spare(node, model):
+            node.resize_outputs(len(node.outputs) - 1)
+    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    for value in list(model.graph.inputs):
+        ours = str(value.name).startswith(BITS) or value.name == SEEDS or str(value.name) in graph.states
+        if ours and not value.uses() and value not in model.graph.outputs:
+            model.graph.inputs.remove(value)
+    common.RemoveUnusedNodesPass()(model)
+    _name_batch(graph)
+    common.NameFixPass()(model)
+    return model
+
+
+def _drop_gradients(model: ir.Model) -> None:
+    """Take away what only says where gradients go."""
+    for node in list(model.graph):
+        if node.domain == DOMAIN and node.op_type in (STOP, WITH_GRADIENT_OF):
+            made = ir.node("Identity", [node.inputs[-1]])
+            made.outputs[0].type, made.outputs[0].shape = node.outputs[0].type, node.outputs[0].shape
+            ir.convenience.replace_nodes_and_values(model.graph, node, [node], [made], node.outputs, made.outputs)
+
+
+def _is_spare(node: ir.Node, model: ir.Model) -> bool:
+    last = node.outputs[-1]
+    return node.op_type in ("LayerNormalization", "Dropout") and not last.uses() and last not in model.graph.outputs
+
+
+def _name_batch(graph: Graph) -> None:
+    """Call the size that varies by its name, wherever it stands."""
+    symbols = {
+        str(dim.value)
+        for value in graph.model.graph.inputs
+        if value.name in graph.inputs and value.shape is not None and len(value.shape)
+        for dim in value.shape[:1]
+        if isinstance(dim, ir.SymbolicDim) and dim.value is not None
+    }
+    if len(symbols) != 1:
+        return
+    symbol = re.compile(rf"\b{re.escape(symbols.pop())}\b")
+
+    def renamed(value: ir.Value) -> None:
+        if value.shape is not None:
+            value.shape = ir.Shape(
+                symbol.sub(BATCH, dim.value) if isinstance(dim, ir.SymbolicDim) and dim.value else dim
+                for dim in value.shape
+            )
+
+    for value in graph.model.graph.inputs:
+        renamed(value)
+    for node in graph.model.graph:
+        for value in node.outputs:
+            renamed(value)
+
+
+def describe(model: ir.Model, result: nn.Module, **more: object) -> None:
+    """Write into a file where it comes from."""
+    schedule = precision_of(result).schedule
+    version = str(vars(sys.modules["cpt_fx"])["__version__"])
+    model.producer_name, model.producer_version = "cpt_fx", version
+    model.metadata_props.update(
+        {
+            "cpt_fx.version": version,
+            "cpt_fx.pipeline": history_of(result).pipeline,
+            "cpt_fx.schedule": repr(schedule),
+            **{f"cpt_fx.{name}": str(value) for name, value in more.items()},
+        }
+    )

@@ -71,10 +71,11 @@ class Graph:
 class _Program(nn.Module):
     """A model's call with everything that changes from step to step passed in and handed back."""
 
-    def __init__(self, model: fx.GraphModule, loss: Loss | None) -> None:
+    def __init__(self, model: fx.GraphModule, loss: Loss | None, *, plain: bool) -> None:
         super().__init__()
         self.model = model
         self.loss = loss
+        self.plain = plain
         self.draws = 0
         self.placed: tuple[Placed, ...] = ()
         self.outputs: tuple[str, ...] = ()
@@ -89,7 +90,7 @@ class _Program(nn.Module):
         tensors = {_WIDTHS + name: width for name, width in bits.items()} | new
         records = {id(buffer): name for name, buffer in self.model.named_buffers() if name.startswith(_RECORDS)}
         names = {key: name.removeprefix(_RECORDS) for key, name in records.items()}
-        lowering = Lowering(seeds, names, gradients=self.model.training)
+        lowering = Lowering(seeds, names, gradients=self.model.training, plain=self.plain)
         with lowering:
             outputs = functional_call(self.model, tensors, args, kwargs)
             loss = () if self.loss is None else (self.loss(outputs, *targets),)
@@ -138,14 +139,17 @@ def widths_of(model: nn.Module) -> dict[str, Tensor]:
     return {name.removeprefix(_WIDTHS): width for name, width in model.named_buffers() if name.startswith(_WIDTHS)}
 
 
-def trace(model: fx.GraphModule, call: Call, *, dynamic_batch: bool = True) -> Graph:
-    """Trace a transformed graph in the mode it is in; gradients are quantized where it is in training."""
+def trace(model: fx.GraphModule, call: Call, *, dynamic_batch: bool = True, plain: bool = False) -> Graph:
+    """Trace a transformed graph in the mode it is in; gradients are quantized where it is in training.
+
+    `plain` makes all quantizers nodes of one kind: for a caller that replaces them.
+    """
     _check_execution(model)
     _check_learned(model)
     refusals.check_modules(model)
     state, bits = states_of(model), widths_of(model)
     given = (call.args, call.kwargs, call.targets, bits)
-    program = _Program(model, call.loss)
+    program = _Program(model, call.loss, plain=plain)
     with torch.no_grad():
         program(*given, _seeds(1), state)
     draws = program.draws

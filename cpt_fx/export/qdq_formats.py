@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -85,14 +84,18 @@ def constant_plan(tag: Tagged, x: Tensor, y: Tensor, options: dict[str, Any]) ->
     reduced = reduced_dims(x.ndim, tuple(options.get("keep", ())), None if over is None else tuple(over))
     kept = [dim for dim in range(x.ndim) if dim not in reduced and x.shape[dim] > 1]
     uniform = not tag.format.block and len(kept) <= 1
+    form = None
     if uniform and tag.format.scheme is Scheme.SYMMETRIC:
         form = _symmetric(x, y, tag.bits, kept[0] if kept else None)
-        return _checked(Plan(form, CONVERTED if notes else EXACT, notes), y)
-    if uniform and tag.format.scheme is Scheme.AFFINE_INTEGER and not kept:
+    elif uniform and tag.format.scheme is Scheme.AFFINE_INTEGER and not kept:
         grid = _affine_grid(extent_of(x, (), None), tag.bits)
         codes = (y.to(torch.float32) / grid.scale).round() + grid.zero_point
         form = Constant(codes, grid.scale, grid.zero_point, None, tag.bits)
-        return _checked(Plan(form, CONVERTED if notes else EXACT, notes), y)
+    if form is not None:
+        # Exact is said only of what is: a difference where there should be none is shown as what it is.
+        if not notes and not torch.equal(form.values().to(y.dtype), y):
+            notes = ("float rounding",)
+        return Plan(form, CONVERTED if notes else EXACT, notes)
     axis = kept[0] if uniform and kept else _output_axis(tag, x.ndim)
     group = "as a whole" if axis is None else "per output channel"
     note = f"{_what(tag.format)}: rounded once more, symmetric {group}"
@@ -162,14 +165,6 @@ def _safe(scale: Tensor) -> Tensor:
     return torch.where(scale > 0, scale, torch.ones_like(scale))
 
 
-def _checked(plan: Plan, y: Tensor) -> Plan:
-    """Say exact only of what is: a difference where there should be none is shown as what it is."""
-    assert isinstance(plan.form, Constant)
-    if plan.status == EXACT and not torch.equal(plan.form.values().to(y.dtype), y):
-        return Plan(plan.form, CONVERTED, (*plan.notes, "float rounding"))
-    return plan
-
-
 def _rounding(format: Format) -> tuple[str, ...]:
     return ("rounds to the nearest code, not at random",) if format.rounding is Rounding.STOCHASTIC else ()
 
@@ -194,12 +189,7 @@ def _output_axis(tag: Tagged, ndim: int) -> int | None:
     return None if ndim < 2 else 0
 
 
-def relative(value: Tensor, reference: Tensor) -> tuple[float, float]:
+def squares(value: Tensor, reference: Tensor) -> tuple[float, float]:
     """Return the squares of a difference and of what it is compared with, each summed up."""
     difference = (value.double() - reference.double()).square().sum()
     return float(difference), float(reference.double().square().sum())
-
-
-def as_numpy(values: Tensor, dtype: Any) -> np.ndarray[Any, Any]:
-    """Return codes as the integers that they are."""
-    return values.to(torch.int16).cpu().numpy().astype(dtype)

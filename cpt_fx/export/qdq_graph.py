@@ -7,13 +7,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
+import torch
 from onnx_ir.passes import common
 from onnxscript import version_converter
 
 from cpt_fx.errors import ExportError
 from cpt_fx.export.functions import DOMAIN
 from cpt_fx.export.program import BITS
-from cpt_fx.export.qdq_formats import MOST_BITS, Activation, Constant, Plan, as_numpy
+from cpt_fx.export.qdq_formats import MOST_BITS, Activation, Constant, Plan
 
 FOUR_BITS = 4
 FOUR_BIT_OPSET = 21
@@ -102,12 +103,11 @@ def _constant(model: ir.Model, form: Constant, label: str) -> list[ir.Node]:
     whole: Any = np.int8 if signed else np.uint8
     kind = small if form.bits <= FOUR_BITS else whole
     inputs = [
-        _initializer(model, f"{label}.quantized", as_numpy(form.codes, kind)),
+        _initializer(model, f"{label}.quantized", form.codes.to(torch.int16).cpu().numpy().astype(kind)),
         _initializer(model, f"{label}.scale", form.scale.cpu().numpy()),
+        _initializer(model, f"{label}.zero_point", np.full(form.scale.shape, form.zero_point, kind)),
     ]
-    inputs.append(_initializer(model, f"{label}.zero_point", np.full(form.scale.shape, form.zero_point, kind)))
-    made = ir.node("DequantizeLinear", inputs, {} if form.axis is None else {"axis": form.axis})
-    return [made]
+    return [ir.node("DequantizeLinear", inputs, {} if form.axis is None else {"axis": form.axis})]
 
 
 def _activation(model: ir.Model, form: Activation, x: ir.Value, label: str) -> list[ir.Node]:

@@ -72,21 +72,6 @@ def tagged_copy(module: fx.GraphModule, bits: Bits) -> tuple[fx.GraphModule, dic
     return made, found
 
 
-def plain_copy(module: fx.GraphModule) -> fx.GraphModule:
-    """Copy a tagged graph once more, with quantizers of one kind: what they do is decided elsewhere."""
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-    made = copy.deepcopy(module, memo)
-    for inner in graphs_of(made):
-        for node in list(inner.graph.nodes):
-            if node.target in QUANTIZERS and node.target is not QUANTIZE_GRADIENT:
-                values = dict(zip(_ARGUMENTS, node.args, strict=False)) | node.kwargs
-                # By its record a quantizer is known in errors.
-                kept = {"record": values["record"]} if "record" in values else {}
-                node.target, node.args, node.kwargs = FAKE_QUANTIZE, (values["x"], values["bits"]), kept
-        inner.recompile()
-    return made
-
-
 @dataclass
 class Seen:
     """What a quantizer saw: its range over all calls, and where that comes from."""

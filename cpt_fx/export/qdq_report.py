@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,9 +81,6 @@ class QdqReport:
 
     def __str__(self) -> str:
         """Return the counts, everything that is not exact, and the difference of the outputs."""
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Sequence[str]:
         others = [item for item in self.quantizers if item.status != EXACT]
         exact = len(self.quantizers) - len(others)
         converted = sum(item.status == CONVERTED for item in others)
@@ -93,7 +89,7 @@ class QdqReport:
         lines += [f"  {item}" for item in others]
         lines += [f"  {ADVICE}"] if others else []
         lines += [f"  {item}" for item in self.outputs]
-        return [*lines, f"  {self.runtime}"]
+        return "\n".join((*lines, f"  {self.runtime}"))
 
 
 def compared(path: Path, graph: Graph, call: Call, outputs: Any) -> dict[str, Any]:

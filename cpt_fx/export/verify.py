@@ -6,8 +6,8 @@ run once, with a batch of another size than it was traced with, and every gradie
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,10 @@ from torch.utils import _pytree as pytree
 
 from cpt_fx.errors import ExportError
 from cpt_fx.export.manifest import TRAINING, Manifest
-from cpt_fx.export.program import BITS, LOSS, SEEDS, Call, Graph, states_of, widths_of
+from cpt_fx.export.program import BITS, LOSS, SEEDS, Call, Graph, states_of
 from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.noise import uniform
+from cpt_fx.standalone import precision_of
 from cpt_fx.trial import trial
 
 TOLERANCE = 1e-3
@@ -61,7 +62,8 @@ def _compare(
     folder: Path, manifest: Manifest, graph: fx.GraphModule, exported: Graph, call: Call, seeds: Tensor
 ) -> float:
     dropout = seeds[exported.quantizer_draws :]
-    with trial(graph), _at_full_precision(graph):
+    state = precision_of(graph)
+    with trial(graph), state.at(FULL_PRECISION):
         before = {name: value.detach().cpu().numpy().copy() for name, value in states_of(graph).items()}
         loss, ours = _in_torch(graph, call, dropout, manifest)
     theirs_loss, theirs = _in_onnx_runtime(folder, manifest, call, seeds, graph, before)
@@ -72,7 +74,7 @@ def _compare(
     differences = _differences(ours, theirs)
     suspects = [name for name, difference in differences.items() if not difference <= TOLERANCE]
     if suspects:
-        with trial(graph), _at_full_precision(graph):
+        with trial(graph), state.at(FULL_PRECISION):
             _, echo = _in_torch(graph, call, dropout, manifest, moved=_ROUNDING)
         sensitive = _differences(ours, echo)
         for name in suspects:
@@ -105,7 +107,7 @@ def _moved(call: Call, generator: torch.Generator) -> Call:
         return value + noise * (value.abs().max() if value.numel() else 1) / 100
 
     args, kwargs = pytree.tree_map(moved, (call.args, call.kwargs))
-    return Call(args, kwargs, call.targets, call.loss)
+    return replace(call, args=args, kwargs=kwargs)
 
 
 def _larger(call: Call) -> Call:
@@ -115,20 +117,7 @@ def _larger(call: Call) -> Call:
         return torch.cat((value, value[:1])) if isinstance(value, Tensor) and value.ndim else value
 
     args, kwargs, targets = pytree.tree_map(grown, (call.args, call.kwargs, call.targets))
-    return Call(args, kwargs, targets, call.loss)
-
-
-@contextmanager
-def _at_full_precision(graph: fx.GraphModule) -> Iterator[None]:
-    widths = widths_of(graph)
-    before = {name: width.clone() for name, width in widths.items()}
-    for width in widths.values():
-        width.fill_(FULL_PRECISION)
-    try:
-        yield
-    finally:
-        for name, width in widths.items():
-            width.copy_(before[name])
+    return replace(call, args=args, kwargs=kwargs, targets=targets)
 
 
 class _DropoutBySeed(TorchFunctionMode):

@@ -151,7 +151,7 @@ def test_the_gradient_of_a_learned_range(bits: int) -> None:
     given["bits"] = np.array(bits)
     (found,) = session(functions.function(Kind(source="Learned"))).run(None, given)
     np.testing.assert_array_equal(found, y.detach().numpy())
-    gradients = session(functions.learned_gradient()).run(None, given | {"dy": dy.numpy()})
+    gradients = session(functions.FIXED[functions.LEARNED]).run(None, given | {"dy": dy.numpy()})
     for ours, theirs in zip((x, low, span), gradients, strict=True):
         assert ours.grad is not None
         # Sums in another order.
@@ -163,7 +163,7 @@ def test_noise(seed: tuple[int, int]) -> None:
     """Uniform in [0, 1), and that of `noise.uniform`."""
     x, drawn = torch.empty(300, 100), torch.tensor(seed, dtype=torch.int32)
     given = {"x": x.numpy(), "seeds": drawn.numpy()[None], "draw": np.array([0])}
-    (found,) = session(functions.uniform()).run(None, given)
+    (found,) = session(functions.FIXED[functions.UNIFORM]).run(None, given)
     np.testing.assert_array_equal(found, noise.uniform(drawn, x).numpy())
     assert found.min() >= 0 and found.max() < 1 and abs(found.mean() - 0.5) < 0.01
 
@@ -171,7 +171,7 @@ def test_noise(seed: tuple[int, int]) -> None:
 def test_noise_is_made_of_sums_products_and_quotients() -> None:
     """Kernels of ONNX Runtime for CUDA have no shifts, and no operators of bits."""
     shaping = {"Cast", "Concat", "Constant", "GatherND", "Identity", "Range", "Reshape", "Shape", "Size"}
-    assert {node.op_type for node in functions.uniform().node} - shaping == {"Add", "Div", "Mod", "Mul"}
+    assert {node.op_type for node in functions.FIXED[functions.UNIFORM].node} - shaping == {"Add", "Div", "Mod", "Mul"}
 
 
 def test_names_say_what_differs() -> None:

@@ -22,7 +22,7 @@ onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 plain = pytest.importorskip("cpt_fx.export.plain")
 runner = pytest.importorskip("tests.export.run_exported")
-model_file = pytest.importorskip("cpt_fx.export.model_file")
+directory = pytest.importorskip("cpt_fx.export.directory")
 
 OPEN = {"bits.activation", "bits.weight"}
 
@@ -208,7 +208,7 @@ def test_the_model_stays_as_it_is(tmp_path: Path) -> None:
 
 
 def test_weights_that_do_not_fit_lie_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_file, "INLINE_LIMIT", 100)
+    monkeypatch.setattr(directory, "INLINE_LIMIT", 100)
     model, x = trained("mlp")
     path = plain.onnx(model, (x,), tmp_path / "model.onnx", 8)
     assert sorted(item.name for item in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data"]
