@@ -297,6 +297,6 @@ def test_warnings_are_sentences(capsys: Capture) -> None:
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:
-    command = f"{sys.executable} -m cpt_fx.cli cost --json | head -n 1"
+    command = f"{sys.executable} -m cpt_fx cost --json | head -n 1"
     run = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
     assert (run.stdout, run.stderr) == ("{\n", "")

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from cpt_fx.export.program import Call, Graph
 from cpt_fx.export.qdq_formats import CONVERTED, EXACT
+from cpt_fx.trial import tensors_in
 
 _WITHOUT = "session.disable_quant_qdq"
 
@@ -105,10 +106,9 @@ def compared(path: Path, graph: Graph, call: Call, outputs: Any) -> dict[str, An
         name: tensor.detach().cpu().numpy() for name, tensor in zip(graph.inputs, given, strict=True) if name in read
     }
     found = session.run(list(graph.outputs), feed)
-    expected = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
     differences = tuple(
         _difference(name, np.asarray(theirs), ours.detach().float().cpu().numpy())
-        for name, theirs, ours in zip(graph.outputs, found, expected, strict=True)
+        for name, theirs, ours in zip(graph.outputs, found, tensors_in(outputs), strict=True)
         if ours.is_floating_point() and ours.numel()
     )
     return {"outputs": differences, "runtime": f"compared in onnxruntime {onnxruntime.__version__}{remark}"}

@@ -22,7 +22,6 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, fx, nn
 from torch.export.graph_signature import InputKind
-from torch.utils import _pytree as pytree
 
 from cpt_fx.errors import ExportError, check_choice
 from cpt_fx.export import refusals
@@ -37,6 +36,7 @@ from cpt_fx.formats import Rounding
 from cpt_fx.inspection import inspect
 from cpt_fx.inspection.table import as_text
 from cpt_fx.layer_state import PREFIX, is_range
+from cpt_fx.trial import tensors_in
 
 TARGETS = ("ort_training", "onnx", "qdq")
 EXACT, APPROXIMATED, REFUSED = "exact", "approximated", "refused"
@@ -369,7 +369,7 @@ class _EveryOutput:
 
     def __call__(self, outputs: Any) -> Tensor:
         """Add up the mean squares of all outputs."""
-        leaves = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        leaves = [leaf for leaf in tensors_in(outputs) if leaf.is_floating_point()]
         if not leaves:
             raise ExportError("the model returns no floating point tensor: there is nothing to train")
         self.operators = 3 * len(leaves) - 1

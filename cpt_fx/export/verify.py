@@ -21,9 +21,12 @@ from torch.utils import _pytree as pytree
 
 from cpt_fx.errors import ExportError
 from cpt_fx.export.manifest import TRAINING, Manifest
+from cpt_fx.export.optimizers import GRADIENT
 from cpt_fx.export.program import BITS, LOSS, SEEDS, Call, Graph, states_of
 from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.noise import uniform
+from cpt_fx.ort.engine import CPU, Engine
+from cpt_fx.ort.memory import Block
 from cpt_fx.standalone import precision_of
 from cpt_fx.trial import trial
 
@@ -38,7 +41,6 @@ side of it; with other values that does not happen again and again."""
 _ROUNDING, _ECHO, _MOST = 1e-6, 5.0, 0.05
 """In a deep net with thousands of values on such edges some always change sides, in PyTorch itself as soon as
 parameters change by a rounding. A difference of a few times what that does is no error, up to a twentieth."""
-_SUFFIX = "_grad.accumulation.buffer"
 
 
 def verify(folder: Path, manifest: Manifest, graph: fx.GraphModule, exported: Graph, call: Call) -> float:
@@ -179,35 +181,27 @@ def _in_torch(
 def _in_onnx_runtime(
     folder: Path, manifest: Manifest, call: Call, seeds: Tensor, graph: fx.GraphModule, states: dict[str, Any]
 ) -> tuple[float, dict[str, Any]]:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(str(folder / TRAINING), options, providers=["CPUExecutionProvider"])
+    engine = Engine(folder / TRAINING, CPU, None)
     named = graph.named_parameters(remove_duplicate=False)
     values: dict[str, Any] = {name: value.detach().cpu().numpy() for name, value in named}
     values |= states | {SEEDS: seeds.numpy(), "lazy_reset_grad": np.array([True])}
     given = [leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
     for tensor, value in zip((*manifest.inputs, *manifest.targets), (*given, *call.targets), strict=True):
         values[tensor.name] = value.detach().cpu().numpy()
-    binding = session.io_binding()
+    bindings = engine.bindings()
     held = {}
-    for needed in session.get_inputs():
-        name = needed.name
+    for name in engine.inputs:
         if name.startswith(BITS):
             array = np.array(FULL_PRECISION, np.int64)
-        elif name.endswith(_SUFFIX):
-            array = np.zeros_like(values[name.removesuffix(_SUFFIX)])
+        elif name.endswith(GRADIENT):
+            array = np.zeros_like(values[name.removesuffix(GRADIENT)])
         else:
             array = values[name]
-        held[name] = onnxruntime.OrtValue.ortvalue_from_numpy(np.array(array, order="C"))
-        binding.bind_ortvalue_input(name, held[name])
-    for output in session.get_outputs():
-        binding.bind_output(output.name)
-    session.run_with_iobinding(binding)
-    results = dict(zip((output.name for output in session.get_outputs()), binding.get_outputs(), strict=True))
-    # Copies: what `numpy()` returns lies in the memory of the value, which ends here.
-    gradients = {
-        name.removesuffix(_SUFFIX): value.numpy().copy() for name, value in held.items() if name.endswith(_SUFFIX)
-    }
-    return float(results[LOSS].numpy()), gradients
+        held[name] = Block(np.array(array, order="C"), CPU)
+        bindings.bind_ortvalue_input(name, held[name].ort)
+    for name in engine.outputs:
+        bindings.bind_output(name)
+    engine.run(bindings)
+    results = dict(zip(engine.outputs, bindings.copy_outputs_to_cpu(), strict=True))
+    gradients = {name.removesuffix(GRADIENT): block.read() for name, block in held.items() if name.endswith(GRADIENT)}
+    return float(results[LOSS]), gradients

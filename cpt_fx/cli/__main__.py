@@ -1,7 +1,0 @@
-"""`python -m cpt_fx.cli` is `cpt-fx`."""
-
-import sys
-
-from cpt_fx.cli import main
-
-sys.exit(main())
