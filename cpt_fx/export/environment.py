@@ -12,7 +12,6 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.machinery import PathFinder
@@ -78,13 +77,13 @@ class Finding:
 
 def require_onnx() -> None:
     """Raise an error that says what to install, unless models can be written as ONNX here."""
-    _require(check_onnx)
+    _require(check_onnx())
 
 
 def require_training() -> None:
     """Raise an error that says what to install, unless models can be exported for training, and trained, here."""
-    _require(lambda: check_onnx("ort"))
-    _require(check_training)
+    _require(check_onnx("ort"))
+    _require(check_training())
 
 
 def check_onnx(extra: str = "onnx") -> Finding:
@@ -168,8 +167,7 @@ def version_of(name: str) -> str | None:
         return None
 
 
-def _require(check: Callable[[], Finding]) -> None:
-    finding = check()
+def _require(finding: Finding) -> None:
     if not finding.works:
         raise PackageError(finding.message)
 

@@ -81,7 +81,7 @@ class Lowering(TorchFunctionMode):
         if gradient and length:
             # Forward, blocks are filled up with the last element; what comes back for these places is zero.
             kind = kind._replace(blocks=FILLED)
-            inputs.append(integer(length))
+            inputs.append(constant(length))
         self.placed.append(Placed(kind, gradient, name))
         made: Tensor = back(call(kind.gradient_name if gradient else kind.name, tuple(inputs), values))
         return made
@@ -135,21 +135,16 @@ def call(name: str, inputs: tuple[Any, ...], like: Tensor, **attributes: Any) ->
     return made
 
 
-def constant(numbers: Sequence[int]) -> Tensor:
-    """Trace a constant vector of whole numbers."""
-    if not numbers:
+def constant(value: int | Sequence[int]) -> Tensor:
+    """Trace a constant: a whole number, or a vector of some."""
+    if isinstance(value, int):
+        attributes: dict[str, Any] = {"value_int": value}
+    elif value:
+        attributes = {"value_ints": list(value)}
+    else:
         return torch.zeros(0, dtype=torch.int64)
-    made: Tensor = onnx_ops.symbolic(
-        "::Constant", (), attrs={"value_ints": list(numbers)}, dtype=torch.int64, shape=(len(numbers),), version=13
-    )
-    return made
-
-
-def integer(number: int) -> Tensor:
-    """Trace a constant whole number."""
-    made: Tensor = onnx_ops.symbolic(
-        "::Constant", (), attrs={"value_int": number}, dtype=torch.int64, shape=(), version=13
-    )
+    shape = () if isinstance(value, int) else (len(value),)
+    made: Tensor = onnx_ops.symbolic("::Constant", (), attrs=attributes, dtype=torch.int64, shape=shape, version=13)
     return made
 
 

@@ -103,9 +103,7 @@ def read(directory: Path) -> Manifest:
         return Manifest(
             **values
             | {
-                "inputs": tuple(map(_tensor, values["inputs"])),
-                "targets": tuple(map(_tensor, values["targets"])),
-                "outputs": tuple(map(_tensor, values["outputs"])),
+                **{name: tuple(map(_tensor, values[name])) for name in ("inputs", "targets", "outputs")},
                 "dials": {name: Dial(**dial) for name, dial in values["dials"].items()},
                 "parameters": tuple(
                     Parameter(**item | {"tensor": _tensor(item["tensor"]), "also": tuple(item["also"])})

@@ -237,13 +237,10 @@ def _dynamic(given: tuple[Any, ...], state: dict[str, Tensor]) -> tuple[Any, ...
     def batched(value: Any) -> Any:
         return {0: batch} if isinstance(value, Tensor) and value.ndim else None
 
-    def fixed(value: Any) -> None:
-        return None
-
     args, kwargs, targets, bits = given
     return (
         *(pytree.tree_map(batched, part) for part in (args, kwargs, targets)),
-        *(pytree.tree_map(fixed, part) for part in (bits, _seeds(1), state)),
+        *(pytree.tree_map(lambda _: None, part) for part in (bits, _seeds(1), state)),
     )
 
 

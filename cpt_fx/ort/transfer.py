@@ -109,11 +109,7 @@ class SharedParameters:
                     "write into it instead (parameter.copy_ under torch.no_grad())"
                 )
             place = self._memory.gradients[name].tensor
-            gradient = parameter.grad
-            with torch.no_grad():
-                if gradient is None and not fresh:
-                    place.zero_()
-                elif gradient is not None and gradient.data_ptr() != place.data_ptr() and not fresh:
-                    place.copy_(gradient)
-            if gradient is None or gradient.data_ptr() != place.data_ptr():
+            if parameter.grad is None or parameter.grad.data_ptr() != place.data_ptr():
+                if not fresh:
+                    place.copy_(torch.zeros(()) if parameter.grad is None else parameter.grad.detach())
                 parameter.grad = place
