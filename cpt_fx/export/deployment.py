@@ -29,8 +29,9 @@ from cpt_fx.export.qdq_formats import (
     squares,
 )
 from cpt_fx.export.qdq_graph import complete, constants, quantizers, replace
-from cpt_fx.export.qdq_probe import Seen, Tagged, Watch, extent_used, tagged_copy
+from cpt_fx.export.qdq_probe import Seen, Tagged, Watch, extent_used, tagged
 from cpt_fx.schedules.bits import Bits, as_bits
+from cpt_fx.standalone import precision_of
 from cpt_fx.trial import tensors_in
 
 _WITHOUT = "session.disable_quant_qdq"
@@ -149,24 +150,26 @@ def qdq(
     """
     widths = _checked(bits)
     call = call_of(example_inputs)
-    with new_file(path, overwrite=overwrite) as target:
-        with in_mode(result, False, call) as module:
-            run(module, call)
-            tagged, tags = tagged_copy(module, widths)
-            graph = trace(tagged, call, dynamic_batch=dynamic_batch, plain=True)
-            embed(graph, {name: buffer.detach().cpu().numpy() for name, buffer in states_of(module).items()})
+    with (
+        new_file(path, overwrite=overwrite) as target,
+        in_mode(result, False, call) as module,
+        precision_of(module).at(widths),
+    ):
+        run(module, call)
+        graph = trace(module, call, dynamic_batch=dynamic_batch, plain=True)
+        embed(graph, {name: buffer.detach().cpu().numpy() for name, buffer in states_of(module).items()})
         model = finish(graph)
         nodes = quantizers(model)
-        watched = _Watched(tagged, call, tags, constants(model, nodes))
-        for width, places in nodes.items():
+        watched = _Watched(module, call, tagged(module), constants(model, nodes))
+        for name, places in nodes.items():
             for place, node in enumerate(places):
-                replace(model, node, watched.plan(width, place, len(places)), tags[width].label)
+                replace(model, node, watched.plan(name, place, len(places)), watched.tags[name].label)
         complete(model)
         describe(model, result, bits=widths)
         target.write(model)
         report = QdqReport(
             path=target.path,
-            quantizers=tuple(watched.row(width) for width in tags if width in nodes),
+            quantizers=tuple(watched.row(name) for name in watched.tags if name in nodes),
             opset=model.opset_imports[""],
             **compared(target.made, graph, call, watched.outputs),
         )
@@ -194,37 +197,37 @@ class _Watched:
         """Run twice: ranges first, for they decide the plans, then errors."""
         self.tags = tags
         self.constants = constants
-        self.seen = {width: Seen() for width in tags}
+        self.seen = {name: Seen() for name in tags}
         self.plans: dict[str, list[Plan]] = {}
-        self.errors: dict[str, list[tuple[float, float]]] = {width: [] for width in tags}
+        self.errors: dict[str, list[tuple[float, float]]] = {name: [] for name in tags}
         """Squares of the difference that each call of a quantizer makes, and of what it is compared with."""
-        with Watch(module, tags, self._collect):
+        with Watch(module, self._collect):
             self.outputs = run(module, call)
-        for width, seen in self.seen.items():
-            if width in constants:
-                self.plans[width] = [constant_plan(tags[width], *of_call) for of_call in _distinct(seen.calls)]
+        for name, seen in self.seen.items():
+            if name in constants:
+                self.plans[name] = [constant_plan(tags[name], *of_call) for of_call in _distinct(seen.calls)]
             elif seen.low is not None:
-                self.plans[width] = [activation_plan(tags[width], seen)]
-        with Watch(module, tags, self._compare):
+                self.plans[name] = [activation_plan(tags[name], seen)]
+        with Watch(module, self._compare):
             run(module, call)
 
-    def plan(self, width: str, place: int, places: int) -> Plan:
+    def plan(self, name: str, place: int, places: int) -> Plan:
         """Return what becomes of one of the nodes of a quantizer: a layer that is called twice has two."""
-        plans = self.plans.get(width, [])
+        plans = self.plans.get(name, [])
         if len(plans) == 1:
             return plans[0]
         if len(plans) != places:
             raise ExportError(
-                f"{self.tags[width].label} is quantized {len(plans)} times in a run and {places} times in its graph: "
+                f"{self.tags[name].label} is quantized {len(plans)} times in a run and {places} times in its graph: "
                 "use export.onnx"
             )
         return plans[place]
 
-    def row(self, width: str) -> Converted:
+    def row(self, name: str) -> Converted:
         """Say what became of a quantizer."""
-        tag, plans = self.tags[width], self.plans[width]
+        tag, plans = self.tags[name], self.plans[name]
         worst = next((plan for plan in plans if plan.status != EXACT), plans[0])
-        difference, reference = (sum(parts) for parts in zip((0.0, 0.0), *self.errors[width], strict=True))
+        difference, reference = (sum(parts) for parts in zip((0.0, 0.0), *self.errors[name], strict=True))
         return Converted(
             layer=", ".join(tag.quantizer.layers),
             operand=tag.quantizer.operand,
@@ -236,19 +239,19 @@ class _Watched:
             note="; ".join(worst.notes),
         )
 
-    def _collect(self, width: str, function: Any, values: dict[str, Any], y: Tensor) -> None:
-        seen = self.seen[width]
-        if width in self.constants:
+    def _collect(self, name: str, function: Any, values: dict[str, Any], y: Tensor) -> None:
+        seen = self.seen[name]
+        if name in self.constants:
             seen.calls.append((values["x"], y, values))
             return
         extent, fixed = extent_used(function, values)
         seen.fixed = fixed
         seen.add(extent)
 
-    def _compare(self, width: str, function: Any, values: dict[str, Any], y: Tensor) -> None:
-        if width not in self.plans:
+    def _compare(self, name: str, function: Any, values: dict[str, Any], y: Tensor) -> None:
+        if name not in self.plans:
             return
-        errors, plans = self.errors[width], self.plans[width]
+        errors, plans = self.errors[name], self.plans[name]
         plan = plans[len(errors) % len(plans)]
         errors.append(squares(_made_of(plan, values["x"]), y))
 

@@ -20,6 +20,9 @@ from cpt_fx.formats import Rounding, Scheme, Specials
 from cpt_fx.numerics import reduced_dims
 from cpt_fx.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_LEARNED, FAKE_QUANTIZE_OBSERVED, QUANTIZE_GRADIENT, QUANTIZERS
 
+QUANTIZER = "quantizer"
+"""Attribute of a node that is to be replaced: the quantizer's name."""
+
 
 class Placed(NamedTuple):
     """A quantizer that was traced."""
@@ -40,7 +43,7 @@ class Lowering(TorchFunctionMode):
         """Identity of a quantizer's record -> the quantizer's name."""
         self.gradients = gradients
         self.plain = plain
-        """All are of one kind: what they do is decided elsewhere."""
+        """Nodes say which quantizer they are: what it does is decided elsewhere."""
         self.placed: list[Placed] = []
         self.draws = 0
 
@@ -62,7 +65,7 @@ class Lowering(TorchFunctionMode):
         if func is QUANTIZE_GRADIENT:
             return self._operand(name, x, bits, options, gradient=True) if self.gradients else x
         if self.plain:
-            return self._operand(name, x, bits, {})
+            return call(Kind().name, (x, bits), x, **{QUANTIZER: name})
         if func is FAKE_QUANTIZE:
             if options.get("zero_point") is not None:
                 raise ExportError(f"{name} quantizes over a range that it is given: that has no form in ONNX")

@@ -140,7 +140,9 @@ def finish(graph: Graph) -> ir.Model:
     common.IdentityEliminationPass()(model)
     for node in model.graph:
         # The second output of a normalization is for training.
-        while len(node.outputs) > 1 and node.domain == "" and _is_spare(node, model):
+        while node.op_type in ("LayerNormalization", "Dropout") and node.domain == "" and len(node.outputs) > 1:
+            if node.outputs[-1].uses() or node.outputs[-1] in model.graph.outputs:
+                break
             node.resize_outputs(len(node.outputs) - 1)
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     for value in list(model.graph.inputs):
@@ -160,11 +162,6 @@ def _drop_gradients(model: ir.Model) -> None:
             made = ir.node("Identity", [node.inputs[-1]])
             made.outputs[0].type, made.outputs[0].shape = node.outputs[0].type, node.outputs[0].shape
             ir.convenience.replace_nodes_and_values(model.graph, node, [node], [made], node.outputs, made.outputs)
-
-
-def _is_spare(node: ir.Node, model: ir.Model) -> bool:
-    last = node.outputs[-1]
-    return node.op_type in ("LayerNormalization", "Dropout") and not last.uses() and last not in model.graph.outputs
 
 
 def _name_batch(graph: Graph) -> None:

@@ -142,7 +142,7 @@ def widths_of(model: nn.Module) -> dict[str, Tensor]:
 def trace(model: fx.GraphModule, call: Call, *, dynamic_batch: bool = True, plain: bool = False) -> Graph:
     """Trace a transformed graph in the mode it is in; gradients are quantized where it is in training.
 
-    `plain` makes all quantizers nodes of one kind: for a caller that replaces them.
+    `plain` makes quantizers nodes that say which one they are: for a caller that replaces them.
     """
     _check_execution(model)
     _check_learned(model)

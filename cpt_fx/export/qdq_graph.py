@@ -13,6 +13,7 @@ from onnxscript import version_converter
 
 from cpt_fx.errors import ExportError
 from cpt_fx.export.functions import DOMAIN
+from cpt_fx.export.lowering import QUANTIZER
 from cpt_fx.export.program import BITS
 from cpt_fx.export.qdq_formats import MOST_BITS, Activation, Constant, Plan
 
@@ -24,20 +25,19 @@ _BITS = "bits"
 
 
 def quantizers(model: ir.Model) -> dict[str, list[ir.Node]]:
-    """Return the nodes to replace, in the order they run in, by the width that each reads."""
+    """Return the nodes to replace, in the order they run in, by the name of the quantizer that each is."""
     found: dict[str, list[ir.Node]] = {}
     for node in model.graph:
         if node.domain != DOMAIN:
             continue
-        width = node.inputs[1] if len(node.inputs) > 1 else None
-        if width is None or not str(width.name).startswith(BITS):
+        if QUANTIZER not in node.attributes:
             raise ExportError(f"the model evaluates {node.op_type}, which QDQ has no words for: use export.onnx")
-        found.setdefault(str(width.name).removeprefix(BITS), []).append(node)
+        found.setdefault(node.attributes[QUANTIZER].as_string(), []).append(node)
     return found
 
 
 def constants(model: ir.Model, found: dict[str, list[ir.Node]]) -> frozenset[str]:
-    """Return the widths of those quantizers whose tensor is the same in every run."""
+    """Return the names of those quantizers whose tensor is the same in every run."""
     known = {value: str(value.name).startswith(BITS) for value in model.graph.inputs}
     inner = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
     for node in model.graph:
@@ -46,8 +46,8 @@ def constants(model: ir.Model, found: dict[str, list[ir.Node]]) -> frozenset[str
         fixed = fixed and not any(attribute.type in inner for attribute in node.attributes.values())
         known.update(dict.fromkeys(node.outputs, fixed))
     return frozenset(
-        width
-        for width, nodes in found.items()
+        name
+        for name, nodes in found.items()
         if all(known.get(value, True) for node in nodes if (value := node.inputs[0]) is not None)
     )
 

@@ -1,8 +1,7 @@
-"""A copy of a rewritten graph in which every quantizer has a name of its own, and what those see on examples."""
+"""The quantizers of a rewritten graph by the names of their records, and what they see on examples."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,22 +12,18 @@ from torch.overrides import TorchFunctionMode
 
 from cpt_fx.bodies import graphs_of
 from cpt_fx.formats import Format, Rounding
-from cpt_fx.meta import QUANTIZER, STATE, Quantizer
+from cpt_fx.meta import QUANTIZER, Quantizer
 from cpt_fx.numerics import Extent, extent_of, percentile_extent
 from cpt_fx.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_LEARNED, QUANTIZE_GRADIENT, QUANTIZERS
-from cpt_fx.result import PART
-from cpt_fx.runtime import Precision, width_of
-from cpt_fx.schedules import Static
-from cpt_fx.schedules.bits import Bits
+from cpt_fx.standalone import precision_of
 
 _ARGUMENTS = ("x", "bits", "zero_point", "range", "weight", "training")
 
 
 @dataclass(frozen=True)
 class Tagged:
-    """A quantizer of the copy. `width` is the name of the tensor that holds its width, which no other one reads."""
+    """A quantizer, and the width that it has."""
 
-    width: str
     quantizer: Quantizer
     bits: int
 
@@ -43,33 +38,15 @@ class Tagged:
         return self.quantizer.format
 
 
-def tagged_copy(module: fx.GraphModule, bits: Bits) -> tuple[fx.GraphModule, dict[str, Tagged]]:
-    """Copy graphs, not tensors; give every quantizer of the forward pass a width of its own."""
-    state = module.get_submodule(STATE)
-    assert isinstance(state, Precision)
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-    # The copy follows no schedule.
-    position = 0 if state.schedule is None else state.schedule.position
-    memo |= {id(state.schedule): None, id(module.__dict__.get(PART)): None}
-    made = copy.deepcopy(module, memo)
-    widths = made.get_submodule(f"{STATE}.bits")
-    found: dict[str, Tagged] = {}
-    for inner in graphs_of(made):
-        for node in list(inner.graph.nodes):
-            if node.target not in QUANTIZERS or node.target is QUANTIZE_GRADIENT:
-                continue
-            quantizer: Quantizer = node.meta[QUANTIZER]
-            tag = Tagged(f"q{len(found)}", quantizer, width_of(quantizer.dial, Static(bits), position, training=False))
-            found[tag.width] = tag
-            widths.register_buffer(tag.width, torch.tensor(tag.bits, dtype=torch.int64))
-            with inner.graph.inserting_before(node):
-                read = inner.graph.get_attr(f"{STATE}.bits.{tag.width}")
-            if len(node.args) > 1:
-                node.update_arg(1, read)
-            else:
-                node.update_kwarg("bits", read)
-        inner.recompile()
-    return made, found
+def tagged(module: fx.GraphModule) -> dict[str, Tagged]:
+    """Return the quantizers of the forward pass by the names of their records, which no two of them share."""
+    state = precision_of(module)
+    made = [node.meta[QUANTIZER] for inner in graphs_of(module) for node in inner.graph.nodes if QUANTIZER in node.meta]
+    return {
+        quantizer.record.rpartition(".")[2]: Tagged(quantizer, state.width(quantizer.dial, training=False))
+        for quantizer in made
+        if quantizer.role != "gradient"
+    }
 
 
 @dataclass
@@ -93,10 +70,9 @@ class Seen:
 class Watch(TorchFunctionMode):
     """Runs quantizers, at their widths and to the nearest code, and shows each call to a function."""
 
-    def __init__(self, module: fx.GraphModule, tags: dict[str, Tagged], show: Callable[..., None]) -> None:
+    def __init__(self, module: fx.GraphModule, show: Callable[..., None]) -> None:
         super().__init__()
-        self.module = module
-        self.tags = tags
+        self.records = precision_of(module).records
         self.show = show
         self.names: dict[int, str] = {}
 
@@ -112,9 +88,8 @@ class Watch(TorchFunctionMode):
         values = dict(zip(_ARGUMENTS, args, strict=False)) | options
         if not self.names:
             # Not before the run: it may go on copies of the buffers.
-            widths = self.module.get_submodule(f"{STATE}.bits")
-            self.names = {id(widths.get_buffer(name)): name for name in self.tags}
-        self.show(self.names[id(values["bits"])], func, values, y)
+            self.names = {id(record): name for name, record in self.records.named_buffers()}
+        self.show(self.names[id(kwargs["record"])], func, values, y)
         return y
 
 
