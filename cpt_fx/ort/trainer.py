@@ -17,7 +17,7 @@ from cpt_fx.export.cuda import session_providers
 from cpt_fx.export.directory import digest
 from cpt_fx.export.environment import require_training
 from cpt_fx.export.manifest import Manifest
-from cpt_fx.ort import checkpoint, transfer
+from cpt_fx.ort import state_file, transfer
 from cpt_fx.ort.engine import CPU, Engine
 from cpt_fx.ort.feeding import arrays_of, check_ranges, check_two, needs_two, ranges_of
 from cpt_fx.ort.loops import Backward, Evaluation, Outputs, Update
@@ -197,7 +197,7 @@ class Trainer:
         half gathered, the schedule's position and the random state. What is at the path is replaced when all is
         written. A learning-rate scheduler, or an optimizer of torch, has a `state_dict` of its own.
         """
-        checkpoint.save(self, Path(path))
+        state_file.save(self, Path(path))
 
     def load(self, path: str | PathLike[str], *, schedule: bool = True) -> None:
         """Go on from a file that `save` wrote: the steps that follow are equal, bit for bit.
@@ -205,7 +205,7 @@ class Trainer:
         A file that is damaged, or of another model, is refused, and changes nothing. `schedule=False` leaves the
         schedule where it is, for going on under another one.
         """
-        checkpoint.load(self, Path(path), schedule=schedule)
+        state_file.load(self, Path(path), schedule=schedule)
 
     # PyTorch.
 
