@@ -12,15 +12,13 @@ from cpt_fx.cli.common import (
     Commands,
     UsageError,
     add_json,
-    add_range,
     build_schedule,
     command,
     print_json,
     print_table,
-    schedule_name,
     show,
 )
-from cpt_fx.cli.models import RECIPE, REFERENCE, add_transform, load, model_and_inputs
+from cpt_fx.cli.models import RECIPE, add_model, load, model_and_inputs
 
 if TYPE_CHECKING:
     from torch import nn
@@ -103,15 +101,11 @@ def _model_command(
     output: str,
 ) -> argparse.ArgumentParser:  # fmt: skip
     made = command(targets, name, run, summary, f"{text}\n{MODEL}", example)
-    made.add_argument("model", metavar="REFERENCE", help=REFERENCE)
+    add_model(made)
     if output:
         made.add_argument("output", type=Path, metavar=output, help="what to write")
         made.add_argument("--overwrite", action="store_true", help="replace what is there")
         made.add_argument("--fixed-batch", action="store_true", help="only for the batch of the example inputs")
-    made.add_argument("--schedule", type=schedule_name, default="CR", metavar="NAME", help="(default: %(default)s)")
-    add_transform(made)
-    add_range(made)
-    add_json(made)
     return made
 
 

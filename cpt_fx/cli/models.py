@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from cpt_fx.inspection import Inspection, Verification
 
 RECIPE = "default"
-REFERENCE = "package.module:callable, from the current folder or installed"
 
 
 def add(commands: Commands) -> None:
@@ -41,13 +40,9 @@ def add(commands: Commands) -> None:
         "(model, example_inputs); with inputs, a trial run proves that every quantizer quantizes.",
         "cpt-fx inspect mypackage.models:make --schedule CR --html graph.html",
     )
-    made.add_argument("model", metavar="REFERENCE", help=REFERENCE)
-    made.add_argument("--schedule", type=schedule_name, default="CR", metavar="NAME", help="(default: %(default)s)")
-    add_transform(made)
+    add_model(made)
     made.add_argument("--html", type=Path, metavar="FILE", help="write a page on which the graph can be explored")
     made.add_argument("--svg", type=Path, metavar="FILE", help="write a drawing of the graph")
-    add_range(made)
-    add_json(made)
     made = command(
         commands,
         "range-test",
@@ -58,7 +53,7 @@ def add(commands: Commands) -> None:
         "DataLoader of batches, loss a function of the model and a batch (default: cross entropy of (x, labels)).",
         "cpt-fx range-test mypackage.training:make --widths 2 8 --threshold 0.9",
     )
-    made.add_argument("model", metavar="REFERENCE", help=REFERENCE)
+    add_model(made, scheduled=False)
     made.add_argument("--widths", type=int, nargs=2, default=(2, 8), metavar=("LOW", "HIGH"), help="(default: 2 8)")
     made.add_argument("--steps", type=int, default=50, metavar="N", help="steps at each width (default: %(default)s)")
     made.add_argument(
@@ -71,16 +66,23 @@ def add(commands: Commands) -> None:
     made.add_argument("--gradient", type=int, default=8, metavar="BITS", help="width of gradients (%(default)s)")
     made.add_argument("--seed", type=int, default=0, metavar="N", help="(default: %(default)s)")
     made.add_argument("--plot", type=Path, metavar="FILE", help="draw the losses (needs matplotlib)")
-    add_transform(made)
-    add_json(made)
 
 
-def add_transform(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the transformation."""
+def add_model(parser: argparse.ArgumentParser, *, scheduled: bool = True) -> None:
+    """Add the reference to a model, the options of its transformation, and --json."""
+    parser.add_argument(
+        "model", metavar="REFERENCE", help="package.module:callable, from the current folder or installed"
+    )
+    if scheduled:
+        parser.add_argument(
+            "--schedule", type=schedule_name, default="CR", metavar="NAME", help="(default: %(default)s)"
+        )
+        add_range(parser)
     parser.add_argument("--recipe", default=RECIPE, metavar="NAME", help="preset of formats (default: %(default)s)")
     parser.add_argument(
         "--exclude", action="append", default=[], metavar="NAME", help="module or glob left alone; may be repeated"
     )
+    add_json(parser)
 
 
 def run_inspect(options: argparse.Namespace) -> None:
