@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cpt_fx.errors import ExportError
-from cpt_fx.export.environment import GPU_BUILD, PackageError, imported, mend, python_step, require_training
+from cpt_fx.export.environment import GPU_BUILD, Finding, imported, mend, python_step, require, require_training
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 WHEELS = {
@@ -47,18 +47,14 @@ class CudaStatus:
     remedy: tuple[str, ...] = ()
 
     @property
-    def works(self) -> bool:
-        """Training can run on a GPU."""
-        return not self.problem
-
-    @property
-    def message(self) -> str:
-        """The problem, then each step of the remedy on a line of its own."""
-        return "\n  ".join((f"{self.problem}. Do:" if self.remedy else self.problem, *self.remedy))
+    def finding(self) -> Finding:
+        """Whether training can run on a GPU."""
+        found = f"CUDA {self.driver}, {self.devices} GPU" + "s" * (self.devices > 1) if self.devices else ""
+        return Finding(not self.problem, found, self.problem, self.remedy)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as plain data."""
-        return asdict(self) | {"works": self.works}
+        return asdict(self) | {"works": not self.problem}
 
 
 def cuda_status() -> CudaStatus:
@@ -88,8 +84,7 @@ def session_providers(device: str) -> list[str | tuple[str, dict[str, str]]]:
         return [CPU]
     require_training()
     status = cuda_status()
-    if not status.works:
-        raise PackageError(status.message)
+    require(status.finding)
     number = int(found[1] or 0)
     if number >= status.devices:
         raise ExportError(f"device {device!r} is not there: the driver knows {status.devices}, counted from 0")

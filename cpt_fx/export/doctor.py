@@ -85,10 +85,9 @@ def examine() -> Examination:
     if training.works and not writing.works:
         training = writing
     cuda = cuda_status()
-    found = f"CUDA {cuda.driver}, {cuda.devices} GPU" + ("s" if cuda.devices > 1 else "") if cuda.devices else ""
-    gpu = Finding(cuda.works, found, cuda.problem, cuda.remedy)
-    if cuda.works and not training.works:
-        gpu = replace(training, found=found)
+    gpu = cuda.finding
+    if gpu.works and not training.works:
+        gpu = replace(training, found=gpu.found)
     return Examination(
         python=platform.python_version(),
         machine=f"{platform.system()} {platform.machine()}",

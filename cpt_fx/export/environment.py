@@ -77,13 +77,13 @@ class Finding:
 
 def require_onnx() -> None:
     """Raise an error that says what to install, unless models can be written as ONNX here."""
-    _require(check_onnx())
+    require(check_onnx())
 
 
 def require_training() -> None:
     """Raise an error that says what to install, unless models can be exported for training, and trained, here."""
-    _require(check_onnx("ort"))
-    _require(check_training())
+    require(check_onnx("ort"))
+    require(check_training())
 
 
 def check_onnx(extra: str = "onnx") -> Finding:
@@ -167,7 +167,8 @@ def version_of(name: str) -> str | None:
         return None
 
 
-def _require(finding: Finding) -> None:
+def require(finding: Finding) -> None:
+    """Raise what a look has found, unless it works."""
     if not finding.works:
         raise PackageError(finding.message)
 

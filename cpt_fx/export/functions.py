@@ -139,12 +139,12 @@ def function(kind: Kind) -> onnx.FunctionProto:
         inputs.append("length")
         inputs[0], outputs[0] = "given", "result"
         body = FILL + body + UNFILL
-    return _parsed(kind.name, inputs, outputs, body, attributes)
+    return parsed(kind.name, inputs, outputs, body, attributes)
 
 
 def gradient_marker(kind: Kind) -> onnx.FunctionProto:
     """Return the function that stands where a gradient is to be quantized: the identity, forward."""
-    return _parsed(kind.gradient_name, ["x", *gradient_inputs(kind)], ["y"], "y = x")
+    return parsed(kind.gradient_name, ["x", *gradient_inputs(kind)], ["y"], "y = x")
 
 
 def gradient_inputs(kind: Kind) -> tuple[str, ...]:
@@ -153,9 +153,10 @@ def gradient_inputs(kind: Kind) -> tuple[str, ...]:
     return ("bits", "axes", *seed, *(("length",) if kind.blocks == FILLED else ()))
 
 
-def _parsed(
+def parsed(
     name: str, inputs: Iterable[str], outputs: Iterable[str], body: str, attributes: Iterable[str] = ()
 ) -> onnx.FunctionProto:
+    """Return a function whose body is written in expressions."""
     declared = f"<{', '.join(attributes)}>" if attributes else ""
     made: Any = parser.parse_function(
         f'<domain: "{DOMAIN}", opset_import: ["" : {OPSET}]>\n'
@@ -167,17 +168,17 @@ def _parsed(
 FIXED = {
     made.name: made
     for made in (
-        _parsed(STOP, ["x"], ["y"], "y = x", DETACH),
-        _parsed(WITH_GRADIENT_OF, ["x", "value"], ["y"], "y = value"),
-        _parsed(
+        parsed(STOP, ["x"], ["y"], "y = x", DETACH),
+        parsed(WITH_GRADIENT_OF, ["x", "value"], ["y"], "y = value"),
+        parsed(
             SCATTER_ADD,
             ["parts", "places", "like"],
             ["y"],
             "y = ScatterElements(Expand(0.0, Shape(like)), places, parts, axis=-1, reduction='add')",
         ),
-        _parsed(TAKE, ["x", "places"], ["y"], "y = GatherElements(x, places, axis=-1)"),
-        _parsed(UNIFORM, ["x", *SEED], ["y"], NOISE + "y = noise"),
-        _parsed(LEARNED, ["dy", "x", "low", "span", "bits"], ["dx", "dlow", "dspan"], WIDTH + LEARNED_GRADIENT),
+        parsed(TAKE, ["x", "places"], ["y"], "y = GatherElements(x, places, axis=-1)"),
+        parsed(UNIFORM, ["x", *SEED], ["y"], NOISE + "y = noise"),
+        parsed(LEARNED, ["dy", "x", "low", "span", "bits"], ["dx", "dlow", "dspan"], WIDTH + LEARNED_GRADIENT),
     )
 }
 """The functions of which there is one kind, by name."""

@@ -13,12 +13,11 @@ from typing import Any
 
 import onnx
 import torch
-from onnx import TensorProto, helper, parser
+from onnx import TensorProto, helper
 from torch import Tensor
 
 from cpt_fx.errors import ExportError, nearest
-from cpt_fx.export.expressions import onnx_text
-from cpt_fx.export.functions import DOMAIN, OPSET
+from cpt_fx.export.functions import DOMAIN, OPSET, parsed
 from cpt_fx.export.manifest import Parameter
 
 IR_VERSION = 10
@@ -200,12 +199,7 @@ class _Kind:
         inputs = ["p", "gradient", *self.states, "rate", "step", "scale"]
         outputs = ["new_p", *(f"new_{state}" for state in self.states)]
         given = "".join(f"{name} = Constant(value=attribute.{name})\n" for name in self.attributes)
-        body = onnx_text(given + _COMMON + self.body)
-        made: onnx.FunctionProto = parser.parse_function(
-            f'<domain: "{DOMAIN}", opset_import: ["" : {OPSET}]>\n'
-            f"{self.name} <{', '.join(self.attributes)}> ({', '.join(inputs)}) => ({', '.join(outputs)}) {{\n{body}\n}}"
-        )
-        return made
+        return parsed(self.name, inputs, outputs, given + _COMMON + self.body, self.attributes)
 
 
 def _kind(name: str, options: Mapping[str, Any]) -> _Kind:

@@ -26,6 +26,7 @@ from cpt_fx.export.program import BITS, LOSS, SEEDS, Call, Graph, states_of
 from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.noise import uniform
 from cpt_fx.ort.engine import CPU, Engine
+from cpt_fx.ort.loops import draw
 from cpt_fx.ort.memory import Block
 from cpt_fx.standalone import precision_of
 from cpt_fx.trial import trial
@@ -48,9 +49,7 @@ def verify(folder: Path, manifest: Manifest, graph: fx.GraphModule, exported: Gr
     call = _larger(call) if manifest.dynamic_batch else call
     generator = torch.Generator()
     for attempt in range(_ATTEMPTS):
-        seeds = torch.randint(
-            -(1 << 31), 1 << 31, (max(exported.draws, 1), 2), dtype=torch.int32, generator=generator
-        )  # fmt: skip
+        seeds = torch.from_numpy(draw(max(exported.draws, 1), generator))
         try:
             return _compare(folder, manifest, graph, exported, call, seeds)
         except ExportError:

@@ -32,7 +32,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_everything_is_there(gpu: pytest.MonkeyPatch) -> None:
     status = cuda_status()
     assert status == CudaStatus("11.8", (CUDA, CPU), ALL, "12.4", 2)
-    assert status.works
+    assert status.finding.works
     assert session_providers("cuda") == [(CUDA, {"device_id": "0"}), CPU]
     assert session_providers("cuda:1") == [(CUDA, {"device_id": "1"}), CPU]
 
@@ -58,7 +58,7 @@ def test_what_is_missing_is_said(name: str, value: object, expected: str, gpu: p
     with pytest.raises(PackageError) as caught:
         session_providers("cuda")
     assert expected in str(caught.value)
-    assert not cuda_status().works
+    assert not cuda_status().finding.works
     assert session_providers("cpu") == [CPU]
 
 
@@ -105,6 +105,6 @@ def test_libraries_in_wheels_are_found(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_this_machine_can_be_looked_at() -> None:
     status = cuda_status()
-    assert status.works == (not status.problem)
-    assert status.message.startswith(status.problem)
-    assert status.to_dict()["works"] == status.works
+    assert status.finding.works == (not status.problem)
+    assert status.finding.message.startswith(status.problem)
+    assert status.to_dict()["works"] == status.finding.works
