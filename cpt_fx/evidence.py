@@ -11,8 +11,6 @@ from which a running range has learned nothing.
 from __future__ import annotations
 
 import ctypes
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +25,6 @@ ARMED = 2 * FULL_PRECISION
 SKIPPED = ARMED + 1
 SAMPLE = 8192
 """Elements looked at: far more than 2**8 levels, so an unquantized tensor cannot pass for an 8-bit one."""
-_SOURCE = "witness.cpp"
 
 
 def new_record() -> Tensor:
@@ -48,7 +45,7 @@ def witness(record: Tensor, x: Tensor, result: Tensor, bits: int, keep: tuple[in
     if not 0 < bits < FULL_PRECISION or not (is_free(record) and is_free(x)) or int(record[bits]):
         return
     before, after = sample_group(x, keep, over, block), sample_group(result, keep, over, block)
-    seen = _by_kernel(before, after) if native.load(_SOURCE) is not None else None
+    seen = _by_kernel(before, after)
     if seen is None:
         seen = _by_torch(before.double(), after.double())
     if seen is not None:
@@ -66,23 +63,16 @@ def _by_torch(before: Tensor, after: Tensor) -> tuple[int, int] | None:
 
 def _by_kernel(before: Tensor, after: Tensor) -> tuple[int, int] | None:
     """Do the same in one call, where that can read the memory of both: a width is new to every quantizer at once."""
-    if not all(map(_readable, (before, after))):
+    library = native.load("witness.cpp")
+    if library is None or not all(map(_readable, (before, after))):
         return None
     levels, error = ctypes.c_int64(), ctypes.c_int64()
-    finite = _kernel()(before.data_ptr(), after.data_ptr(), before.numel(), ctypes.byref(levels), ctypes.byref(error))
+    finite = library.cpt_fx_witness(
+        before.data_ptr(), after.data_ptr(), before.numel(), ctypes.byref(levels), ctypes.byref(error)
+    )
     return (levels.value, error.value) if finite else None
 
 
 def _readable(sample: Tensor) -> bool:
     plain = type(sample) is Tensor and sample.dtype is torch.float32 and sample.is_cpu and sample.is_contiguous()
     return plain and not (sample.is_neg() or sample._is_zerotensor())
-
-
-@cache
-def _kernel() -> Any:
-    library = native.load(_SOURCE)
-    assert library is not None
-    kernel = library.cpt_fx_witness
-    pointer = ctypes.c_void_p
-    kernel.argtypes, kernel.restype = [pointer, pointer, ctypes.c_int64, pointer, pointer], ctypes.c_int
-    return kernel

@@ -8,11 +8,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from cpt_fx import evidence, native
-from cpt_fx.native import building, simulate
+from cpt_fx import native
+from cpt_fx.native import building
 
 _HAS = torch.cpu.get_capabilities()
-_CACHES = (native._built, simulate._kernel, evidence._kernel)
 KINDS = ["0", *(name for name, needed in building.SETS.items() if all(map(_HAS.get, needed)))]
 """What CPT_FX_NATIVE can be set to here; "0" are torch's operators, and the last one is what runs by default."""
 
@@ -34,6 +33,5 @@ def kernels_of(kind: str) -> Iterator[None]:
 
 
 def _forget() -> None:
-    for cache in _CACHES:
-        cache.cache_clear()
+    native._built.cache_clear()
     native._failures.clear()

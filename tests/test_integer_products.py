@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +14,8 @@ from cpt_fx import native, noise
 from cpt_fx.formats import Rounding, Scheme
 from cpt_fx.integer import kernels, products, reference
 from cpt_fx.integer.codes import Codes, quantize_codes
+from cpt_fx.integer.geometry import Geometry, Pair
+from cpt_fx.integer.products import Call
 from cpt_fx.numerics import Grid, quantize
 
 SYMMETRIC = Grid(scheme=Scheme.SYMMETRIC)
@@ -193,15 +194,15 @@ def test_linear_of_a_vector(way: str) -> None:
 
 def test_bias_is_added_after_scaling(way: str) -> None:
     x, w, bias = codes(4, 9), codes(3, 9, seed=1), torch.randn(3)
-    assert torch.equal(products.linear_forward(x, w, bias), products.linear_forward(x, w) + bias)
+    assert torch.equal(products.linear_forward(x, w, Call(bias)), products.linear_forward(x, w) + bias)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_results_of_other_types(way: str, dtype: torch.dtype) -> None:
     x, w, bias = codes(4, 9, scale=0.001), codes(3, 9, seed=1), torch.randn(3)
-    result = products.linear_forward(x, w, bias, dtype)
+    result = products.linear_forward(x, w, Call(bias), dtype)
     assert result.dtype is dtype
-    torch.testing.assert_close(result, products.linear_forward(x, w, bias).to(dtype))
+    torch.testing.assert_close(result, products.linear_forward(x, w, Call(bias)).to(dtype))
 
 
 @settings(deadline=None, max_examples=80)
@@ -267,8 +268,8 @@ def test_matmul(way: str, a_shape: tuple[int, ...], b_shape: tuple[int, ...]) ->
     exact(products.matmul_forward(a, b), out.detach(), a, b)
     g = codes(*out.shape, seed=2)
     out.backward(g.values.double())
-    _near(products.matmul_grad_left(g, b, a_shape), left.grad, g, b)
-    _near(products.matmul_grad_right(g, a, b_shape), right.grad, g, a)
+    _near(products.matmul_grad_left(g, b, Call(shape=a_shape)), left.grad, g, b)
+    _near(products.matmul_grad_right(g, a, Call(shape=b_shape)), right.grad, g, a)
 
 
 def _near(result: Tensor, sums: Tensor | None, a: Codes, b: Codes) -> None:
@@ -287,21 +288,19 @@ def test_heads_are_multiplied_where_they_lie(way: str) -> None:
 # Convolutions
 
 
-def _check_convolution(
-    x: Codes, w: Codes, g: Codes, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
-) -> None:
+def _check_convolution(x: Codes, w: Codes, g: Codes, stride: Pair, padding: Pair, dilation: Pair) -> None:
     """In float64 sums of integers are exact, whatever the algorithm."""
-    how: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation}
+    how = Geometry(stride, padding, dilation)
     xs, ws = (c.values.double().requires_grad_() for c in (x, w))
-    out = F.conv2d(xs, ws, None, **how)
+    out = F.conv2d(xs, ws, None, *how)
     out.backward(g.values.double())
     assert xs.grad is not None and ws.grad is not None
-    exact(products.conv2d_forward(x, w, **how), out.detach(), x, w)
-    exact(products.conv2d_grad_input(g, w, x.values.shape, **how), xs.grad, g, w)
-    exact(products.conv2d_grad_weight(g, x, w.values.shape, **how), ws.grad, g, x)
+    exact(products.conv2d_forward(x, w, Call(geometry=how)), out.detach(), x, w)
+    exact(products.conv2d_grad_input(g, w, Call(None, x.values.shape, how)), xs.grad, g, w)
+    exact(products.conv2d_grad_weight(g, x, Call(None, w.values.shape, how)), ws.grad, g, x)
     bias = torch.randn(w.values.shape[0])
-    with_bias = products.conv2d_forward(x, w, bias, **how)
-    assert torch.equal(with_bias, products.conv2d_forward(x, w, **how) + bias[:, None, None])
+    with_bias = products.conv2d_forward(x, w, Call(bias, geometry=how))
+    assert torch.equal(with_bias, products.conv2d_forward(x, w, Call(geometry=how)) + bias[:, None, None])
 
 
 @settings(deadline=None, max_examples=80)
@@ -313,7 +312,7 @@ def test_convolutions_of_any_shape(data: st.DataObject) -> None:
     size = [max(draw(1, 40), dilation[i] * (kernel[i] - 1) + 1 - 2 * padding[i]) for i in (0, 1)]
     x, w = codes(draw(1, 3), draw(1, 9), *size), codes(draw(1, 14), 1, *kernel)
     w = codes(w.values.shape[0], x.values.shape[1], *kernel, seed=1)
-    out = reference.output_sizes(size, kernel, stride, padding, dilation)
+    out = Geometry(stride, padding, dilation).output_size(size, kernel)
     g = codes(x.values.shape[0], w.values.shape[0], *out, seed=2)
     with fenced() if data.draw(st.booleans(), label="by kernel") else native.disabled():
         _check_convolution(x, w, g, stride, padding, dilation)
@@ -336,7 +335,7 @@ def test_convolutions_of_networks(
 ) -> None:
     x, w = codes(*x_shape), codes(*w_shape, seed=1)
     pads = (0 if x_shape[2] == 1 else padding, padding)
-    out = reference.output_sizes(x_shape[2:], w_shape[2:], (stride, stride), pads, (1, 1))
+    out = Geometry((stride, stride), pads).output_size(x_shape[2:], w_shape[2:])
     _check_convolution(x, w, codes(x_shape[0], w_shape[0], *out, seed=2), (stride, stride), pads, (1, 1))
 
 
@@ -362,7 +361,7 @@ def test_convolution_of_images_stored_by_channels_last(way: str) -> None:
 def test_the_gradient_of_a_filter_may_sum_more_than_32_bits_hold(way: str) -> None:
     """2 x 300 x 300 products of the largest codes."""
     ends = Codes(torch.full((2, 1, 300, 300), 127, dtype=torch.int8), torch.tensor(1.0))
-    result = products.conv2d_grad_weight(ends, ends, (1, 1, 1, 1))
+    result = products.conv2d_grad_weight(ends, ends, Call(shape=(1, 1, 1, 1)))
     assert result.item() == float(torch.tensor(float(2 * 300 * 300 * 127 * 127)))
 
 
@@ -371,7 +370,7 @@ def test_convolution_of_nothing(way: str, empty: tuple[int, ...]) -> None:
     x, w = codes(*empty), codes(4, empty[1], 3, 3)
     result = products.conv2d_forward(x, w)
     assert result.shape == (empty[0], 4, 3, 3) and not result.any()
-    assert not products.conv2d_grad_weight(codes(*result.shape), x, w.values.shape).any()
+    assert not products.conv2d_grad_weight(codes(*result.shape), x, Call(shape=w.values.shape)).any()
 
 
 # Scales

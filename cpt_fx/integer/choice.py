@@ -9,12 +9,14 @@ missing. What is measured is kept on disk: by kind, by sizes rounded to powers o
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import math
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -27,13 +29,16 @@ from torch import Tensor
 from cpt_fx import native
 from cpt_fx.errors import check_choice
 from cpt_fx.files import replace
-from cpt_fx.integer import products, sizes
 from cpt_fx.integer.codes import Codes
+from cpt_fx.integer.geometry import Geometry
+from cpt_fx.integer.products import PRODUCTS, Call
 from cpt_fx.native.building import cache_folder
 
 _LOG = logging.getLogger("cpt_fx")
 _RULES = ("measured", "always", "never")
 _ROUNDS = 5
+_MOST = 1 << 29
+"""Multiplications that a measurement makes at most: beyond, the ratio no longer changes."""
 _rule: str | None = None
 
 
@@ -53,23 +58,21 @@ class Decision:
         """Whether such products run on integers."""
         return self.ratio > 1
 
+    @property
+    def measured(self) -> bool:
+        """Whether that was measured, and not decided by a rule."""
+        return bool(self.sizes)
 
-def is_worth(kind: str, *shape: int) -> bool:
-    """Whether a product runs faster on integers here. `shape`: of the first operand, of the second, the geometry.
 
-    The geometry of a convolution is its stride, padding and dilation, two numbers each.
-    """
+_RULED = {"always": Decision("", (), math.inf, 0), "never": Decision("", (), 0, 0)}
+
+
+def decide(kind: str, a: Sequence[int], b: Sequence[int], call: Call) -> Decision:
+    """Return whether a product of factors of two shapes runs faster on integers here."""
     rule = _current_rule()
-    if rule != "measured":
-        return rule == "always"
-    return _decided(kind, sizes.rounded(kind, shape), torch.get_num_threads(), _surroundings()).worth
-
-
-def measured(kind: str, *shape: int) -> Decision | None:
-    """Return what decides about a product, in the arguments of `is_worth`; None where a rule does."""
-    if _current_rule() != "measured":
-        return None
-    return _decided(kind, sizes.rounded(kind, shape), torch.get_num_threads(), _surroundings())
+    if rule in _RULED:
+        return _RULED[rule]
+    return _decided(kind, rounded(kind, a, b, call), torch.get_num_threads(), _surroundings())
 
 
 def _current_rule() -> str:
@@ -129,16 +132,16 @@ def _processor() -> str:
 
 def _measure(kind: str, shape: tuple[int, ...]) -> float:
     """Return how many times as fast a product is on integers, interleaved with floating point, median of some runs."""
-    a, b, options, named = sizes.arguments(kind, shape)
-    product = getattr(products, kind)
+    a, b, call = arguments(kind, shape)
+    run = PRODUCTS[kind].run
     one = torch.ones(())
     left, right = Codes(_some_codes(a), one), Codes(_some_codes(b), one)
 
     def on_integers() -> None:
-        product(left, right, *options, torch.float32, **named)
+        run(left, right, call)
 
     def in_floating_point() -> None:
-        product(left.dequantized(), right.dequantized(), *options, torch.float32, **named)
+        run(left.dequantized(), right.dequantized(), call)
 
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         _seconds(on_integers), _seconds(in_floating_point)
@@ -146,12 +149,61 @@ def _measure(kind: str, shape: tuple[int, ...]) -> float:
     return median(ratios)
 
 
+def rounded(kind: str, a: Sequence[int], b: Sequence[int], call: Call) -> tuple[int, ...]:
+    """Return the sizes of a product, rounded to powers of two: products of about the same size are measured once.
+
+    Those of matrices are (batches, rows, inner, columns). Those of a convolution are (images, channels, height, width,
+    filters) and, as they are, the height and width of the kernel, of its stride, its padding and its dilation.
+    """
+    if kind.startswith("conv2d"):
+        return _of_convolution(dict(zip("".join(PRODUCTS[kind].letters), (*a, *b, *call.shape), strict=False)), call)
+    size = dict.fromkeys("bric", 1)
+    b = (*b, 1) if kind == "matmul_forward" and len(b) == 1 else b
+    for letters, shape in zip(PRODUCTS[kind].letters, (a, b), strict=False):
+        # More dims than letters are more batches, or more rows; a vector has fewer.
+        more = max(len(shape) - len(letters), 0)
+        lengths = (math.prod(shape[: more + 1]), *shape[more + 1 :])
+        for letter, length in zip(reversed(letters), reversed(lengths), strict=False):
+            size[letter] = max(length, size[letter])
+    sizes = [_power(length) for length in size.values()]
+    # Fewest first: batches and rows are what a larger product has more of.
+    for place in (0, 1, 3):
+        while math.prod(sizes) > _MOST and sizes[place] > 64 ** (place > 0):
+            sizes[place] //= 2
+    return tuple(sizes)
+
+
+def _of_convolution(size: dict[str, int], call: Call) -> tuple[int, ...]:
+    kernel, dilation = (size["k"], size["l"]), call.geometry.dilation
+    # Large enough for the filter, whatever the rounding.
+    high, wide = (max(_power(size["hw"[i]]), dilation[i] * (kernel[i] - 1) + 1) for i in (0, 1))
+    images, channels, filters = (_power(size[letter]) for letter in "ncf")
+    while images > 2 and images * channels * filters * high * wide * math.prod(kernel) > _MOST:
+        images //= 2
+    return (images, channels, high, wide, filters, *kernel, *itertools.chain(*call.geometry))
+
+
+def arguments(kind: str, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], Call]:
+    """Return the shapes of two factors for rounded sizes, and what else the product takes."""
+    size, geometry = dict(zip("bric", sizes, strict=False)), Geometry()
+    if kind.startswith("conv2d"):
+        size, geometry = dict(zip("nchwfkl", sizes, strict=False)), Geometry(sizes[7:9], sizes[9:11], sizes[11:])
+        size["p"], size["q"] = geometry.output_size(sizes[2:4], sizes[5:7])
+    a, b, result = (tuple(size[letter] for letter in letters) for letters in PRODUCTS[kind].letters)
+    return a, b, Call(shape=result, geometry=geometry)
+
+
+def _power(size: int) -> int:
+    """Return the power of two next to a size, by ratio."""
+    if size <= 1:
+        return 1
+    below = 1 << (size.bit_length() - 1)
+    return below if size * size <= 2 * below * below else 2 * below
+
+
 def _some_codes(shape: tuple[int, ...]) -> Tensor:
     """Make codes without a random generator: whoever measures must not change anybody's random numbers."""
-    count = 1
-    for size in shape:
-        count *= size
-    return (torch.arange(count, dtype=torch.int32) % 255 - 127).to(torch.int8).view(shape)
+    return (torch.arange(math.prod(shape), dtype=torch.int32) % 255 - 127).to(torch.int8).view(shape)
 
 
 def _seconds(run: Callable[[], None]) -> float:

@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from cpt_fx import native
-from cpt_fx.integer import geometry
+from cpt_fx.integer.geometry import Geometry, Pair, backward, forward
 
-_POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_LONG = ctypes.c_int64
 
 
 def codes(x: Tensor, bits: int, seed: Tensor | None) -> tuple[Tensor, Tensor] | None:
     """Quantize a float32 tensor with one range: its codes, stored like the tensor, and their scale."""
-    library = _library("integer_codes.cpp")
-    if library is None or x.device.type != "cpu" or x.dtype is not torch.float32:
+    library = _library("integer_codes.cpp", x)
+    if library is None or x.dtype is not torch.float32:
         return None
     # Noise belongs to an element's place in the tensor; without noise a dense tensor can be read as it is stored.
     dense = x.is_contiguous() or (seed is None and _is_dense(x))
     x = x if dense else x.contiguous()
     values, scale = torch.empty_like(x, dtype=torch.int8), _new(())
-    seed_at = None if seed is None else seed.contiguous().data_ptr()
+    seed = None if seed is None else seed.contiguous()
     threads = native.threads(x.numel())
-    library.cpt_fx_codes(x.data_ptr(), values.data_ptr(), x.numel(), bits, seed_at, scale.data_ptr(), threads)
+    library.cpt_fx_codes(x.data_ptr(), values.data_ptr(), x.numel(), bits, _address(seed), scale.data_ptr(), threads)
     return values, scale
 
 
@@ -43,8 +41,8 @@ def _is_dense(x: Tensor) -> bool:
 
 def sums(values: Tensor, channel: int) -> Tensor | None:
     """Sum codes over every dim but one, in int64."""
-    library = _library("integer_codes.cpp")
-    if library is None or values.device.type != "cpu":
+    library = _library("integer_codes.cpp", values)
+    if library is None:
         return None
     values = values.contiguous()
     shape = values.shape
@@ -59,19 +57,18 @@ def product(
     left: Tensor, right: Tensor, scales: tuple[Tensor, Tensor] | None, bias: Tensor | None = None
 ) -> Tensor | None:
     """Multiply matrices, or batches of them in one or two dims: float32 with scales, int32 sums without."""
-    library = _library("integer_products.cpp")
-    if library is None or left.device.type != "cpu":
+    library = _library("integer_products.cpp", left)
+    if library is None:
         return None
     rows, inner, columns = left.shape[-2], left.shape[-1], right.shape[-1]
     batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
     result = _new((*batch, rows, columns), torch.int32 if scales is None else torch.float32)
     left, right = _in_two_batches(left, batch), _in_two_batches(right, batch)
     steps = (_LONG * 4)(*left.stride()), (_LONG * 4)(right.stride(0), right.stride(1), right.stride(3), right.stride(2))
-    # Kept alive until the call is over.
-    floats = [None if x is None else x.to(torch.float32).contiguous() for x in (*(scales or (None, None)), bias)]
+    floats = _in_single(*(scales or (None, None)), bias)
     library.cpt_fx_product(
         left.data_ptr(), right.data_ptr(), result.data_ptr(), *left.shape[:2], rows, inner, columns, *steps,
-        *(None if x is None else x.data_ptr() for x in floats), scales is None,
+        *map(_address, floats), scales is None,
         native.threads(rows * columns * batch.numel() * max(1, inner // 64)),
     )  # fmt: skip
     return result
@@ -86,80 +83,58 @@ def _in_two_batches(x: Tensor, batch: torch.Size) -> Tensor:
 
 
 def convolution(
-    x: Tensor, w: Tensor, scales: tuple[Tensor, Tensor], bias: Tensor | None, out: Sequence[int], stride: Sequence[int],
-    padding: Sequence[int], dilation: Sequence[int], *, turned: bool = False,
+    x: Tensor, w: Tensor, scales: tuple[Tensor, Tensor], bias: Tensor | None, out: Pair, geometry: Geometry, *,
+    turned: bool = False,
 ) -> Tensor | None:  # fmt: skip
     """Convolve images; or, `turned`, carry a gradient back to images. The result has the height and width `out`."""
-    library = _library("integer_convolutions.cpp")
-    if library is None or x.device.type != "cpu":
+    library = _library("integer_convolutions.cpp", x)
+    if library is None:
         return None
     x, w = x.contiguous(), w.contiguous()
     taps = w.shape[2] * w.shape[3]
-    size, kernel, place = _pair(x.shape[2:]), _pair(w.shape[2:]), (_pair(stride), _pair(padding), _pair(dilation))
-    describe = geometry.backward if turned else geometry.forward
-    plan = describe(x.shape[1], size, kernel, _pair(out), *place)
+    plan = (backward if turned else forward)(x.shape[1], x.shape[2:], w.shape[2:], out, geometry)
     # How many channels come out, and how far apart those that come out and those that go in are in the filters.
     rows = (w.shape[1], taps, w.shape[1] * taps) if turned else (w.shape[0], w.shape[1] * taps, taps)
     result = _new((x.shape[0], rows[0], *out))
-    floats = [None if y is None else y.to(torch.float32).contiguous() for y in (*scales, bias)]
+    floats = _in_single(*scales, bias)
     library.cpt_fx_convolve(
         x.data_ptr(), w.data_ptr(), result.data_ptr(), x.shape[0], plan.planes, plan.phases, (_LONG * 3)(*rows),
-        plan.jobs, plan.job_count, plan.taps, *plan.out, *(None if y is None else y.data_ptr() for y in floats),
+        plan.jobs, plan.job_count, plan.taps, *plan.out, *map(_address, floats),
         native.threads(result.numel() * max(1, x.shape[1] * taps // 64)),
     )  # fmt: skip
     return result
 
 
-def filters(
-    g: Tensor, x: Tensor, scales: tuple[Tensor, Tensor], kernel: Sequence[int], stride: Sequence[int],
-    padding: Sequence[int], dilation: Sequence[int],
-) -> Tensor | None:  # fmt: skip
+def filters(g: Tensor, x: Tensor, scales: tuple[Tensor, Tensor], kernel: Pair, geometry: Geometry) -> Tensor | None:
     """Return the gradient of filters from that of the output and from the images."""
-    library = _library("integer_filters.cpp")
-    if library is None or g.device.type != "cpu":
+    library = _library("integer_filters.cpp", g)
+    if library is None:
         return None
     g, x = g.contiguous(), x.contiguous()
-    plan = geometry.forward(
-        x.shape[1], _pair(x.shape[2:]), _pair(kernel), _pair(g.shape[2:]), _pair(stride), _pair(padding),
-        _pair(dilation), by_plane=True,
-    )  # fmt: skip
+    plan = forward(x.shape[1], x.shape[2:], kernel, g.shape[2:], geometry, by_plane=True)
     result = _new((g.shape[1], x.shape[1], *kernel))
-    floats = [y.to(torch.float32).contiguous() for y in scales]
+    floats = _in_single(*scales)
     library.cpt_fx_filters(
         g.data_ptr(), x.data_ptr(), result.data_ptr(), x.shape[0], g.shape[1], plan.planes, plan.phases, plan.taps,
-        kernel[0] * kernel[1], *(y.data_ptr() for y in floats), native.threads(result.numel() * g[:, 0].numel() // 64),
+        kernel[0] * kernel[1], *map(_address, floats), native.threads(result.numel() * g[:, 0].numel() // 64),
     )  # fmt: skip
     return result
+
+
+def _library(source: str, x: Tensor) -> ctypes.CDLL | None:
+    """Return the kernels of a source, if there are any that can read a tensor."""
+    return native.load(source) if x.device.type == "cpu" else None
+
+
+def _in_single(*parts: Tensor | None) -> list[Tensor | None]:
+    """Return scales and biases as kernels read them. Hold them until the call is over."""
+    return [None if part is None else part.to(torch.float32).contiguous() for part in parts]
+
+
+def _address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
 
 
 def _new(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
     """Make what a kernel writes its result into. Not of the default dtype, which is the user's."""
     return torch.empty(tuple(shape), dtype=dtype)
-
-
-def _pair(sizes: Sequence[int]) -> tuple[int, int]:
-    return int(sizes[0]), int(sizes[1])
-
-
-@cache
-def _signatures() -> dict[str, list[Any]]:
-    batches = [_LONG] * 5
-    plan = [_POINTER] * 4 + [_LONG, _POINTER, _LONG, _LONG]
-    return {
-        "cpt_fx_convolve": [_POINTER] * 3 + [_LONG] + plan + [_POINTER] * 3 + [_INT],
-        "cpt_fx_filters": [_POINTER] * 3 + [_LONG, _LONG] + [_POINTER] * 3 + [_LONG] + [_POINTER] * 2 + [_INT],
-        "cpt_fx_codes": [_POINTER, _POINTER, _LONG, _INT, _POINTER, _POINTER, _INT],
-        "cpt_fx_code_sums": [_POINTER, _LONG, _LONG, _LONG, _POINTER, _INT],
-        "cpt_fx_product": [_POINTER] * 3 + batches + [_POINTER] * 5 + [_INT, _INT],
-    }
-
-
-def _library(name: str) -> ctypes.CDLL | None:
-    library = native.load(name)
-    if library is not None and not hasattr(library, "cpt_fx_declared"):
-        for function, arguments in _signatures().items():
-            if hasattr(library, function):
-                getattr(library, function).argtypes = arguments
-                getattr(library, function).restype = None
-        library.cpt_fx_declared = True  # type: ignore[attr-defined]
-    return library

@@ -9,11 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cpt_fx.integer.geometry import Geometry
 from cpt_fx.integer.operands import Operand
-from cpt_fx.integer.reference import output_size
-
-Geometry = tuple[int, ...]
-"""Of a convolution: stride, padding and dilation, two numbers each."""
 
 
 class Kind(NamedTuple):
@@ -39,14 +36,8 @@ def _matmul_shape(a: Sequence[int], b: Sequence[int], geometry: Geometry) -> tup
 
 def _convolve(x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
     if w.ndim == 4:
-        return torch.conv2d(x, w, bias, geometry[:2], geometry[2:4], geometry[4:])
-    return torch.conv1d(x, w, bias, geometry[1:2], geometry[3:4], geometry[5:])
-
-
-def _image_shape(x: Sequence[int], w: Sequence[int], geometry: Geometry) -> tuple[int, ...]:
-    stride, padding, dilation = geometry[:2], geometry[2:4], geometry[4:]
-    sizes = (output_size(x[2 + i], w[2 + i], stride[i], padding[i], dilation[i]) for i in (0, 1))
-    return (x[0], w[0], *sizes)
+        return torch.conv2d(x, w, bias, *geometry)
+    return torch.conv1d(x, w, bias, *(pair[1:] for pair in geometry))
 
 
 LINEAR = Kind(
@@ -55,16 +46,18 @@ LINEAR = Kind(
     lambda x, w, geometry: (*x[:-1], w[0]),
 )
 MATMUL = Kind(("matmul_forward", "matmul_grad_left", "matmul_grad_right"), _add_product, _matmul_shape)
-CONV = Kind(("conv2d_forward", "conv2d_grad_input", "conv2d_grad_weight"), _convolve, _image_shape, channel=1)
+CONV = Kind(
+    ("conv2d_forward", "conv2d_grad_input", "conv2d_grad_weight"),
+    _convolve,
+    lambda x, w, geometry: (x[0], w[0], *geometry.output_size(x[2:], w[2:])),
+    channel=1,
+)
 
 
 def geometry_of(dims: int, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> Geometry:
     """Return the geometry of a convolution in one or two dims: one in one dim has images of height 1."""
-    pairs = []
-    for values, neutral in ((stride, 1), (padding, 0), (dilation, 1)):
-        given = tuple(values) * dims if len(values) == 1 else tuple(values)
-        pairs.append(given if dims == 2 else (neutral, *given))
-    return tuple(number for pair in pairs for number in pair)
+    given = (tuple(values) * dims if len(values) == 1 else tuple(values) for values in (stride, padding, dilation))
+    return Geometry(*((*still[: 2 - dims], *moved) for still, moved in zip(Geometry(), given, strict=True)))
 
 
 def as_images(operand: Operand, ndim: int, dims: int) -> Operand:

@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from cpt_fx.evidence import witness
+from cpt_fx.formats import Rounding
 from cpt_fx.integer.codes import WIDEST, Codes, quantize_codes
 from cpt_fx.integer.products import bias_grad
 from cpt_fx.noise import new_seed
-from cpt_fx.numerics import reduced_dims
-from cpt_fx.ops import FAKE_QUANTIZE
+from cpt_fx.numerics import Grid, reduced_dims
+from cpt_fx.ops import FAKE_QUANTIZE, grid_of
 from cpt_fx.saving import check_unchanged
 from cpt_fx.transformed import is_transformed
 from cpt_fx.widths import host_value, is_free
@@ -34,23 +35,22 @@ _NOT_CODES = -1.0
 """A scale that says: look at the floating point numbers. Those of codes are not negative."""
 
 
-class Grid(NamedTuple):
-    """The options of a symmetric quantizer: which elements share a scale, and how they are rounded."""
+def symmetric(options: dict[str, Any], rounding: str) -> Grid:
+    """Return the grid that the options of an operator speak of: which elements share a scale, how they are rounded."""
+    return grid_of({**options, "scheme": "symmetric"}, rounding)
 
-    keep: tuple[int, ...] = ()
-    over: tuple[int, ...] | None = None
-    rounding: str = "nearest"
 
-    def options(self) -> dict[str, Any]:
-        """Return the same for a simulated quantizer."""
-        return {"keep": self.keep, "over": self.over, "scheme": "symmetric", "rounding": self.rounding}
+def options_of(grid: Grid) -> dict[str, Any]:
+    """Return the options of a grid as simulated quantizers take them."""
+    return {"keep": grid.keep, "over": grid.over, "scheme": grid.scheme.value, "rounding": grid.rounding.value}
 
-    def scale_shape(self, shape: torch.Size) -> list[int]:
-        """Return the shape that the scales of a tensor have."""
-        dims = reduced_dims(len(shape), self.keep, self.over)
-        if len(dims) == len(shape):
-            return []
-        return [1 if dim in dims else size for dim, size in enumerate(shape)]
+
+def _scale_shape(grid: Grid, shape: torch.Size) -> list[int]:
+    """Return the shape that the scales of a tensor have."""
+    dims = reduced_dims(len(shape), grid.keep, grid.over)
+    if len(dims) == len(shape):
+        return []
+    return [1 if dim in dims else size for dim, size in enumerate(shape)]
 
 
 class Operand(NamedTuple):
@@ -90,9 +90,9 @@ def quantized(x: Tensor, bits: Tensor, grid: Grid, record: Tensor | None) -> Ope
     if not is_supported(x):
         return Operand(None, None, _simulated(x, bits, grid, record))
     if width is None:
-        seed = new_seed(x.device) if grid.rounding == "stochastic" else None
+        seed = new_seed(x.device) if grid.rounding is Rounding.STOCHASTIC else None
         over = None if grid.over is None else list(grid.over)
-        return Operand(*QUANTIZE(x, bits, seed, list(grid.keep), over, grid.rounding, record))
+        return Operand(*QUANTIZE(x, bits, seed, list(grid.keep), over, grid.rounding.value, record))
     if not has_codes(x, width):
         return Operand(None, None, _simulated(x, bits, grid, record))
     return Operand(*_codes(x, width, grid, None, record), None)
@@ -118,7 +118,12 @@ _WEIGHT = "_cpt_fx_weight"
 def remember_weight(operand: Operand, x: Tensor, bits: Tensor, grid: Grid) -> None:
     """Note on codes in eager execution that they are those of a parameter."""
     width = host_value(bits)
-    if operand.codes is None or width is None or grid.rounding != "nearest" or not isinstance(x, torch.nn.Parameter):
+    if (
+        operand.codes is None
+        or width is None
+        or grid.rounding is Rounding.STOCHASTIC
+        or not isinstance(x, torch.nn.Parameter)
+    ):
         return
     setattr(operand.codes, _WEIGHT, Weight(x.detach(), x._version, width, grid))
 
@@ -134,12 +139,12 @@ def exact(x: Tensor) -> Operand:
 
 
 def _simulated(x: Tensor, bits: Tensor, grid: Grid, record: Tensor | None) -> Tensor:
-    result: Tensor = FAKE_QUANTIZE(x, bits, **grid.options(), record=record)
+    result: Tensor = FAKE_QUANTIZE(x, bits, **options_of(grid), record=record)
     return result
 
 
 def _codes(x: Tensor, width: int, grid: Grid, seed: Tensor | None, record: Tensor | None) -> Codes:
-    if seed is None and grid.rounding == "stochastic":
+    if seed is None and grid.rounding is Rounding.STOCHASTIC:
         seed = new_seed(x.device)
     codes = quantize_codes(x, width, rounding=grid.rounding, seed=seed, keep=grid.keep, over=grid.over)
     if record is not None:
@@ -183,7 +188,7 @@ def _quantize_at_run_time(
     x: Tensor, bits: Tensor, seed: Tensor | None, keep: list[int], over: list[int] | None, rounding: str,
     record: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    grid = Grid(tuple(keep), None if over is None else tuple(over), rounding)
+    grid = symmetric({"keep": keep, "over": over}, rounding)
     width = int(bits)
     if has_codes(x, width):
         codes, scale = _codes(x, width, grid, seed, record)
@@ -191,7 +196,7 @@ def _quantize_at_run_time(
     # A copy where nothing is rounded: an operator returns none of its arguments.
     wide = _simulated(x, bits, grid, record).to(torch.float32).contiguous()
     wide = wide.clone() if wide.data_ptr() == x.data_ptr() else wide
-    scale = x.new_full(grid.scale_shape(x.shape), _NOT_CODES, dtype=torch.float32)
+    scale = x.new_full(_scale_shape(grid, x.shape), _NOT_CODES, dtype=torch.float32)
     # Never written, which on a CPU means that it takes no memory.
     return torch.empty(x.shape, dtype=torch.int8, device=x.device), scale, wide.view(_RAW)
 
@@ -200,9 +205,9 @@ def _quantize_shapes(
     x: Tensor, bits: Tensor, seed: Tensor | None, keep: list[int], over: list[int] | None, rounding: str,
     record: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    grid = Grid(tuple(keep), None if over is None else tuple(over), rounding)
+    grid = symmetric({"keep": keep, "over": over}, rounding)
     codes, wide = (torch.empty(x.shape, dtype=dtype, device=x.device) for dtype in (torch.int8, _RAW))
-    return codes, x.new_empty(grid.scale_shape(x.shape), dtype=torch.float32), wide
+    return codes, x.new_empty(_scale_shape(grid, x.shape), dtype=torch.float32), wide
 
 
 def revealed(operand: Operand) -> Codes | Tensor:

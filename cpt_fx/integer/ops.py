@@ -21,20 +21,24 @@ from torch import Tensor
 from cpt_fx.evidence import ARMED
 from cpt_fx.frames import skip_frame
 from cpt_fx.integer.counts import Outcome
-from cpt_fx.integer.kinds import CONV, LINEAR, MATMUL, Geometry, Kind, as_images, geometry_of, without_added
-from cpt_fx.integer.multiply import Call, multiply
+from cpt_fx.integer.geometry import Geometry
+from cpt_fx.integer.kinds import CONV, LINEAR, MATMUL, Kind, as_images, geometry_of, without_added
+from cpt_fx.integer.multiply import multiply
 from cpt_fx.integer.operands import (
-    Grid,
     Operand,
     dequantized,
     exact,
     has_codes,
     is_supported,
+    options_of,
     quantized,
     remember_weight,
     summed,
+    symmetric,
     weight_of,
 )  # fmt: skip
+from cpt_fx.integer.products import Call
+from cpt_fx.numerics import Grid
 from cpt_fx.ops import FAKE_QUANTIZE, QUANTIZE_GRADIENT
 from cpt_fx.transformed import are_gradients, each, is_transformed
 from cpt_fx.widths import host_value
@@ -70,18 +74,11 @@ class _Quantize(torch.autograd.Function):
 
 
 def _to_integer(x: Tensor, bits: Tensor, *, record: Tensor | None = None, **options: Any) -> list[Tensor]:
-    grid = _grid_of(options, "nearest")
+    grid = symmetric(options, "nearest")
     width = host_value(bits)
     if not is_supported(x) or (width is not None and not has_codes(x, width)):
-        return [FAKE_QUANTIZE(x, bits, **grid.options(), record=record)]
+        return [FAKE_QUANTIZE(x, bits, **options_of(grid), record=record)]
     return list(_Quantize.apply(x, bits, grid, record))  # type: ignore[no-untyped-call]
-
-
-def _grid_of(options: dict[str, Any], rounding: str) -> Grid:
-    over = options.get("over")
-    return Grid(
-        tuple(options.get("keep", ())), None if over is None else tuple(over), options.get("rounding", rounding)
-    )
 
 
 @dataclass(frozen=True)
@@ -119,8 +116,8 @@ class _Multiply(torch.autograd.Function):
         left, right = _images(ctx, left, right)
         ctx.factors = left.shape, right.shape
         shape = job.kind.shape(left.shape, right.shape, job.geometry)
-        call = Call(job.kind.names[0], bias, shape, job.geometry)
-        result = multiply(call, left, right, (job.dtype, job.dtype), job.counts)
+        call = Call(bias, shape, job.geometry)
+        result = multiply(job.kind.names[0], call, left, right, (job.dtype, job.dtype), job.counts)
         if job.kind is CONV:
             shape = without_added(shape, left_edge.ndim, right_edge.ndim - 2)
         return _no_view(result, shape)
@@ -172,8 +169,9 @@ def _gradients(
             found.append(None)
             continue
         edge = ctx.edges[which]
-        call = Call(job.kind.names[1 + which], None, ctx.factors[which], job.geometry)
-        found.append(multiply(call, images, other, (dtype, edge.dtype), job.counts).view(edge.shape))
+        call = Call(shape=ctx.factors[which], geometry=job.geometry)
+        name = job.kind.names[1 + which]
+        found.append(multiply(name, call, images, other, (dtype, edge.dtype), job.counts).view(edge.shape))
     return found[0], found[1]
 
 
@@ -183,7 +181,7 @@ def _differentiable(
     """Return what backward returns, as simulated execution computes it: with a graph of its own."""
     job: _Job = ctx.job
     if job.bits is not None:
-        gradient = FAKE_QUANTIZE(gradient, job.bits, **job.grid.options(), record=job.record)
+        gradient = FAKE_QUANTIZE(gradient, job.bits, **options_of(job.grid), record=job.record)
     values = []
     for edge, operand in zip(ctx.edges, (left, right), strict=True):
         # An operand that was not kept is a factor of no gradient that is asked for.
@@ -228,7 +226,7 @@ def _product(
     kind: Kind, left: list[Tensor], bits: Tensor | None, right: list[Tensor], bias: Tensor | None, geometry: Geometry,
     options: dict[str, Any],
 ) -> Tensor:  # fmt: skip
-    grid, record, counts = _grid_of(options, "stochastic"), options.get("record"), options.get("counts")
+    grid, record, counts = symmetric(options, "stochastic"), options.get("record"), options.get("counts")
     edges = left[0], right[0]
     simulated = len(left) == len(right) == 1
     supported = all(len(part) > 1 or is_supported(part[0]) for part in (left, right))
@@ -269,7 +267,7 @@ def _simulated(
             result.register_hook(lambda gradient: _count(counts, needed, outcome))
     if bits is None:
         return result
-    quantized: Tensor = QUANTIZE_GRADIENT(result, bits, **grid.options(), record=record)
+    quantized: Tensor = QUANTIZE_GRADIENT(result, bits, **options_of(grid), record=record)
     return quantized
 
 
@@ -278,16 +276,11 @@ def _count(counts: Tensor, directions: list[int], outcome: Outcome) -> None:
         counts[direction, outcome].add_(1)
 
 
-def _integer_linear(
-    input: list[Tensor], bits: Tensor | None, weight: list[Tensor], bias: Tensor | None = None, **options: Any
-) -> Tensor:
-    return _product(LINEAR, input, bits, weight, bias, (), options)
-
-
-def _integer_matmul(
-    input: list[Tensor], bits: Tensor | None, other: list[Tensor], addend: Tensor | None = None, **options: Any
-) -> Tensor:
-    return _product(MATMUL, input, bits, other, addend, (), options)
+def _matrices(
+    kind: Kind, left: list[Tensor], bits: Tensor | None, right: list[Tensor], added: Tensor | None = None,
+    **options: Any,
+) -> Tensor:  # fmt: skip
+    return _product(kind, left, bits, right, added, Geometry(), options)
 
 
 def _integer_conv(
@@ -300,8 +293,8 @@ def _integer_conv(
 
 _KERNELS = {
     "to_integer": _to_integer,
-    "integer_linear": _integer_linear,
-    "integer_matmul": _integer_matmul,
+    "integer_linear": partial(_matrices, LINEAR),
+    "integer_matmul": partial(_matrices, MATMUL),
     "integer_conv": _integer_conv,
 }
 _LIBRARY = torch.library.Library("cpt_fx", "FRAGMENT")

@@ -7,8 +7,9 @@ type, and exactly `scale * integer` where the integer is below 2**24.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -16,167 +17,203 @@ from torch import Tensor
 
 from cpt_fx.integer import kernels, reference
 from cpt_fx.integer.codes import Codes
+from cpt_fx.integer.geometry import Geometry
 
 FLOAT = torch.float32
 Factor = TypeVar("Factor", Codes, Tensor)
-Pair = Sequence[int]
+Run = Callable[..., Tensor]
 
 
-def linear_forward(x: Factor, w: Factor, bias: Tensor | None = None, dtype: torch.dtype = FLOAT) -> Tensor:
+class Call(NamedTuple):
+    """What a product takes besides its factors."""
+
+    bias: Tensor | None = None
+    shape: Sequence[int] = ()
+    """Of the result. Forward products find it themselves."""
+    geometry: Geometry = Geometry()
+    """Of a convolution."""
+
+
+_NOTHING_ELSE = Call()
+
+
+class Product(NamedTuple):
+    """One product."""
+
+    run: Run
+    direction: int
+    """Where it is counted."""
+    letters: tuple[str, str, str]
+    """The dims of both factors and of the result: `i` is what matrices sum over, `b` their batches."""
+    summed: tuple[Sequence[int], Sequence[int]]
+    """Over which dims of its two factors it sums; a vector does not have them all."""
+
+    def misfit(self, a: Codes, b: Codes) -> str:
+        """Say which scale differs inside of one sum; nothing where both can be multiplied in afterwards."""
+        for which, codes, summed in (("first", a, self.summed[0]), ("second", b, self.summed[1])):
+            dims = tuple(dim for dim in summed if -codes.ndim <= dim) if codes.scale.ndim else ()
+            if not _is_constant(codes.scale, dims):
+                return (
+                    f"{self.run.__name__} sums over dims {dims} of its {which} operand, along which the scales differ: "
+                    f"shape {tuple(codes.scale.shape)}. Such a product cannot run on integers."
+                )
+        return ""
+
+
+PRODUCTS: dict[str, Product] = {}
+"""By the names of the functions below."""
+
+
+def _product(direction: int, letters: str, first: Sequence[int], second: Sequence[int]) -> Callable[[Run], Run]:
+    """Enter a function as a product: refuse codes that it cannot take, and give the result the type that is asked."""
+
+    def enter(function: Run) -> Run:
+        @wraps(function)
+        def run(a: Factor, b: Factor, call: Call = _NOTHING_ELSE, dtype: torch.dtype = FLOAT) -> Tensor:
+            if isinstance(a, Codes) and isinstance(b, Codes) and (why := product.misfit(a, b)):
+                raise ValueError(why)
+            return function(a, b, call, dtype).to(dtype)
+
+        left, right, result = letters.split()
+        product = PRODUCTS[function.__name__] = Product(run, direction, (left, right, result), (first, second))
+        return run
+
+    return enter
+
+
+@_product(0, "ri ci rc", (-1,), (-1,))
+def linear_forward(x: Factor, w: Factor, call: Call, dtype: torch.dtype) -> Tensor:
     """Return x @ w.T + bias."""
     if isinstance(x, Tensor):
-        return F.linear(x, w, None if bias is None else bias.to(x.dtype)).to(dtype)
-    return _matmul("linear_forward", x, w.mT, dtype, bias)
+        return F.linear(x, w, _bias_like(x, call))
+    return _matmul(x, w.mT, dtype, call.bias)
 
 
-def linear_grad_input(g: Factor, w: Factor, dtype: torch.dtype = FLOAT) -> Tensor:
+@_product(1, "ri ic rc", (-1,), (-2,))
+def linear_grad_input(g: Factor, w: Factor, call: Call, dtype: torch.dtype) -> Tensor:
     """Return the gradient of x: g @ w."""
-    return _matmul("linear_grad_input", g, w, dtype).to(dtype)
+    return _matmul(g, w, dtype)
 
 
-def linear_grad_weight(g: Factor, x: Factor, dtype: torch.dtype = FLOAT) -> Tensor:
+@_product(2, "ir ic rc", range(-8, -1), range(-8, -1))
+def linear_grad_weight(g: Factor, x: Factor, call: Call, dtype: torch.dtype) -> Tensor:
     """Return the gradient of w: the sum over all rows of the outer products of g and x."""
-    return _matmul("linear_grad_weight", _rows(g).mT, _rows(x), dtype).to(dtype)
+    return _matmul(_rows(g).mT, _rows(x), dtype)
 
 
-def matmul_forward(a: Factor, b: Factor, dtype: torch.dtype = FLOAT) -> Tensor:
-    """Return a @ b, batches broadcast as torch.matmul does."""
-    return _matmul("matmul_forward", a, b, dtype).to(dtype)
+@_product(0, "bri bic brc", (-1,), (-2,))
+def matmul_forward(a: Factor, b: Factor, call: Call, dtype: torch.dtype) -> Tensor:
+    """Return a @ b, batches broadcast as torch.matmul does, plus what is to be added."""
+    result = _matmul(a, b, dtype).to(dtype)
+    return result if call.bias is None else result + call.bias.to(dtype)
 
 
-def matmul_grad_left(g: Factor, b: Factor, shape: Sequence[int], dtype: torch.dtype = FLOAT) -> Tensor:
+@_product(1, "bri bci brc", (-1,), (-1,))
+def matmul_grad_left(g: Factor, b: Factor, call: Call, dtype: torch.dtype) -> Tensor:
     """Return the gradient of a, of its shape: g @ b.T, summed over the batches that a was broadcast to."""
-    vector = len(shape) == 1
+    vector = len(call.shape) == 1
     g, b = _gradient_as_matrix(g, vector, b.ndim == 1), _as_matrix(b, -1)
-    result = _matmul("matmul_grad_left", g, b.mT, dtype)
-    return result.sum_to_size(*[1] * vector, *shape).reshape(tuple(shape)).to(dtype)
+    return _matmul(g, b.mT, dtype).sum_to_size(*[1] * vector, *call.shape).reshape(tuple(call.shape))
 
 
-def matmul_grad_right(g: Factor, a: Factor, shape: Sequence[int], dtype: torch.dtype = FLOAT) -> Tensor:
+@_product(2, "bic bir brc", (-2,), (-2,))
+def matmul_grad_right(g: Factor, a: Factor, call: Call, dtype: torch.dtype) -> Tensor:
     """Return the gradient of b, of its shape: a.T @ g, summed over the batches that b was broadcast to."""
-    vector = len(shape) == 1
+    vector = len(call.shape) == 1
     g, a = _gradient_as_matrix(g, a.ndim == 1, vector), _as_matrix(a, 0)
-    if isinstance(a, Codes) and len(shape) <= 2 and all(factors(x, range(x.ndim - 1)) for x in (a, g)):
+    if isinstance(a, Codes) and len(call.shape) <= 2 and all(_is_constant(x.scale, range(x.ndim - 1)) for x in (a, g)):
         # One product over the rows of all batches.
         g, a = _rows(g), _rows(a)
-    result = _matmul("matmul_grad_right", a.mT, g, dtype)
-    return result.sum_to_size(*shape, *[1] * vector).reshape(tuple(shape)).to(dtype)
+    return _matmul(a.mT, g, dtype).sum_to_size(*call.shape, *[1] * vector).reshape(tuple(call.shape))
 
 
-def conv2d_forward(
-    x: Factor, w: Factor, bias: Tensor | None = None, dtype: torch.dtype = FLOAT, *,
-    stride: Pair = (1, 1), padding: Pair = (0, 0), dilation: Pair = (1, 1),
-) -> Tensor:  # fmt: skip
+@_product(0, "nchw fckl nfpq", (1, 2, 3), (1, 2, 3))
+def conv2d_forward(x: Factor, w: Factor, call: Call, dtype: torch.dtype) -> Tensor:
     """Return the convolution of images x with filters w. In one dim: give both a height of 1."""
     if isinstance(x, Tensor):
-        return torch.conv2d(x, w, None if bias is None else bias.to(x.dtype), stride, padding, dilation).to(dtype)
-    check_factors("conv2d_forward", x, (1, 2, 3), w, (1, 2, 3))
-    out = reference.output_sizes(x.values.shape[2:], w.values.shape[2:], stride, padding, dilation)
+        return torch.conv2d(x, w, _bias_like(x, call), *call.geometry)
+    out = call.geometry.output_size(x.values.shape[2:], w.values.shape[2:])
     if _suits(x, w, w.values[0].numel()) and min(out) > 0:
-        done = kernels.convolution(x.values, w.values, (x.scale, w.scale), bias, out, stride, padding, dilation)
+        done = kernels.convolution(x.values, w.values, (x.scale, w.scale), call.bias, out, call.geometry)
         if done is not None:
-            return done.to(dtype)
-    sums = reference.conv2d(x.values, w.values, stride, padding, dilation)
-    of_w = w.scale if w.scale.ndim == 0 else w.scale.reshape(-1, 1, 1)
-    return _finished(sums, x.scale, of_w, None if bias is None else bias[:, None, None], dtype)
+            return done
+    sums = reference.conv2d(x.values, w.values, call.geometry)
+    return _scaled(sums, x.scale, w.scale.reshape(-1, 1, 1), None if call.bias is None else call.bias[:, None, None])
 
 
-def conv2d_grad_input(
-    g: Factor, w: Factor, shape: Sequence[int], dtype: torch.dtype = FLOAT, *,
-    stride: Pair = (1, 1), padding: Pair = (0, 0), dilation: Pair = (1, 1),
-) -> Tensor:  # fmt: skip
+@_product(1, "nfpq fckl nchw", (1, 2, 3), (0, 2, 3))
+def conv2d_grad_input(g: Factor, w: Factor, call: Call, dtype: torch.dtype) -> Tensor:
     """Return the gradient of x, of its shape."""
     if isinstance(g, Tensor):
-        return _gradient(0, g, g.new_empty(tuple(shape)), w, stride, padding, dilation).to(dtype)
-    check_factors("conv2d_grad_input", g, (1, 2, 3), w, (0, 2, 3))
+        return _gradient(0, g, g.new_empty(tuple(call.shape)), w, call.geometry)
     if _suits(g, w, w.values[:, 0].numel()):
-        how = (stride, padding, dilation)
-        done = kernels.convolution(g.values, w.values, (g.scale, w.scale), None, shape[2:], *how, turned=True)
+        out = tuple(call.shape[2:])
+        done = kernels.convolution(g.values, w.values, (g.scale, w.scale), None, out, call.geometry, turned=True)
         if done is not None:
-            return done.to(dtype)
-    sums = reference.conv2d_grad_input(g.values, w.values, shape, stride, padding, dilation)
-    return _finished(sums, g.scale, w.scale if w.scale.ndim == 0 else w.scale.reshape(-1, 1, 1), None, dtype)
+            return done
+    sums = reference.conv2d_grad_input(g.values, w.values, call.shape, call.geometry)
+    return _scaled(sums, g.scale, w.scale.reshape(-1, 1, 1))
 
 
-def conv2d_grad_weight(
-    g: Factor, x: Factor, shape: Sequence[int], dtype: torch.dtype = FLOAT, *,
-    stride: Pair = (1, 1), padding: Pair = (0, 0), dilation: Pair = (1, 1),
-) -> Tensor:  # fmt: skip
+@_product(2, "nfpq nchw fckl", (0, 2, 3), (0, 2, 3))
+def conv2d_grad_weight(g: Factor, x: Factor, call: Call, dtype: torch.dtype) -> Tensor:
     """Return the gradient of w, of its shape."""
     if isinstance(g, Tensor):
-        return _gradient(1, g, x, g.new_empty(tuple(shape)), stride, padding, dilation).to(dtype)
-    check_factors("conv2d_grad_weight", g, (0, 2, 3), x, (0, 2, 3))
+        return _gradient(1, g, x, g.new_empty(tuple(call.shape)), call.geometry)
     if _suits(g, x, 0):
-        done = kernels.filters(g.values, x.values, (g.scale, x.scale), shape[2:], stride, padding, dilation)
+        done = kernels.filters(g.values, x.values, (g.scale, x.scale), tuple(call.shape[2:]), call.geometry)
         if done is not None:
-            return done.to(dtype)
-    sums = reference.conv2d_grad_weight(g.values, x.values, shape, stride, padding, dilation)
-    of_g = g.scale if g.scale.ndim == 0 else g.scale.reshape(-1, 1, 1, 1)
-    return _finished(sums, of_g, x.scale, None, dtype)
+            return done
+    sums = reference.conv2d_grad_weight(g.values, x.values, call.shape, call.geometry)
+    return _scaled(sums, g.scale.reshape(-1, 1, 1, 1), x.scale)
 
 
-def _gradient(which: int, g: Tensor, x: Tensor, w: Tensor, stride: Pair, padding: Pair, dilation: Pair) -> Tensor:
+def _gradient(which: int, g: Tensor, x: Tensor, w: Tensor, geometry: Geometry) -> Tensor:
     """Ask torch for one of the two gradients; the values of the tensor it is for do not matter."""
     mask = [which == 0, which == 1, False]
-    found = torch.ops.aten.convolution_backward(g, x, w, None, stride, padding, dilation, False, [0, 0], 1, mask)
-    result: Tensor = found[which]
+    result: Tensor = torch.ops.aten.convolution_backward(g, x, w, None, *geometry, False, [0, 0], 1, mask)[which]
     return result
+
+
+def _bias_like(x: Tensor, call: Call) -> Tensor | None:
+    return None if call.bias is None else call.bias.to(x.dtype)
 
 
 def bias_grad(g: Codes, channel: int = -1, dtype: torch.dtype = FLOAT) -> Tensor:
     """Return the gradient of a bias: the sum of a gradient over every dim but the channels'."""
-    dims = [dim for dim in range(g.values.ndim) if dim != channel % g.values.ndim]
-    if not _is_constant(g.scale, tuple(dims)):
+    dims = [dim for dim in range(g.ndim) if dim != channel % g.ndim]
+    if not _is_constant(g.scale, dims):
         return g.dequantized().sum(dims).to(dtype)
-    sums = kernels.sums(g.values, channel % g.values.ndim)
+    sums = kernels.sums(g.values, channel % g.ndim)
     if sums is None:
         sums = g.values.sum(dims, dtype=torch.int64) if dims else g.values.to(torch.int64)
     return (sums.to(g.scale.dtype) * (g.scale if g.scale.ndim == 0 else g.scale.reshape(-1))).to(dtype)
 
 
-def factors(codes: Codes, summed: Sequence[int]) -> bool:
-    """Whether a scale is the same along dims that a product sums over, so that it can be multiplied in afterwards."""
-    return _is_constant(codes.scale, summed)
-
-
-def check_factors(product: str, a: Codes, dims_a: Sequence[int], b: Codes, dims_b: Sequence[int]) -> None:
-    """Refuse operands whose scales differ inside of one sum."""
-    for which, codes, dims in (("first", a, dims_a), ("second", b, dims_b)):
-        if not factors(codes, dims):
-            raise ValueError(
-                f"{product} sums over dims {tuple(dims)} of its {which} operand, along which the scales differ: shape "
-                f"{tuple(codes.scale.shape)}. Such a product cannot run on integers."
-            )
-
-
-def _is_constant(scale: Tensor, dims: Sequence[int]) -> bool:
+def _is_constant(scale: Tensor, dims: Iterable[int]) -> bool:
     return scale.ndim == 0 or all(scale.shape[dim] == 1 for dim in dims)
 
 
-def _matmul(product: str, a: Factor, b: Factor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """Return a @ b; of codes in the type that is given, and with a bias."""
+def _matmul(a: Factor, b: Factor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """Return a @ b; of codes in the type that is given, and with a bias.
+
+    A single matrix on the right takes the rows of all batches at once.
+    """
     if isinstance(a, Tensor):
         return torch.matmul(a, b)
-    result = _multiplied(product, _as_matrix(a, 0), _as_matrix(b, -1), bias, dtype)
+    (x, first), (y, second) = _as_matrix(a, 0), _as_matrix(b, -1)
+    shape = (*x.shape[:-1], y.shape[-1]) if y.ndim == 2 and x.ndim != 2 else None
+    x = _rows(x) if shape else x
+    plain = first.ndim == second.ndim == 0 and first.dtype == second.dtype == torch.float32
+    result: Tensor | None = None
+    if x.numel() and y.numel() and x.shape[-1] <= reference.LONGEST_SUM:
+        result = kernels.product(x, y, (first, second) if plain else None, bias if plain else None)
+    scaled = plain and result is not None
+    result = reference.integer_bmm(x, y) if result is None else result
+    result = result.view(shape) if shape else result
+    result = (result if scaled else _scaled(result, first, second, bias)).to(dtype)
     result = result.squeeze(-2) if a.ndim == 1 else result
     return result.squeeze(-1) if b.ndim == 1 else result
-
-
-def _multiplied(product: str, left: Codes, right: Codes, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Multiply matrices, or batches of them; a single matrix on the right takes the rows of all batches at once."""
-    check_factors(product, left, (-1,), right, (-2,))
-    (a, first), (b, second) = left, right
-    inner, many = a.shape[-1], b.ndim == 2 and a.ndim != 2
-    a = _rows(a) if many else a
-    result = None
-    if a.numel() and b.numel() and inner <= reference.LONGEST_SUM:
-        plain = first.ndim == second.ndim == 0 and first.dtype == second.dtype == torch.float32
-        result = kernels.product(a, b, (first, second) if plain else None, bias if plain else None)
-        if result is not None and plain:
-            return (result.view(*left.values.shape[:-1], b.shape[-1]) if many else result).to(dtype)
-    sums = reference.integer_bmm(a, b) if result is None else result
-    sums = sums.view(*left.values.shape[:-1], b.shape[-1]) if many else sums
-    return _finished(sums, first, second, bias, dtype)
 
 
 def _suits(a: Codes, b: Codes, longest: int) -> bool:
@@ -190,13 +227,11 @@ def _rows(x: Factor) -> Factor:
     return x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)
 
 
-def _finished(sums: Tensor, first: Tensor, second: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _scaled(sums: Tensor, first: Tensor, second: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply sums by both scales, add the bias."""
     scale = first * second
     result = sums.to(scale.dtype).mul_(scale)
-    if bias is not None:
-        result = result.add_(bias)
-    return result.to(dtype)
+    return result if bias is None else result.add_(bias)
 
 
 def _as_matrix(x: Factor, dim: int) -> Factor:

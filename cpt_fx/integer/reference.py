@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cpt_fx.integer.geometry import Geometry
+
 LONGEST_SUM = (2**31 - 1) // (127 * 127)
 """How many products of two codes an int32 holds for sure: 133,144. Longer sums are made of several."""
 
@@ -58,47 +60,33 @@ def integer_bmm(a: Tensor, b: Tensor) -> Tensor:
     return torch.stack(products).view(*batch, a.shape[-2], b.shape[-1])
 
 
-def output_size(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
-    """Return how many places a filter has along one dim."""
-    return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
-
-
-def output_sizes(
-    size: Sequence[int], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
-) -> list[int]:
-    """Return how many places a filter has along the height and the width."""
-    return [output_size(size[i], kernel[i], stride[i], padding[i], dilation[i]) for i in (0, 1)]
-
-
-def _patches(x: Tensor, kernel: Sequence[int], stride: Sequence[int], pad: Sequence[int], dil: Sequence[int]) -> Tensor:
+def _patches(x: Tensor, kernel: Sequence[int], geometry: Geometry) -> Tensor:
     """Return what the filter sees at every place: a matrix of (image, row, column) by (channel, row, column)."""
-    padded = F.pad(x, (pad[1], pad[1], pad[0], pad[0])).contiguous()
-    high, wide = output_sizes(x.shape[2:], kernel, stride, pad, dil)
+    stride, (top, left), dilation = geometry
+    padded = F.pad(x, (left, left, top, top)).contiguous()
+    high, wide = geometry.output_size(x.shape[2:], kernel)
     images, channels, rows, columns = padded.stride()
     seen = padded.as_strided(
         (x.shape[0], high, wide, x.shape[1], kernel[0], kernel[1]),
-        (images, rows * stride[0], columns * stride[1], channels, rows * dil[0], columns * dil[1]),
+        (images, rows * stride[0], columns * stride[1], channels, rows * dilation[0], columns * dilation[1]),
     )
     # A copy even where a view would do: the rows of that view overlap, which a product of matrices does not expect.
     return seen.contiguous().view(x.shape[0] * high * wide, x.shape[1] * kernel[0] * kernel[1])
 
 
-def conv2d(x: Tensor, w: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> Tensor:
+def conv2d(x: Tensor, w: Tensor, geometry: Geometry) -> Tensor:
     """Return the convolution of int8 images and filters."""
-    high, wide = output_sizes(x.shape[2:], w.shape[2:], stride, padding, dilation)
-    patches = _patches(x, w.shape[2:], stride, padding, dilation)
-    sums = integer_mm(patches, w.reshape(w.shape[0], -1).t())
-    return sums.view(x.shape[0], high, wide, w.shape[0]).permute(0, 3, 1, 2).contiguous()
+    sums = integer_mm(_patches(x, w.shape[2:], geometry), w.flatten(1).t())
+    out = geometry.output_size(x.shape[2:], w.shape[2:])
+    return sums.view(x.shape[0], *out, w.shape[0]).permute(0, 3, 1, 2).contiguous()
 
 
-def conv2d_grad_input(
-    g: Tensor, w: Tensor, shape: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
-) -> Tensor:
+def conv2d_grad_input(g: Tensor, w: Tensor, shape: Sequence[int], geometry: Geometry) -> Tensor:
     """Return the gradient of the images: every place of the filter adds its share."""
-    rows = g.permute(0, 2, 3, 1).reshape(-1, g.shape[1])
-    shares = integer_mm(rows, w.reshape(w.shape[0], -1))
+    stride, (top, left), dilation = geometry
+    shares = integer_mm(_pixels(g), w.flatten(1))
     shares = shares.view(g.shape[0], g.shape[2], g.shape[3], *w.shape[1:]).permute(4, 5, 0, 3, 1, 2)
-    (high, wide), (top, left) = g.shape[2:], padding
+    high, wide = g.shape[2:]
     total = shares.new_zeros(shape[0], shape[1], shape[2] + 2 * top, shape[3] + 2 * left)
     for i in range(w.shape[2]):
         for j in range(w.shape[3]):
@@ -110,9 +98,11 @@ def conv2d_grad_input(
     return total[:, :, top : top + shape[2], left : left + shape[3]].contiguous()
 
 
-def conv2d_grad_weight(
-    g: Tensor, x: Tensor, shape: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
-) -> Tensor:
+def conv2d_grad_weight(g: Tensor, x: Tensor, shape: Sequence[int], geometry: Geometry) -> Tensor:
     """Return the gradient of the filters."""
-    columns = g.permute(0, 2, 3, 1).reshape(-1, g.shape[1])
-    return integer_mm(columns.t(), _patches(x, shape[2:], stride, padding, dilation)).view(tuple(shape))
+    return integer_mm(_pixels(g).t(), _patches(x, shape[2:], geometry)).view(tuple(shape))
+
+
+def _pixels(g: Tensor) -> Tensor:
+    """Return a matrix of places by channels."""
+    return g.permute(0, 2, 3, 1).reshape(-1, g.shape[1])

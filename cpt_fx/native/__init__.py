@@ -19,6 +19,17 @@ from cpt_fx.native import building
 
 _LOG = logging.getLogger("cpt_fx")
 _switched_off = False
+_TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "d": ctypes.c_double}
+_FUNCTIONS = {
+    "simulate.cpp": {"cpt_fx_quantize": "pp lll ii p pi ppp d p i"},
+    "witness.cpp": {"cpt_fx_witness": "pp l pp"},
+    "integer_codes.cpp": {"cpt_fx_codes": "pp l i p p i", "cpt_fx_code_sums": "p lll p i"},
+    "integer_products.cpp": {"cpt_fx_product": "ppp ll lll pp ppp i i"},
+    "integer_convolutions.cpp": {"cpt_fx_convolve": "ppp l pppp l p ll ppp i"},
+    "integer_filters.cpp": {"cpt_fx_filters": "ppp ll ppp l pp i"},
+}
+"""What each function takes: pointers, and integers of 64 bits (`l`) or of C's own size (`i`). All return an int, or
+nothing that anybody reads."""
 
 
 def load(name: str) -> ctypes.CDLL | None:
@@ -49,7 +60,10 @@ def _built(name: str) -> ctypes.CDLL | None:
     if os.environ.get("CPT_FX_NATIVE", "1") == "0":
         return None
     try:
-        return building.library(name)
+        library = building.library(name)
+        for function, arguments in _FUNCTIONS[name].items():
+            getattr(library, function).argtypes = [_TYPES[letter] for letter in arguments.replace(" ", "")]
+        return library
     except Exception as error:  # no compiler, an unsafe or read-only folder, another kind of system: all are no harm
         _failures.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
         _LOG.warning("native kernels cannot be used (%s): torch operators run instead, slower", _failures[-1])

@@ -67,7 +67,7 @@ def library(name: str) -> ctypes.CDLL:
     """Return the library of one source of this folder, built if it was not, or if what is there is not sound."""
     wanted = os.environ.get("CPT_FX_NATIVE", "1")
     chosen = instructions(torch.cpu.get_capabilities(), "" if wanted in ("", "1") else wanted)
-    source = re.sub(r'#include "(\w+\.h)"', lambda header: _text(header[1]), _text(name))
+    source = _text(name)
     flags = (*FLAGS, *chain.from_iterable(_SWITCHES[instruction] for instruction in SETS[chosen]))
     libc = os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in getattr(os, "confstr_names", ()) else ""
     key = hashlib.sha256(repr((source, flags, sys.platform, platform.machine(), libc)).encode()).hexdigest()[:16]
@@ -80,7 +80,9 @@ def library(name: str) -> ctypes.CDLL:
 
 
 def _text(name: str) -> str:
-    return (Path(__file__).parent / name).read_text(encoding="utf-8")
+    """Return a source with its headers in it."""
+    text = (Path(__file__).parent / name).read_text(encoding="utf-8")
+    return re.sub(r'#include "(\w+\.h)"', lambda header: _text(header[1]), text)
 
 
 def _found(folder: Path, stem: str) -> Path | None:

@@ -2,20 +2,12 @@
 //
 // The arithmetic is that of numerics.py's symmetric grid, operation by operation in single precision: the same codes.
 #include "noise.h"
+#include "shared.h"
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
 #include <cstring>
 #include <limits>
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-
 namespace {
-
-constexpr int kMostThreads = 256;
 
 // Without its sign, the bits of a float order like the number, infinity above all numbers and NaN above infinity.
 int32_t largest(const float* x, int64_t count) {
@@ -43,22 +35,9 @@ void quantize(const float* x, int8_t* out, int64_t count, const Grid grid, uint3
     float code = x[i] / grid.divisor - grid.half;
     code = code < grid.bottom ? grid.bottom : code;
     code = code > grid.top ? grid.top : code;
-    const float nearest = std::nearbyint(code);
-    int32_t whole = static_cast<int32_t>(nearest);
-    if (stochastic) {
-      const float below = nearest > code ? nearest - 1.0f : nearest;
-      const float noise = cpt_fx::uniform(place + static_cast<uint32_t>(i), seed);
-      whole = static_cast<int32_t>(below) + (noise < code - below ? 1 : 0);
-    }
-    out[i] = static_cast<int8_t>(whole * factor + offset);
+    const float whole = cpt_fx::rounded<stochastic>(code, place + static_cast<uint32_t>(i), seed);
+    out[i] = static_cast<int8_t>(static_cast<int32_t>(whole) * factor + offset);
   }
-}
-
-// A thread's share of `count`, in whole cache lines.
-void share(int64_t count, int part, int parts, int64_t& begin, int64_t& end) {
-  const int64_t size = ((count + parts - 1) / parts + 63) / 64 * 64;
-  begin = std::min(count, part * size);
-  end = std::min(count, begin + size);
 }
 
 }  // namespace
@@ -73,13 +52,9 @@ void cpt_fx_codes(const float* x, int8_t* out, int64_t count, int bits, const in
   threads = std::max(1, std::min(threads, kMostThreads));
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-#ifdef _OPENMP
     const int part = omp_get_thread_num(), parts = omp_get_num_threads();
-#else
-    const int part = 0, parts = 1;
-#endif
     int64_t begin, end;
-    share(count, part, parts, begin, end);
+    share(count, kLine, part, parts, begin, end);
     most[part] = largest(x + begin, end - begin);
 #pragma omp barrier
     int32_t bits_of_amplitude = 0;

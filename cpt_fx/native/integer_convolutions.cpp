@@ -141,7 +141,7 @@ int64_t piece_of(const Planes& p, int64_t places) {
 void convolve(const int8_t* image, const Planes& p, const Filters& w, const Job* jobs, int64_t job_count,
               const int64_t* taps, const int8_t* packed, const uint32_t* over, float scale, const float* bias,
               float* out, int64_t out_height, int64_t out_width, int64_t part, int64_t parts) {
-  uint8_t* planes = scratch(p.groups() * p.distance() + 1024, 1);
+  uint8_t* planes = scratch<uint8_t>(p.groups() * p.distance() + 1024, 1);
   spread(image, p, planes);
   std::vector<int64_t> starts;
   for (int64_t n = 0; n < job_count; ++n) {
@@ -152,7 +152,7 @@ void convolve(const int8_t* image, const Planes& p, const Filters& w, const Job*
     const int64_t depth = 4 * job.taps * p.groups();
     const int64_t places = job.rows ? (job.rows - 1) * p.columns + job.columns : 0;
     int64_t begin, end;
-    share(places, kColumns, static_cast<int>(part), static_cast<int>(parts), begin, end);
+    share(places, kColumns, part, parts, begin, end);
     for (int64_t place = begin; place < end; place += kColumns) {
       const Landing landing = landing_of(job, place, p.columns, out_width);
       for (int64_t block = 0; block < w.rows; block += kRows) {
@@ -185,7 +185,7 @@ void cpt_fx_convolve(const int8_t* x, const int8_t* w, float* out, int64_t image
   int64_t bytes = 0;
   for (int64_t n = 0; n < job_count; ++n) bytes += up(f.rows, kRows) * 4 * all[n].taps * p.groups();
   std::vector<uint32_t> over(job_count * up(f.rows, kRows));
-  int8_t* packed = reinterpret_cast<int8_t*>(scratch(bytes, 0));
+  int8_t* packed = scratch<int8_t>(bytes, 0);
   int8_t* at = packed;
   for (int64_t n = 0; n < job_count; ++n) {
     pack_filters(f, p, all[n], taps, at, over.data() + n * up(f.rows, kRows));

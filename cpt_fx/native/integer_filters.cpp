@@ -3,10 +3,9 @@
 // Both operands are stored by places, so they are multiplied as they lie, 64 places at a time. The gradient is laid out
 // like a plane of the images, with zeros where the filter has no place; so what a tap saw is one piece of memory there.
 // Processors multiply unsigned by signed bytes: images are stored with 128 added, of which the sums are freed at the end.
-#include <algorithm>
-#include <cstdint>
+#include "shared.h"
+
 #include <cstring>
-#include <vector>
 
 #ifdef __AVX512VNNI__
 #include <immintrin.h>
@@ -14,7 +13,7 @@
 
 namespace {
 
-constexpr int64_t kRows = 6, kColumns = 4, kLine = 64;
+constexpr int64_t kRows = 6, kColumns = 4;
 constexpr int64_t kSpan = 4096;           // places that are summed at a time: what rows of a tile keep in the cache
 constexpr int64_t kChunk = 2 * 1024 * 1024;  // bytes of images that are laid out at a time
 
@@ -68,18 +67,6 @@ void tile(const int8_t* const* gradients, const uint8_t* const* images, int64_t 
     }
 }
 #endif
-
-int64_t up(int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; }
-
-// Memory that a call works in; kept, since fresh memory costs more than what is done in it.
-template <typename T>
-T* scratch(int64_t count, int which) {
-  thread_local std::vector<uint8_t> kept[3];
-  const size_t bytes = count * sizeof(T) + kLine;
-  if (kept[which].size() < bytes) kept[which] = std::vector<uint8_t>(bytes);
-  const uintptr_t start = reinterpret_cast<uintptr_t>(kept[which].data());
-  return reinterpret_cast<T*>(kept[which].data() + (kLine - start % kLine) % kLine);
-}
 
 // The planes of an image: see integer_products.cpp. Here one channel lies beside the same channel of the next image.
 struct Planes {

@@ -1,10 +1,6 @@
 // Products of matrices of 8-bit codes, summed in 32 bits and scaled once.
 #include "integer_tile.h"
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-
 namespace {
 
 struct Matrix {
@@ -115,7 +111,7 @@ void multiply(const Matrix& left, const uint8_t* right, const Result& result, in
               int64_t column_from, int64_t column_to, int64_t from, int64_t depth, bool first, bool last) {
   const int64_t groups = up(depth, 4) / 4;
   const int64_t height = std::max(kRows, kLeftBytes / (4 * groups) / kRows * kRows);
-  uint8_t* packed = scratch(height * (4 * groups + 4), 1);
+  uint8_t* packed = scratch<uint8_t>(height * (4 * groups + 4), 1);
   const int64_t start = 0;
   const Walk walk{&start, 1, groups, 4 * kColumns};
   for (int64_t row = row_from; row < row_to; row += height) {
@@ -140,17 +136,13 @@ void multiply(const Matrix& left, const uint8_t* right, const Result& result, in
 
 void product(const Matrix& left, const Matrix& right, const Result& result, int64_t rows, int64_t inner, int threads) {
   const int64_t columns = result.columns, wide = up(columns, kColumns);
-  uint8_t* packed = scratch(wide * up(std::min(inner, kDeepest), 4), 0);
+  uint8_t* packed = scratch<uint8_t>(wide * up(std::min(inner, kDeepest), 4), 0);
   const bool by_rows = rows >= columns || rows >= 8 * kRows * threads;
   for (int64_t from = 0; from < inner; from += kDeepest) {
     const int64_t depth = std::min(kDeepest, inner - from), groups = up(depth, 4) / 4;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-#ifdef _OPENMP
       const int part = omp_get_thread_num(), parts = omp_get_num_threads();
-#else
-      const int part = 0, parts = 1;
-#endif
 #pragma omp for schedule(static)
       for (int64_t column = 0; column < wide; column += kColumns)
         pack(right, column, std::min(kColumns, columns - column), kColumns, from, depth, 128,

@@ -2,10 +2,9 @@
 // registers. Processors multiply unsigned by signed bytes, so the right operand is stored with 128 added, and 128 times
 // the sum of a left row is taken off its sums. Both are packed in groups of four along the dim that is summed over.
 #pragma once
-#include <algorithm>
-#include <cstdint>
+#include "shared.h"
+
 #include <cstring>
-#include <vector>
 
 #ifdef __AVX512VNNI__
 #include <immintrin.h>
@@ -16,8 +15,6 @@ namespace {
 constexpr int64_t kRows = 6, kLanes = 16, kVectors = 4, kColumns = kLanes * kVectors;
 constexpr int64_t kDeepest = 4096;          // groups of a panel that are summed before its sums are put down
 constexpr int64_t kLeftBytes = 256 * 1024;  // of the left operand at a time: what a second level cache holds
-
-constexpr int64_t kLine = 64;
 
 // Sums wrap around on the way: what is taken off at the end brings them back. Of signed numbers C++ does not allow it.
 using Sums = uint32_t[kRows][kColumns];
@@ -75,7 +72,6 @@ void tile_of(int64_t columns, const int8_t* left, const uint8_t* right, const Wa
   if (columns > kLanes) return tile<2>(left, right, walk, sums);
   tile<1>(left, right, walk, sums);
 }
-int64_t up(int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; }
 
 // What a sum is without the excess that the 128 added to the right operand brought.
 inline int32_t without(uint32_t sum, uint32_t excess) { return static_cast<int32_t>(sum - excess); }
@@ -106,21 +102,6 @@ void interleave(const int8_t* const lines[4], int64_t count, uint8_t flip, uint8
 #endif
   for (; i < count; ++i)
     for (int j = 0; j < 4; ++j) out[4 * i + j] = static_cast<uint8_t>(lines[j][i]) ^ flip;
-}
-
-// Memory that one call packs into; kept, since fresh memory costs more than what is done in it.
-uint8_t* scratch(int64_t bytes, int which) {
-  thread_local std::vector<uint8_t> kept[2];
-  if (static_cast<int64_t>(kept[which].size()) < bytes + kLine) kept[which] = std::vector<uint8_t>(bytes + kLine);
-  const uintptr_t start = reinterpret_cast<uintptr_t>(kept[which].data());
-  return kept[which].data() + (kLine - start % kLine) % kLine;
-}
-
-// A thread's part of `count`, in whole units.
-void share(int64_t count, int64_t unit, int part, int parts, int64_t& begin, int64_t& end) {
-  const int64_t size = up((count + parts - 1) / parts, unit);
-  begin = std::min(count, part * size);
-  end = std::min(count, begin + size);
 }
 
 }  // namespace

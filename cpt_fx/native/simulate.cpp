@@ -3,15 +3,9 @@
 // The arithmetic is that of cpt_fx/numerics.py, operation by operation in single precision, so that both give the same
 // bits. A tensor is seen as [outer, groups, inner]: every index of the middle has one range.
 #include "noise.h"
+#include "shared.h"
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
 #include <limits>
-
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 namespace {
 
@@ -98,15 +92,7 @@ void quantize(const float* x, float* out, int64_t count, const Grid grid, uint32
     if (scheme == kSymmetric) code = code - grid.half;
     code = code < grid.bottom ? grid.bottom : code;
     code = code > grid.top ? grid.top : code;
-    if (stochastic) {
-      // The floor, by way of the nearest: compilers have no vector instruction for std::floor everywhere.
-      const float nearest = std::nearbyint(code);
-      const float below = nearest > code ? nearest - 1.0f : nearest;
-      const float noise = cpt_fx::uniform(place + static_cast<uint32_t>(i), seed);
-      code = below + (noise < code - below ? 1.0f : 0.0f);
-    } else {
-      code = std::nearbyint(code);
-    }
+    code = cpt_fx::rounded<stochastic>(code, place + static_cast<uint32_t>(i), seed);
     if (scheme == kSymmetric) code = code + grid.half;
     out[i] = scheme == kAffine ? code * grid.scale + grid.zero_point : code * grid.scale;
   }
@@ -119,14 +105,6 @@ const Kernel kKernels[3][2] = {
     {quantize<kSymmetric, false>, quantize<kSymmetric, true>},
 };
 
-// A thread's share of `count`, in whole cache lines.
-void share(int64_t count, int part, int parts, int64_t& begin, int64_t& end) {
-  const int64_t size = ((count + parts - 1) / parts + 15) / 16 * 16;
-  begin = std::min(count, part * size);
-  end = std::min(count, begin + size);
-}
-
-constexpr int kMostThreads = 256;
 constexpr int kSkipped = 65;  // evidence.SKIPPED
 
 }  // namespace
@@ -155,13 +133,9 @@ int cpt_fx_quantize(const float* x, float* out, int64_t outer, int64_t groups, i
     Extent parts[kMostThreads];
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-#ifdef _OPENMP
       const int part = omp_get_thread_num(), all = omp_get_num_threads();
-#else
-      const int part = 0, all = 1;
-#endif
       int64_t begin, end;
-      share(count, part, all, begin, end);
+      share(count, kLine / sizeof(float), part, all, begin, end);
       if (!given) {
         parts[part] = measure(x + begin, end - begin);
 #pragma omp barrier

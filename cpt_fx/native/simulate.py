@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
-from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +18,6 @@ _SCHEMES = {Scheme.AFFINE: 0, Scheme.AFFINE_INTEGER: 1, Scheme.SYMMETRIC: 2}
 _AFFINE_FLOORED = 3
 _SOURCE = "simulate.cpp"
 _PLAIN = (Tensor, torch.nn.Parameter)
-_POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int
-_ARGUMENTS: list[Any] = [
-    _POINTER, _POINTER, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, _INTEGER, _INTEGER, _POINTER, _POINTER,
-    _INTEGER, _POINTER, _POINTER, _POINTER, ctypes.c_double, _POINTER, _INTEGER,
-]  # fmt: skip
 
 
 class Learner(NamedTuple):
@@ -79,7 +73,9 @@ def quantize(
     running: tuple[int | None, int | None, int | None, float] = (None, None, None, -1.0)
     if learner is not None:
         running = (learner[0].data_ptr(), learner[1].data_ptr(), learner[2].data_ptr(), learner.momentum)
-    is_new = _kernel()(
+    library = native._built(_SOURCE)  # backward quantizes again what forward did, even if kernels are off by then
+    assert library is not None
+    is_new = library.cpt_fx_quantize(
         x.data_ptr(), out.data_ptr(), outer, groups, inner, scheme, bits, None if seed is None else seed.data_ptr(),
         extents.data_ptr(), given, *running, None if record is None else record.data_ptr(),
         native.threads(outer * groups * inner),
@@ -93,15 +89,6 @@ def laid_out(extent: Extent) -> Tensor | None:
     if any(part.numel() != 1 or part.dtype != torch.float32 or part.device.type != "cpu" for part in parts):
         return None
     return torch.cat([part.reshape(1) for part in parts])
-
-
-@cache
-def _kernel() -> Any:
-    library = native.load(_SOURCE)
-    assert library is not None
-    kernel = library.cpt_fx_quantize
-    kernel.argtypes, kernel.restype = _ARGUMENTS, ctypes.c_int
-    return kernel
 
 
 @lru_cache(4096)

@@ -1,0 +1,38 @@
+// What several kernels need: a thread's part of the work, and memory to work in.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#ifdef _OPENMP
+#include <omp.h>
+#else
+inline int omp_get_thread_num() { return 0; }
+inline int omp_get_num_threads() { return 1; }
+#endif
+
+namespace {
+
+constexpr int kMostThreads = 256;
+constexpr int64_t kLine = 64;  // of a cache
+
+inline int64_t up(int64_t size, int64_t unit) { return (size + unit - 1) / unit * unit; }
+
+// A thread's part of `count`, in whole units.
+inline void share(int64_t count, int64_t unit, int64_t part, int64_t parts, int64_t& begin, int64_t& end) {
+  const int64_t size = up((count + parts - 1) / parts, unit);
+  begin = std::min(count, part * size);
+  end = std::min(count, begin + size);
+}
+
+// Memory that one call works in; kept, since fresh memory costs more than what is done in it.
+template <typename T>
+T* scratch(int64_t count, int which) {
+  thread_local std::vector<uint8_t> kept[3];
+  const size_t bytes = count * sizeof(T) + kLine;
+  if (kept[which].size() < bytes) kept[which] = std::vector<uint8_t>(bytes);
+  const uintptr_t start = reinterpret_cast<uintptr_t>(kept[which].data());
+  return reinterpret_cast<T*>(kept[which].data() + (kLine - start % kLine) % kLine);
+}
+
+}  // namespace
