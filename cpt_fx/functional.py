@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cpt_fx.formats import Rounding, Scheme, Specials, check_grid, choice, minimum_bits
+from cpt_fx.formats import FULL_PRECISION, Rounding, Scheme, Specials, check_grid, choice, minimum_bits
 from cpt_fx.numerics import working_dtype
-from cpt_fx.ops import FAKE_QUANTIZE, QUANTIZE_GRADIENT, as_bits, check_dims
+from cpt_fx.ops import FAKE_QUANTIZE, QUANTIZE_GRADIENT
+from cpt_fx.widths import host_value
 
 
 def fake_quantize(
@@ -106,8 +107,8 @@ def _checked(
         raise TypeError(f"x must be a tensor, got {type(x).__name__}")
     if not x.is_floating_point():
         raise TypeError(f"only floating point tensors are quantized, got {x.dtype}")
-    check_dims("keep", keep, x.ndim)
-    check_dims("over", over, x.ndim)
+    _check_dims("keep", keep, x.ndim)
+    _check_dims("over", over, x.ndim)
     if over is not None and keep:
         raise ValueError(f"give keep= or over=, not both: got keep={tuple(keep)}, over={tuple(over)}")
     kind = choice(Scheme, scheme, "scheme")
@@ -123,4 +124,35 @@ def _checked(
         "specials": choice(Specials, specials, "specials").value,
         "block": block,
     }
-    return as_bits(bits, x), options
+    return _as_bits(bits), options
+
+
+def _as_bits(bits: int | Tensor) -> Tensor:
+    """Turn a Python width into the 0-dim tensor that the ops take; check what can be checked."""
+    if isinstance(bits, Tensor):
+        if bits.ndim:
+            raise ValueError(f"bits must be an int or a 0-dim tensor, got a tensor of shape {tuple(bits.shape)}")
+        finite = not bits.is_floating_point() or host_value(bits.isfinite()) != 0
+        width = host_value(bits) if bits.dtype is not torch.bool and finite else None
+        if not finite or bits.dtype is torch.bool or (width is not None and (width < 0 or bool(bits != width))):
+            raise ValueError(f"bits must hold a whole number that is not negative, got {bits!r}")
+        return bits
+    if isinstance(bits, bool) or not hasattr(bits, "__index__"):
+        raise TypeError(f"bits must be an int or a 0-dim tensor, got {bits!r}")
+    if not 0 <= bits <= FULL_PRECISION:
+        raise ValueError(f"bits must be between 0 and {FULL_PRECISION}, got {bits}")
+    return torch.tensor(int(bits), dtype=torch.int64)
+
+
+def _check_dims(name: str, dims: Sequence[int] | None, ndim: int) -> None:
+    """Refuse dims the tensor does not have, naming the argument."""
+    if dims is None:
+        return
+    if not isinstance(dims, Sequence):
+        raise TypeError(f"{name} must be a sequence of dims such as (0,), got {dims!r}")
+    # `over` may: (0, -1) are the first and the last dim, whatever the rank.
+    if name == "keep" and len({dim % max(ndim, 1) for dim in dims if isinstance(dim, int)}) < len(dims):
+        raise ValueError(f"keep names a dim twice: {tuple(dims)}")
+    for dim in dims:
+        if isinstance(dim, bool) or not isinstance(dim, int) or not -max(ndim, 1) <= dim < max(ndim, 1):
+            raise ValueError(f"{name} names dim {dim!r}, but the tensor has {ndim} dims")

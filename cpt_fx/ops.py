@@ -1,33 +1,31 @@
 """The operators that rewritten graphs are made of: `torch.ops.cpt_fx.*`.
 
 Each is one readable node. The Autograd kernel is composite: compilers trace through it, so it fuses with its
-neighbours. Eager execution runs the same code, or on CPU a kernel with the same bits (`eager`). Widths arrive as 0-dim
-tensors and are never read back while tracing; in eager, where reading a CPU tensor costs nothing, full precision skips
-the arithmetic altogether.
+neighbours. Eager execution runs the same code, or on CPU a kernel with the same bits. Widths arrive as 0-dim tensors
+and are never read back while tracing; in eager, where reading a CPU tensor costs nothing, full precision skips the
+arithmetic altogether.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from cpt_fx import compile_cache, eager
-from cpt_fx.evidence import ARMED, SKIPPED, witness
-from cpt_fx.formats import FULL_PRECISION, Rounding, Scheme, Specials
+from cpt_fx import compile_cache
+from cpt_fx.evidence import ARMED, SKIPPED
 from cpt_fx.frames import skip_frame
 from cpt_fx.learned import LearnedRange
 from cpt_fx.native.simulate import Learner
-from cpt_fx.numerics import Extent, Grid, extent_of, percentile_extent, quantize, quantize_or_pass
+from cpt_fx.numerics import Extent, Grid, extent_of, percentile_extent
 from cpt_fx.recomputed import is_recomputing
-from cpt_fx.saving import computed_again, keep_sources
-from cpt_fx.transformed import are_gradients, each, is_batched, is_transformed, outside, plain, write
+from cpt_fx.saving import keep_sources
+from cpt_fx.straight_through import Identity, by_kernel, count, grid_of, note, straight_through
+from cpt_fx.transformed import are_gradients, each, is_transformed, outside, plain, write
 from cpt_fx.widths import host_value, on_device
 
 _GRID = (
@@ -54,99 +52,7 @@ SCHEMAS = {
 }
 
 
-@cache
-def _grid(
-    keep: tuple[int, ...], over: tuple[int, ...] | None, scheme: str, rounding: str, exponent: int, specials: str,
-    block: int, floored: bool,
-) -> Grid:  # fmt: skip
-    return Grid(keep, over, Scheme(scheme), Rounding(rounding), exponent, Specials(specials), block, floored)
-
-
-def _grid_of(options: dict[str, Any], rounding: str) -> Grid:
-    """Collect the static options of an op call; the schema fills in nothing for a Python kernel's keywords."""
-    over = options.get("over")
-    return _grid(
-        tuple(options.get("keep", ())),
-        None if over is None else tuple(over),
-        options.get("scheme", "affine"),
-        options.get("rounding", rounding),
-        options.get("exponent", 0),
-        options.get("specials", "none"),
-        options.get("block", 0),
-        options.get("floored", True),
-    )
-
-
-def _passes(bits: Tensor) -> bool:
-    """Whether a width is known to leave a tensor alone."""
-    width = host_value(bits)
-    return width is not None and not 0 < width < FULL_PRECISION
-
-
-def _quantize(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None, record: Tensor | None) -> Tensor:
-    """Return a new tensor: `x` on the grid of its width."""
-    if x.numel() == 0 or _passes(bits):
-        result = x.clone()
-    elif host_value(bits) is None:
-        # Measured before: a range is a few numbers, and kept.
-        extent = extent or (None if grid.block else extent_of(x, grid.keep, grid.over))
-        with nullcontext() if grid.rounding is Rounding.STOCHASTIC else computed_again():
-            result = quantize_or_pass(x, bits.to(torch.int64), grid, extent)
-    else:
-        result = quantize(x, bits.to(torch.int64), grid, extent)
-    if record is not None:
-        _note(record, x, result, bits, grid)
-    return result
-
-
-def _note(record: Tensor, x: Tensor, result: Tensor, bits: Tensor, grid: Grid) -> None:
-    """Count a run and, where that is free, look at what it produced."""
-    _count(record)
-    width = host_value(bits)
-    # Under vmap a sample differs from element to element of the batch, and nothing can be counted.
-    if width is not None and x.numel() and not is_transformed():
-        witness(record, x, result, width, grid.keep, grid.over, grid.block)
-
-
-def _count(record: Tensor, place: int = 0, more: Tensor | int = 1) -> None:
-    """Count a run, or what else is counted at another place."""
-    with outside() if is_transformed() else nullcontext():
-        # What `record[place]` comes to, by a name that fake tensors know as well.
-        plain(record).select(0, place).add_(plain(more).sum() if isinstance(more, Tensor) else more)
-
-
-class _StraightThrough(torch.autograd.Function):
-    """Quantize forward, identity backward; nothing is saved."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        x: Tensor, bits: Tensor, grid: Callable[[], Grid], zero_point: Tensor | None, range: Tensor | None,
-        top: Tensor | None, record: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        extent = None if zero_point is None or range is None else Extent(zero_point, range, top)
-        return _quantize(x, bits, grid(), extent, record)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return gradient, None, None, None, None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *others: Tensor | None) -> Tensor:
-        # A tangent of its own: forward mode refuses one that is shared with the input.
-        return tangent.clone()
-
-
-# torch asks for the signature at every call, which takes longer than the call; this is where inspect looks first.
-_StraightThrough.forward.__signature__ = inspect.signature(_StraightThrough.forward)  # type: ignore[attr-defined]
-
-
-class _GradientThrough(torch.autograd.Function):
+class _GradientThrough(Identity):
     """Identity forward, a hook backward, for torch.func: it calls no hooks of tensors."""
 
     generate_vmap_rule = True
@@ -163,47 +69,6 @@ class _GradientThrough(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.hook(gradient), None
 
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, hook: None) -> Tensor:
-        return tangent.clone()
-
-
-def _straight_through(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None, record: Tensor | None) -> Tensor:
-    """Quantize with the identity as gradient. At full precision the tensor itself comes back, where that can be known.
-
-    Without a node in the autograd graph, gradients of a tensor with several readers add up in the original's order,
-    and floating point addition has the original's last bit.
-    """
-    served = _by_kernel(x, bits, grid, extent, record)
-    if served is not None:
-        return served
-    # Under torch.func a record can only be written inside an autograd function.
-    if not is_transformed() and _passes(bits):
-        if record is not None:
-            _count(record)
-        return x
-    zero_point, range, top = extent or (None, None, None)
-    # A grid is a tuple, and torch.func takes tuples of arguments apart.
-    result: Tensor = _StraightThrough.apply(x, bits, lambda: grid, zero_point, range, top, record)  # type: ignore[no-untyped-call]
-    return result
-
-
-def _by_kernel(
-    x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None, record: Tensor | None, learner: Learner | None = None
-) -> Tensor | None:
-    """Quantize in one call, where this is eager execution on CPU at a width that quantizes; None where it is not."""
-    if (
-        is_transformed()
-        or is_batched(x)
-        or forward_ad._current_level >= 0
-        or (record is not None and not record.is_cpu)
-    ):
-        return None
-    width = host_value(bits)
-    if width is None or not 0 < width < FULL_PRECISION:
-        return None
-    return eager.straight_through(x, width, grid, extent, record, learner)
-
 
 def _for_any_tensor(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Let a kernel take complex tensors, whose real and imaginary parts are numbers of one tensor, and sparse ones.
@@ -215,7 +80,7 @@ def _for_any_tensor(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def run(x: Tensor, bits: Tensor, *args: Any, **options: Any) -> Tensor:
         if x.layout is not torch.strided:
             if options.get("record") is not None:
-                _count(options["record"])
+                count(options["record"])
             return x
         bits = on_device(bits, x.device)
         if args and args[0].device != x.device:
@@ -259,7 +124,7 @@ def _fake_quantize(
     record: Tensor | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
     extent = None if zero_point is None or range is None else Extent(zero_point, range)
-    return _straight_through(x, bits, _grid_of(options, "nearest"), extent, record)
+    return straight_through(x, bits, grid_of(options, "nearest"), extent, record)
 
 
 def _quantized_gradient(bits: Tensor, grid: Grid, record: Tensor | None, gradient: Tensor) -> Tensor:
@@ -270,7 +135,7 @@ def _quantized_gradient(bits: Tensor, grid: Grid, record: Tensor | None, gradien
         whole: Tensor = each(partial(_quantized_gradient, bits, grid, record), gradient)
         return whole
     parts = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
-    quantized = _straight_through(parts, bits, grid, None, record)
+    quantized = straight_through(parts, bits, grid, None, record)
     return torch.view_as_complex(quantized) if gradient.is_complex() else quantized
 
 
@@ -281,7 +146,7 @@ def _quantize_gradient(x: Tensor, bits: Tensor, *, record: Tensor | None = None,
     if not (x.requires_grad or is_transformed()):
         return x
     bits = on_device(bits, x.device)
-    grid = _grid_of(options | _with_parts(options, x.ndim) if x.is_complex() else options, "stochastic")
+    grid = grid_of(options | _with_parts(options, x.ndim) if x.is_complex() else options, "stochastic")
 
     hook = partial(_quantized_gradient, bits, grid, record)
     if is_transformed():
@@ -312,7 +177,7 @@ def _fake_quantize_observed(
     if mode is not None and (known := host_value(mode)) is not None:
         training, mode = bool(known), None
     how = _Learning(momentum, when_off, percentile)
-    grid = _grid_of(options, "nearest")
+    grid = grid_of(options, "nearest")
     if mode is not None:
         # Recalled first: learning overwrites.
         recalled = _recall(x, running, corrected, percentile)
@@ -320,13 +185,13 @@ def _fake_quantize_observed(
     elif training:
         if percentile >= 100:
             learner = Learner(*running, -1.0 if is_recomputing() else momentum)
-            served = _by_kernel(x, bits, grid, None, record, learner)
+            served = by_kernel(x, bits, grid, None, record, learner)
             if served is not None:
                 return served
         used = _learn(x, bits, running, how, record)
     else:
         used = _recall(x, running, corrected, percentile)
-    return _straight_through(x, bits, grid, used, record)
+    return straight_through(x, bits, grid, used, record)
 
 
 class Running(NamedTuple):
@@ -368,7 +233,7 @@ def _learn(
         updated = state * how.momentum + value * (1 - how.momentum)
         _write(state, torch.where(on & finite, updated, state))
     if record is not None:
-        _count(record, SKIPPED, on & finite.logical_not())
+        count(record, SKIPPED, on & finite.logical_not())
     return batch
 
 
@@ -419,7 +284,7 @@ def _fake_quantize_learned(
     x: Tensor, bits: Tensor, zero_point: Tensor, range: Tensor, weight: Tensor, training: bool, *,
     mode: Tensor | None = None, record: Tensor | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
-    grid = _grid_of(options | {"floored": False}, "nearest")
+    grid = grid_of(options | {"floored": False}, "nearest")
     if x.numel():
         with torch.no_grad():
             batch, started = extent_of(x, (), None), weight > 0
@@ -428,17 +293,17 @@ def _fake_quantize_learned(
             for state, value in zip((zero_point, range, weight), (*values, torch.ones_like(weight)), strict=True):
                 _write(state, torch.where(starts, value, state))
             if record is not None:
-                _count(record, SKIPPED, (started | starts).logical_not())
+                count(record, SKIPPED, (started | starts).logical_not())
             known = torch.where(started | starts, 0.0, torch.nan).to(range.dtype)
         range = range + known  # while there is none, what is not finite stays visible
     result: Tensor = LearnedRange.apply(x, zero_point, range, bits, grid)  # type: ignore[no-untyped-call]
     if record is not None:
-        _note(record, x, result, bits, grid)
+        note(record, x, result, bits, grid)
     return result
 
 
 # Where forward itself asks for gradients, a compiler is around that would take the backward pass for the model's code.
-for _function in (_quantized_gradient, _StraightThrough.backward, LearnedRange.backward, eager._Identity.backward):
+for _function in (_quantized_gradient, LearnedRange.backward):
     skip_frame(_function.__code__, inside=True)
 
 _KERNELS: dict[str, Callable[..., Any]] = {
@@ -462,34 +327,3 @@ FAKE_QUANTIZE_OBSERVED = torch.ops.cpt_fx.fake_quantize_observed.default
 FAKE_QUANTIZE_LEARNED = torch.ops.cpt_fx.fake_quantize_learned.default
 QUANTIZERS = (FAKE_QUANTIZE, FAKE_QUANTIZE_OBSERVED, FAKE_QUANTIZE_LEARNED, QUANTIZE_GRADIENT)
 """Every op that quantizes."""
-
-
-def as_bits(bits: int | Tensor, like: Tensor) -> Tensor:
-    """Turn a Python width into the 0-dim tensor that the ops take; check what can be checked."""
-    if isinstance(bits, Tensor):
-        if bits.ndim:
-            raise ValueError(f"bits must be an int or a 0-dim tensor, got a tensor of shape {tuple(bits.shape)}")
-        finite = not bits.is_floating_point() or host_value(bits.isfinite()) != 0
-        width = host_value(bits) if bits.dtype is not torch.bool and finite else None
-        if not finite or bits.dtype is torch.bool or (width is not None and (width < 0 or bool(bits != width))):
-            raise ValueError(f"bits must hold a whole number that is not negative, got {bits!r}")
-        return bits
-    if isinstance(bits, bool) or not hasattr(bits, "__index__"):
-        raise TypeError(f"bits must be an int or a 0-dim tensor, got {bits!r}")
-    if not 0 <= bits <= FULL_PRECISION:
-        raise ValueError(f"bits must be between 0 and {FULL_PRECISION}, got {bits}")
-    return torch.tensor(int(bits), dtype=torch.int64)
-
-
-def check_dims(name: str, dims: Sequence[int] | None, ndim: int) -> None:
-    """Refuse dims the tensor does not have, naming the argument."""
-    if dims is None:
-        return
-    if not isinstance(dims, Sequence):
-        raise TypeError(f"{name} must be a sequence of dims such as (0,), got {dims!r}")
-    # `over` may: (0, -1) are the first and the last dim, whatever the rank.
-    if name == "keep" and len({dim % max(ndim, 1) for dim in dims if isinstance(dim, int)}) < len(dims):
-        raise ValueError(f"keep names a dim twice: {tuple(dims)}")
-    for dim in dims:
-        if isinstance(dim, bool) or not isinstance(dim, int) or not -max(ndim, 1) <= dim < max(ndim, 1):
-            raise ValueError(f"{name} names dim {dim!r}, but the tensor has {ndim} dims")

@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cpt_fx.recomputed",
         "cpt_fx.layer_state",
         "cpt_fx.result",
-        "cpt_fx.eager",
+        "cpt_fx.straight_through",
         "cpt_fx.saving",
         "cpt_fx.learned",
         "cpt_fx.ops",

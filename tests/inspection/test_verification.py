@@ -106,7 +106,7 @@ def _copied(x: Tensor, *rest: object) -> simulate.Quantized:
 @pytest.mark.parametrize("recipe", ["default", "paper", "integer", "fp8", "mx"])
 def test_quantizers_replaced_by_the_identity(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
     model = transformed(recipe=recipe)
-    monkeypatch.setattr("cpt_fx.ops.quantize", lambda x, *rest: x.clone())
+    monkeypatch.setattr("cpt_fx.straight_through.quantize", lambda x, *rest: x.clone())
     monkeypatch.setattr("cpt_fx.native.simulate.quantize", _copied)
     with pytest.raises(VerificationError) as caught:
         cpt_fx.inspect(model).verify(images())

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from cpt_fx.evidence import new_record
 from cpt_fx.numerics import Grid, quantize_or_pass
-from cpt_fx.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_OBSERVED, QUANTIZE_GRADIENT, QUANTIZERS, _grid_of
+from cpt_fx.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_OBSERVED, QUANTIZE_GRADIENT, QUANTIZERS, grid_of
 from cpt_fx.widths import host_value
 
 FORMATS: list[dict[str, Any]] = [
@@ -34,7 +34,7 @@ def name(options: dict[str, Any]) -> str:
 
 
 def grid(options: dict[str, Any]) -> Grid:
-    return _grid_of(options, "nearest")
+    return grid_of(options, "nearest")
 
 
 def bits(width: int = 4) -> Tensor:

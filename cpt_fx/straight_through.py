@@ -1,0 +1,196 @@
+"""Quantizing with the identity as gradient: by torch operators, or in eager execution on CPU by one call of a kernel.
+
+Compilers trace the torch operators of `numerics`, which give the same bits. For the backward pass nothing is kept but
+the source (`saving`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from cpt_fx.evidence import witness
+from cpt_fx.formats import FULL_PRECISION, Rounding, Scheme, Specials
+from cpt_fx.frames import skip_frame
+from cpt_fx.native import simulate
+from cpt_fx.native.simulate import Learner
+from cpt_fx.numerics import Extent, Grid, extent_of, quantize, quantize_or_pass
+from cpt_fx.saving import Source, computed_again, mark
+from cpt_fx.transformed import is_batched, is_transformed, outside, plain
+from cpt_fx.widths import host_value
+
+
+@cache
+def _grid(
+    keep: tuple[int, ...], over: tuple[int, ...] | None, scheme: str, rounding: str, exponent: int, specials: str,
+    block: int, floored: bool,
+) -> Grid:  # fmt: skip
+    return Grid(keep, over, Scheme(scheme), Rounding(rounding), exponent, Specials(specials), block, floored)
+
+
+def grid_of(options: dict[str, Any], rounding: str) -> Grid:
+    """Collect the static options of an op call; the schema fills in nothing for a Python kernel's keywords."""
+    over = options.get("over")
+    return _grid(
+        tuple(options.get("keep", ())),
+        None if over is None else tuple(over),
+        options.get("scheme", "affine"),
+        options.get("rounding", rounding),
+        options.get("exponent", 0),
+        options.get("specials", "none"),
+        options.get("block", 0),
+        options.get("floored", True),
+    )
+
+
+def straight_through(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None, record: Tensor | None) -> Tensor:
+    """Quantize with the identity as gradient. At full precision the tensor itself comes back, where that can be known.
+
+    Without a node in the autograd graph, gradients of a tensor with several readers add up in the original's order,
+    and floating point addition has the original's last bit.
+    """
+    served = by_kernel(x, bits, grid, extent, record)
+    if served is not None:
+        return served
+    # Under torch.func a record can only be written inside an autograd function.
+    if not is_transformed() and _passes(bits):
+        if record is not None:
+            count(record)
+        return x
+    zero_point, range, top = extent or (None, None, None)
+    # A grid is a tuple, and torch.func takes tuples of arguments apart.
+    result: Tensor = _ByTorch.apply(x, bits, lambda: grid, zero_point, range, top, record)  # type: ignore[no-untyped-call]
+    return result
+
+
+def by_kernel(
+    x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None, record: Tensor | None, learner: Learner | None = None
+) -> Tensor | None:
+    """Quantize in one call, where this is eager execution on CPU at a width that quantizes; None where it is not."""
+    if (
+        is_transformed()
+        or is_batched(x)
+        or forward_ad._current_level >= 0
+        or (record is not None and not record.is_cpu)
+    ):
+        return None
+    width = host_value(bits)
+    if width is None or not 0 < width < FULL_PRECISION:
+        return None
+    if not simulate.serves(x, grid) or not (learner is None or learner.fits()):
+        return None
+    given = None
+    if extent is not None:
+        given = simulate.laid_out(extent)
+        if given is None:
+            return None
+        # One range is given: whatever groups the tensor has, they share it.
+        grid = grid._replace(keep=(), over=None)
+    how = (width, grid, given, record, learner)
+    if torch.is_grad_enabled() and x.requires_grad:
+        result: Tensor = _ByKernel.apply(x, *how)  # type: ignore[no-untyped-call]
+        return result
+    return _by_kernel(x, *how, marked=torch.is_grad_enabled())
+
+
+def _by_kernel(
+    x: Tensor, width: int, grid: Grid, extents: Tensor | None, record: Tensor | None, learner: Learner | None, *,
+    marked: bool,
+) -> Tensor:  # fmt: skip
+    """Quantize; with a mark of the source if an operator may want to save the result."""
+    made = simulate.quantize(x, width, grid, extents, None, learner, record)
+    if made.is_new and record is not None:
+        witness(record, x.detach(), made.values, width, grid.keep, grid.over, grid.block)
+    if marked:
+        mark(made.values, Source(x, width, grid, made.extents, made.seed))
+    return made.values
+
+
+class Identity(torch.autograd.Function):
+    """Something of its own forward, identity backward; nothing is saved."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Pass the gradient on."""
+        return gradient, None, None, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *others: Tensor | None) -> Tensor:
+        """Pass the tangent on, as a tensor of its own: forward mode refuses one that is shared with the input."""
+        return tangent.clone()
+
+
+class _ByKernel(Identity):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, width: int, grid: Grid, extents: Tensor | None, record: Tensor | None,
+        learner: Learner | None,
+    ) -> Tensor:  # fmt: skip
+        return _by_kernel(x, width, grid, extents, record, learner, marked=True)
+
+
+class _ByTorch(Identity):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x: Tensor, bits: Tensor, grid: Callable[[], Grid], zero_point: Tensor | None, range: Tensor | None,
+        top: Tensor | None, record: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        extent = None if zero_point is None or range is None else Extent(zero_point, range, top)
+        return _by_torch(x, bits, grid(), extent, record)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+
+# torch asks for the signature at every call, which takes longer than the call; this is where inspect looks first.
+_ByTorch.forward.__signature__ = inspect.signature(_ByTorch.forward)  # type: ignore[attr-defined]
+# Where forward itself asks for gradients, a compiler is around that would take the backward pass for the model's code.
+skip_frame(Identity.backward.__code__, inside=True)
+
+
+def _by_torch(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None, record: Tensor | None) -> Tensor:
+    """Return a new tensor: `x` on the grid of its width."""
+    if x.numel() == 0 or _passes(bits):
+        result = x.clone()
+    elif host_value(bits) is None:
+        # Measured before: a range is a few numbers, and kept.
+        extent = extent or (None if grid.block else extent_of(x, grid.keep, grid.over))
+        with nullcontext() if grid.rounding is Rounding.STOCHASTIC else computed_again():
+            result = quantize_or_pass(x, bits.to(torch.int64), grid, extent)
+    else:
+        result = quantize(x, bits.to(torch.int64), grid, extent)
+    if record is not None:
+        note(record, x, result, bits, grid)
+    return result
+
+
+def _passes(bits: Tensor) -> bool:
+    """Whether a width is known to leave a tensor alone."""
+    width = host_value(bits)
+    return width is not None and not 0 < width < FULL_PRECISION
+
+
+def note(record: Tensor, x: Tensor, result: Tensor, bits: Tensor, grid: Grid) -> None:
+    """Count a run and, where that is free, look at what it produced."""
+    count(record)
+    width = host_value(bits)
+    # Under vmap a sample differs from element to element of the batch, and nothing can be counted.
+    if width is not None and x.numel() and not is_transformed():
+        witness(record, x, result, width, grid.keep, grid.over, grid.block)
+
+
+def count(record: Tensor, place: int = 0, more: Tensor | int = 1) -> None:
+    """Count a run, or what else is counted at another place."""
+    with outside() if is_transformed() else nullcontext():
+        # What `record[place]` comes to, by a name that fake tensors know as well.
+        plain(record).select(0, place).add_(plain(more).sum() if isinstance(more, Tensor) else more)
