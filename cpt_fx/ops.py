@@ -32,6 +32,7 @@ _GRID = (
     "int[] keep=[], int[]? over=None, str scheme='affine', str rounding='{rounding}', int exponent=0, "
     "str specials='none', int block=0, bool floored=True"
 )
+# No argument is called `mode`: torch passes all of them by name to functions of its own that have one of that name.
 SCHEMAS = {
     "fake_quantize": (
         f"(Tensor x, Tensor bits, *, {_GRID.format(rounding='nearest')}, Tensor? zero_point=None, "
@@ -43,11 +44,11 @@ SCHEMAS = {
     "fake_quantize_observed": (
         "(Tensor x, Tensor bits, Tensor(a!) zero_point, Tensor(b!) range, Tensor(c!) weight, bool training, *, "
         f"{_GRID.format(rounding='nearest')}, float momentum=0.9, bool corrected=True, bool when_off=False, "
-        "float percentile=100., Tensor? mode=None, Tensor(d!)? record=None) -> Tensor"
+        "float percentile=100., Tensor? trains=None, Tensor(d!)? record=None) -> Tensor"
     ),
     "fake_quantize_learned": (
         "(Tensor x, Tensor bits, Tensor(a!) zero_point, Tensor(b!) range, Tensor(c!) weight, bool training, *, "
-        f"{_GRID.format(rounding='nearest')}, Tensor? mode=None, Tensor(d!)? record=None) -> Tensor"
+        f"{_GRID.format(rounding='nearest')}, Tensor? trains=None, Tensor(d!)? record=None) -> Tensor"
     ),
 }
 
@@ -171,17 +172,17 @@ def _quantize_gradient(x: Tensor, bits: Tensor, *, record: Tensor | None = None,
 def _fake_quantize_observed(
     x: Tensor, bits: Tensor, zero_point: Tensor, range: Tensor, weight: Tensor, training: bool, *,
     momentum: float = 0.9, corrected: bool = True, when_off: bool = False, percentile: float = 100.0,
-    mode: Tensor | None = None, record: Tensor | None = None, **options: Any,
+    trains: Tensor | None = None, record: Tensor | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
     running = Running(zero_point, range, weight)
-    if mode is not None and (known := host_value(mode)) is not None:
-        training, mode = bool(known), None
+    if trains is not None and (known := host_value(trains)) is not None:
+        training, trains = bool(known), None
     how = _Learning(momentum, when_off, percentile)
     grid = grid_of(options, "nearest")
-    if mode is not None:
+    if trains is not None:
         # Recalled first: learning overwrites.
         recalled = _recall(x, running, corrected, percentile)
-        used = _by_mode(mode, _learn(x, bits, running, how, record, mode), recalled)
+        used = _by_mode(trains, _learn(x, bits, running, how, record, trains), recalled)
     elif training:
         if percentile >= 100:
             learner = Learner(*running, -1.0 if is_recomputing() else momentum)
@@ -212,9 +213,9 @@ class _Learning(NamedTuple):
 
 @torch.no_grad()
 def _learn(
-    x: Tensor, bits: Tensor, running: Running, how: _Learning, record: Tensor | None, mode: Tensor | None = None
+    x: Tensor, bits: Tensor, running: Running, how: _Learning, record: Tensor | None, trains: Tensor | None = None
 ) -> Extent:
-    """Return the batch's own range, and let the running one learn from it; with a mode, only where that is True.
+    """Return the batch's own range, and let the running one learn from it; with `trains`, only where that is True.
 
     A batch that is not finite teaches nothing, and counts for nothing: it is one that the training loop skips.
     """
@@ -224,8 +225,8 @@ def _learn(
     if is_recomputing():
         return batch
     on = torch.ones_like(bits, dtype=torch.bool) if how.when_off else bits > 0
-    if mode is not None:
-        on = on & mode
+    if trains is not None:
+        on = on & trains
     values = (batch.zero_point.to(running.zero_point.dtype), batch.range.to(running.range.dtype))
     finite = _is_finite(*values)
     for state, value in zip(running, (*values, torch.ones_like(running.weight)), strict=True):
@@ -266,12 +267,12 @@ def _recall(x: Tensor, running: Running, corrected: bool, percentile: float) -> 
     )
 
 
-def _by_mode(mode: Tensor, seen: Extent, recalled: Extent) -> Extent:
-    """Return one of two ranges, chosen where a mode is a tensor."""
+def _by_mode(trains: Tensor, seen: Extent, recalled: Extent) -> Extent:
+    """Return one of two ranges, chosen where the mode is a tensor."""
     return Extent(
-        torch.where(mode, seen.zero_point, recalled.zero_point),
-        torch.where(mode, seen.range, recalled.range),
-        torch.where(mode, seen.maximum(), recalled.maximum()),
+        torch.where(trains, seen.zero_point, recalled.zero_point),
+        torch.where(trains, seen.range, recalled.range),
+        torch.where(trains, seen.maximum(), recalled.maximum()),
     )
 
 
@@ -282,7 +283,7 @@ def _extent(x: Tensor, percentile: float) -> Extent:
 @_for_any_tensor
 def _fake_quantize_learned(
     x: Tensor, bits: Tensor, zero_point: Tensor, range: Tensor, weight: Tensor, training: bool, *,
-    mode: Tensor | None = None, record: Tensor | None = None, **options: Any,
+    trains: Tensor | None = None, record: Tensor | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
     grid = grid_of(options | {"floored": False}, "nearest")
     if x.numel():

@@ -101,7 +101,7 @@ class _Lift:
         mode = self.input_for(str(node.target), None)
         for user in list(node.users):
             user.args = tuple(True if arg is node else arg for arg in user.args)
-            user.kwargs = {**user.kwargs, "mode": mode}
+            user.kwargs = {**user.kwargs, "trains": mode}
         self.graph.erase_node(node)
 
     def _body(self, node: fx.Node, body: QuantizedGraphModule) -> list[str]:

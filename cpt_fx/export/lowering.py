@@ -92,7 +92,7 @@ class Lowering(TorchFunctionMode):
     def _observed(
         self, name: str, x: Tensor, bits: Tensor, zero_point: Tensor, range: Tensor, weight: Tensor, training: bool,
         momentum: float = 0.9, corrected: bool = True, when_off: bool = False, percentile: float = 100.0,
-        mode: Tensor | None = None, **options: Any,
+        trains: Tensor | None = None, **options: Any,
     ) -> Tensor:  # fmt: skip
         source = "Observed" if training else "Recalled"
         kind = kind_of(options, Rounding.NEAREST)._replace(
@@ -115,7 +115,7 @@ class Lowering(TorchFunctionMode):
 
     def _learned(
         self, name: str, x: Tensor, bits: Tensor, zero_point: Tensor, range: Tensor, weight: Tensor, training: bool,
-        mode: Tensor | None = None, **options: Any,
+        trains: Tensor | None = None, **options: Any,
     ) -> Tensor:  # fmt: skip
         """Quantize over parameters. They have their first values by now: see `check_learned`."""
         kind = kind_of(options, Rounding.NEAREST)._replace(source="Learned", floored=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import cpt_fx
+from cpt_fx import Format
 from cpt_fx.ops import QUANTIZERS
 from cpt_fx.schedules import named
 from tests.dynamo.models import EXACT, Blocks, Checkpointed, Modes, seeded
@@ -164,3 +166,29 @@ def test_inductor_compiles_once_for_a_whole_schedule(name: str) -> None:
     train_step(compiled.train(), args, kwargs)
     assert counter.frame_count == once
     assert all(quantizer.times_run for quantizer in cpt_fx.inspect(result).quantizers if quantizer.role == "weight")
+
+
+class Teacher(nn.Module):
+    """A part that nobody trains runs in inference mode: there operators that write are not taken apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            wanted = self.teacher(x)
+        return self.student(x) - wanted.clone()
+
+
+@pytest.mark.parametrize("range", ["observer", "learned"])
+def test_a_region_in_inference_mode(range: str) -> None:
+    input = Format(scheme="affine", range=range)
+    recipe = cpt_fx.recipes.default().with_rule("linear", input=input, gradient=None)
+    result = cpt_fx.transform(seeded(Teacher), cpt_fx.schedules.Static(4), capture="dynamo", recipe=recipe)
+    found = []
+    for module in (copy.deepcopy(result), torch.compile(result, backend="aot_eager")):
+        for _ in (1, 2):
+            module.train()(X)
+        found.append(module.eval()(X))
+    assert torch.equal(*found)
