@@ -49,10 +49,9 @@ _SAME: dict[str, Callable[..., Any]] = {
     "_sparse_addmm": torch.sparse.addmm,
     "_grouped_mm": torch._grouped_mm,
     **{name: getattr(torch, name) for name in _SAME_FUNCTION},
+    **{f"conv_transpose{dims}d": getattr(torch, f"conv_transpose{dims}d") for dims in (1, 2, 3)},
 }
 """Operators by name, whatever the overload, and the function that takes the same positional arguments."""
-
-_TRANSPOSED = {f"conv_transpose{dims}d": getattr(torch, f"conv_transpose{dims}d") for dims in (1, 2, 3)}
 
 _IN_PLACE_FUNCTIONS: dict[str, Callable[..., Any]] = {
     name: getattr(torch.Tensor, name)
@@ -86,57 +85,37 @@ def _embedding_bag(given: Arguments) -> Call:
     return F.embedding_bag, (given["indices"], given["weight"]), kwargs
 
 
-def _batch_norm(given: Arguments) -> Call:
-    return F.batch_norm, tuple(given[key] for key in ("input", "running_mean", "running_var", "weight", "bias",
-                                                      "training", "momentum", "eps")), {}  # fmt: skip
-
-
-def _instance_norm(given: Arguments) -> Call:
-    return F.instance_norm, tuple(given[key] for key in ("input", "running_mean", "running_var", "weight", "bias",
-                                                         "use_input_stats", "momentum", "eps")), {}  # fmt: skip
-
-
-def _layer_norm(given: Arguments) -> Call:
-    return F.layer_norm, tuple(given[key] for key in ("input", "normalized_shape", "weight", "bias", "eps")), {}
-
-
-def _group_norm(given: Arguments) -> Call:
-    return F.group_norm, tuple(given[key] for key in ("input", "num_groups", "weight", "bias", "eps")), {}
-
-
-def _native_dropout(given: Arguments) -> Call:
-    return F.dropout, (given["input"], given["p"], given["train"]), {}
-
-
 def _flash_attention(given: Arguments) -> Call:
     options = {key: given[key] for key in ("attn_mask", "dropout_p", "is_causal", "scale")}
     return F.scaled_dot_product_attention, (given["query"], given["key"], given["value"]), options
+
+
+def _in_order(target: Callable[..., Any] | str, *names: str) -> Callable[[Arguments], Call]:
+    """Return what calls a function or a method with these arguments, in this order."""
+    return lambda given: (target, tuple(given[name] for name in names), {})
 
 
 def _einsum(given: Arguments) -> Call:
     return torch.einsum, (given["equation"], *given["tensors"]), {}
 
 
-def _size(given: Arguments) -> Call:
-    return "size", (given["self"], given["dim"]), {}
-
-
+_STATISTICS = ("input", "running_mean", "running_var", "weight", "bias")
 _REWRITTEN: dict[str, Callable[[Arguments], Call]] = {
     "aten.convolution.default": _convolution,
     "aten.embedding.default": _embedding,
-    "aten.batch_norm.default": _batch_norm,
-    "aten.instance_norm.default": _instance_norm,
-    "aten.layer_norm.default": _layer_norm,
-    "aten.group_norm.default": _group_norm,
+    "aten.batch_norm.default": _in_order(F.batch_norm, *_STATISTICS, "training", "momentum", "eps"),
+    "aten.instance_norm.default": _in_order(F.instance_norm, *_STATISTICS, "use_input_stats", "momentum", "eps"),
+    "aten.layer_norm.default": _in_order(F.layer_norm, "input", "normalized_shape", "weight", "bias", "eps"),
+    "aten.group_norm.default": _in_order(F.group_norm, "input", "num_groups", "weight", "bias", "eps"),
     "aten.einsum.default": _einsum,
-    "aten.sym_size.int": _size,
+    "aten.sym_size.int": _in_order("size", "self", "dim"),
 }
 """Operators whose arguments stand in another order, or are spelled differently."""
 
 _FIRST_RESULT: dict[str, Callable[[Arguments], Call]] = {
     "aten.embedding_bag.default": _embedding_bag,
     "aten.embedding_bag.padding_idx": _embedding_bag,
-    "aten.native_dropout.default": _native_dropout,
+    "aten.native_dropout.default": _in_order(F.dropout, "input", "p", "train"),
     "aten._scaled_dot_product_flash_attention_for_cpu.default": _flash_attention,
 }
 """Operators that return several tensors, of which the function of torch returns the first."""
@@ -233,8 +212,6 @@ def _call(node: fx.Node, name: str) -> Call | None:
         return _in_place(packet), args, kwargs
     if packet in _SAME_METHOD or (packet == "to" and overload in ("dtype", "other", "device")):
         return packet, args, kwargs
-    if packet in _TRANSPOSED:
-        return _TRANSPOSED[packet], args, kwargs
     return (_SAME[packet], args, kwargs) if packet in _SAME else None
 
 

@@ -53,6 +53,11 @@ def _conv(name: str, *, transposed: bool = False) -> OpSpec:
     return OpSpec("conv", name, arguments, operands, ((1, ((output_axis,), None)),))
 
 
+def _linear(name: str, *inputs: str) -> OpSpec:
+    kinds = (*["input"] * len(inputs), "weight", "bias")
+    return OpSpec("linear", name, (*inputs, "weight", "bias"), tuple(enumerate(kinds)), ((len(inputs), FIRST_DIM),))
+
+
 def _product(name: str, *, addend: bool = False, right: int = -2) -> OpSpec:
     arguments = ("input", "mat1", "mat2") if addend else ("input", "other")
     first = 1 if addend else 0
@@ -75,41 +80,21 @@ def _index_put(name: str) -> OpSpec:
     return OpSpec("aggregation", name, ("input", "indices", "values", "accumulate"), ((2, "input"),))
 
 
-_ADDED_IN_PLACE = ("addmm_", "addbmm_", "baddbmm_", "addmv_", "addr_")
-
+_CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
+_TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+_PRODUCTS = ("matmul", "mm", "bmm", "mv", "dot", "vdot", "outer")
+_ADDED = ("addmm", "addbmm", "baddbmm", "addmv", "addr")
 _INDEXED = ("index_add", "scatter_add", "scatter_reduce", "index_reduce", "scatter", "index_put")
 
 SPECS: dict[Target, OpSpec] = {
-    torch.conv1d: _conv("conv1d"),
-    torch.conv2d: _conv("conv2d"),
-    torch.conv3d: _conv("conv3d"),
-    torch.conv_transpose1d: _conv("conv_transpose1d", transposed=True),
-    torch.conv_transpose2d: _conv("conv_transpose2d", transposed=True),
-    torch.conv_transpose3d: _conv("conv_transpose3d", transposed=True),
-    F.linear: OpSpec(
-        "linear", "linear", ("input", "weight", "bias"), ((0, "input"), (1, "weight"), (2, "bias")), ((1, FIRST_DIM),)
-    ),
-    F.bilinear: OpSpec(
-        "linear",
-        "bilinear",
-        ("input1", "input2", "weight", "bias"),
-        ((0, "input"), (1, "input"), (2, "weight"), (3, "bias")),
-        ((2, FIRST_DIM),),
-    ),
-    torch.matmul: _product("matmul"),
-    torch.mm: _product("mm"),
-    torch.bmm: _product("bmm"),
-    torch.mv: _product("mv"),
-    torch.dot: _product("dot"),
+    **{getattr(torch, name): _conv(name) for name in _CONVOLUTIONS},
+    **{getattr(torch, name): _conv(name, transposed=True) for name in _TRANSPOSED},
+    F.linear: _linear("linear", "input"),
+    F.bilinear: _linear("bilinear", "input1", "input2"),
+    **{getattr(torch, name): _product(name) for name in _PRODUCTS},
+    **{getattr(torch, name): _product(name, addend=True) for name in _ADDED},
+    **{getattr(torch.Tensor, f"{name}_"): _product(f"{name}_", addend=True) for name in _ADDED},
     torch.inner: _product("inner", right=-1),
-    torch.outer: _product("outer"),
-    torch.addmm: _product("addmm", addend=True),
-    **{getattr(torch.Tensor, name): _product(name, addend=True) for name in _ADDED_IN_PLACE},
-    torch.addbmm: _product("addbmm", addend=True),
-    torch.baddbmm: _product("baddbmm", addend=True),
-    torch.addmv: _product("addmv", addend=True),
-    torch.addr: _product("addr", addend=True),
-    torch.vdot: _product("vdot"),
     torch.linalg.vecdot: _product("vecdot", right=-1),
     torch.kron: _either("kron"),
     torch.tensordot: _either("tensordot"),
@@ -145,10 +130,6 @@ ALIASES: dict[Target, Target] = {
     torch.linalg.matmul: torch.matmul,
     torch.ger: torch.outer,
     **({F.grouped_mm: torch._grouped_mm} if hasattr(F, "grouped_mm") else {}),
-    torch.Tensor.index_add: torch.index_add,
-    torch.Tensor.scatter_add: torch.scatter_add,
-    torch.Tensor.scatter_reduce: torch.scatter_reduce,
-    torch.Tensor.index_reduce: torch.index_reduce,
     torch.ops.aten._sparse_mm: torch.sparse.mm,
     torch.ops.aten._sparse_mm.default: torch.sparse.mm,
     torch.ops.aten._sparse_mm.reduce: torch.sparse.mm,
@@ -158,11 +139,8 @@ ALIASES: dict[Target, Target] = {
 """Other functions for the same operator. Torch methods of the same name follow below."""
 
 METHODS: dict[str, Target] = {
-    **{name: getattr(torch, name) for name in ("matmul", "mm", "bmm", "mv", "dot", "inner", "outer")},
-    **{name: getattr(torch, name) for name in ("addmm", "addbmm", "baddbmm", "addmv", "addr", "vdot", "kron")},
-    **{name: getattr(torch, name) for name in _INDEXED},
-    **{name: getattr(torch.Tensor, name) for name in _ADDED_IN_PLACE},
-    **{f"{name}_": getattr(torch.Tensor, f"{name}_") for name in _INDEXED},
+    **{name: getattr(torch, name) for name in (*_PRODUCTS, *_ADDED, *_INDEXED, "inner", "kron")},
+    **{f"{name}_": getattr(torch.Tensor, f"{name}_") for name in (*_ADDED, *_INDEXED)},
     "__matmul__": torch.matmul,
     "ger": torch.outer,
 }  # fmt: skip
@@ -171,10 +149,9 @@ ALIASES.update({getattr(torch.Tensor, name): target for name, target in METHODS.
 
 _ATEN = {
     **{name: getattr(torch, name) for name in (
-        "matmul", "mm", "bmm", "mv", "dot", "vdot", "inner", "outer", "addmm", "addbmm", "baddbmm", "addmv", "addr",
-        "kron", "tensordot", "_grouped_mm", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
-        "conv_transpose3d", *_INDEXED, "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
-        "_native_multi_head_attention", "_transformer_encoder_layer_fwd",
+        *_PRODUCTS, *_ADDED, *_INDEXED, *_CONVOLUTIONS, *_TRANSPOSED, "inner", "kron", "tensordot", "_grouped_mm",
+        "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "_native_multi_head_attention",
+        "_transformer_encoder_layer_fwd",
     )},
     **{name: getattr(F, name) for name in ("linear", "bilinear", "scaled_dot_product_attention")},
 }  # fmt: skip
@@ -214,24 +191,22 @@ OPENED: tuple[type[nn.Module], ...] = tuple(OPERATOR_OF)
 HIDING: tuple[type[nn.Module], ...] = (*OPENED, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
 """Modules that multiply: one of these inside an opaque module is reported as uncovered."""
 
+_INSIDE = "its products are not separate operators in this graph"
+_SPARSE = "a product with a sparse result is not in the operator table"
 FUSED: dict[Target, str] = {
     F.scaled_dot_product_attention: "fused attention: its two products are not separate operators in this graph",
-    F.multi_head_attention_forward: "fused attention: its products are not separate operators in this graph",
-    torch.lstm: "fused recurrent kernel: its products are not separate operators in this graph",
-    torch.gru: "fused recurrent kernel: its products are not separate operators in this graph",
-    torch.rnn_tanh: "fused recurrent kernel: its products are not separate operators in this graph",
-    torch.rnn_relu: "fused recurrent kernel: its products are not separate operators in this graph",
-    torch.lstm_cell: "fused recurrent cell: its products are not separate operators in this graph",
-    torch.gru_cell: "fused recurrent cell: its products are not separate operators in this graph",
-    torch.rnn_tanh_cell: "fused recurrent cell: its products are not separate operators in this graph",
-    torch.rnn_relu_cell: "fused recurrent cell: its products are not separate operators in this graph",
-    torch._native_multi_head_attention: "fused attention: its products are not separate operators in this graph",
-    torch._transformer_encoder_layer_fwd: "fused encoder layer: its products are not separate operators in this graph",
+    F.multi_head_attention_forward: f"fused attention: {_INSIDE}",
+    **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), f"fused recurrent kernel: {_INSIDE}"),
+    **dict.fromkeys(
+        (torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell),
+        f"fused recurrent cell: {_INSIDE}",
+    ),
+    torch._native_multi_head_attention: f"fused attention: {_INSIDE}",
+    torch._transformer_encoder_layer_fwd: f"fused encoder layer: {_INSIDE}",
     torch.cdist: "distances are not quantized",
-    torch.hspmm: "a product with a sparse result is not in the operator table: call torch.sparse.mm",
-    torch.smm: "a product with a sparse result is not in the operator table: call torch.sparse.mm",
-    torch.sspaddmm: "a product with a sparse result is not in the operator table: call torch.sparse.addmm",
-    torch.sparse.sampled_addmm: "a product with a sparse result is not in the operator table",
+    **dict.fromkeys((torch.hspmm, torch.smm), f"{_SPARSE}: call torch.sparse.mm"),
+    torch.sspaddmm: f"{_SPARSE}: call torch.sparse.addmm",
+    torch.sparse.sampled_addmm: _SPARSE,
     torch.conv_tbc: "conv_tbc is not in the operator table",
     torch.convolution: "convolution in its general form is not in the operator table: call conv1d, conv2d, ...",
     torch.matrix_power: "matrix_power is not in the operator table",
