@@ -132,7 +132,7 @@ def power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(exponent < 0, 1 / magnitude, magnitude)
 
 
-def _levels(bits: Tensor, dtype: torch.dtype) -> Tensor:
+def levels_of(bits: Tensor, dtype: torch.dtype) -> Tensor:
     """Number of steps of a uniform grid: 2**bits - 1."""
     codes = torch.bitwise_left_shift(torch.ones_like(bits), bits.clamp(1, FULL_PRECISION)) - 1
     return codes.to(dtype)
@@ -187,7 +187,7 @@ def divisor(scale: Tensor) -> Tensor:
 
 
 def _affine(x: Tensor, bits: Tensor, grid: Grid, extent: Extent) -> Tensor:
-    levels = _levels(bits, x.dtype)
+    levels = levels_of(bits, x.dtype)
     scale = _once(affine_scale(extent.range, levels, floored=grid.floored))
     zero_point = _once(extent.zero_point)
     codes = (x - zero_point).div_(_once(divisor(scale)))
@@ -195,7 +195,7 @@ def _affine(x: Tensor, bits: Tensor, grid: Grid, extent: Extent) -> Tensor:
 
 
 def _affine_integer(x: Tensor, bits: Tensor, grid: Grid, extent: Extent) -> Tensor:
-    levels = _levels(bits, x.dtype)
+    levels = levels_of(bits, x.dtype)
     low = extent.zero_point.clamp_max(0)
     high = extent.maximum().clamp_min(0)
     scale = _once((high - low) / levels)

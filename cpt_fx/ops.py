@@ -8,20 +8,31 @@ arithmetic altogether.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cpt_fx import compile_cache
 from cpt_fx.evidence import ARMED, SKIPPED
+from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.frames import skip_frame
-from cpt_fx.learned import LearnedRange
 from cpt_fx.native.simulate import Learner
-from cpt_fx.numerics import Extent, Grid, extent_of, percentile_extent
+from cpt_fx.numerics import (
+    Extent,
+    Grid,
+    affine_scale,
+    divisor,
+    extent_of,
+    levels_of,
+    percentile_extent,
+    quantize_or_pass,
+    working_dtype,
+)  # fmt: skip
 from cpt_fx.recomputed import is_recomputing
 from cpt_fx.saving import keep_sources
 from cpt_fx.straight_through import Identity, by_kernel, count, grid_of, note, straight_through
@@ -232,7 +243,7 @@ def _learn(
     for state, value in zip(running, (*values, torch.ones_like(running.weight)), strict=True):
         # The published expression, in its order: float addition does not commute with rearrangement.
         updated = state * how.momentum + value * (1 - how.momentum)
-        _write(state, torch.where(on & finite, updated, state))
+        write(state, torch.where(on & finite, updated, state), "a running range")
     if record is not None:
         count(record, SKIPPED, on & finite.logical_not())
     return batch
@@ -241,11 +252,6 @@ def _learn(
 def _is_finite(zero_point: Tensor, range: Tensor) -> Tensor:
     """Whether a range holds neither a NaN nor an infinity, as the state that it goes to would hold it."""
     return (zero_point + range).isfinite()
-
-
-def _write(state: Tensor, value: Tensor) -> None:
-    """Write to a 0-dim tensor of a layer."""
-    write(state, value, "a running range")
 
 
 @torch.no_grad()
@@ -280,6 +286,48 @@ def _extent(x: Tensor, percentile: float) -> Extent:
     return extent_of(x, (), None) if percentile >= 100 else percentile_extent(x, percentile)
 
 
+class LearnedRange(torch.autograd.Function):
+    """Quantize over a given range, with gradients to the tensor and to both ends of the range.
+
+    With u = (x - z) / s, s = r / L and k the code, the result is k * s + z. Rounding passes the gradient through, so
+    inside the range d/dx = 1, d/dr = (k - u) / L, d/dz = 0; outside d/dx = 0, d/dz = 1, and d/dr is 1 above, 0 below.
+    The gradients of the range are divided by sqrt(N * L), N the number of elements: without that they grow with the
+    size of the tensor, and one learning rate would not do for weights and ranges.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, zero_point: Tensor, range: Tensor, bits: Tensor, grid: Grid) -> Tensor:
+        """Quantize."""
+        return quantize_or_pass(x, bits.to(torch.int64), grid, Extent(zero_point, range))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keep the tensor: which elements were clamped is decided again in the backward pass."""
+        x, zero_point, range, bits, grid = inputs
+        ctx.floored = grid.floored
+        # Copies: a layer that is called twice, or an optimizer, may write the range before the backward pass.
+        ctx.save_for_backward(x, zero_point.clone(), range.clone(), bits.clone())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the tensor, the zero point and the range."""
+        x, zero_point, range, bits = ctx.saved_tensors
+        dtype = working_dtype(x)
+        width = bits.to(torch.int64)
+        passes = (width >= FULL_PRECISION) | (width <= 0)
+        levels = levels_of(width, dtype)
+        u = (x.to(dtype) - zero_point) / divisor(affine_scale(range, levels, floored=ctx.floored))
+        above, below = u > levels, u < 0
+        inside = ~(above | below)
+        upstream = gradient.to(dtype)
+        to_x = torch.where(inside | passes, upstream, torch.zeros_like(upstream)).to(gradient.dtype)
+        slope = torch.where(inside, (u.round() - u) / levels, above.to(dtype))
+        share = torch.where(passes, torch.zeros_like(levels), torch.rsqrt(levels * max(x.numel(), 1)))
+        to_range = ((upstream * slope).sum() * share).to(range.dtype).reshape(range.shape)
+        to_zero = ((upstream * ~inside).sum() * share).to(zero_point.dtype).reshape(zero_point.shape)
+        return to_x, to_zero, to_range, None, None
+
+
 @_for_any_tensor
 def _fake_quantize_learned(
     x: Tensor, bits: Tensor, zero_point: Tensor, range: Tensor, weight: Tensor, training: bool, *,
@@ -292,7 +340,7 @@ def _fake_quantize_learned(
             values = (batch.zero_point.to(zero_point.dtype), batch.range.to(range.dtype))
             starts = started.logical_not() & _is_finite(*values)
             for state, value in zip((zero_point, range, weight), (*values, torch.ones_like(weight)), strict=True):
-                _write(state, torch.where(starts, value, state))
+                write(state, torch.where(starts, value, state), "a running range")
             if record is not None:
                 count(record, SKIPPED, (started | starts).logical_not())
             known = torch.where(started | starts, 0.0, torch.nan).to(range.dtype)
@@ -313,7 +361,21 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "fake_quantize_observed": _fake_quantize_observed,
     "fake_quantize_learned": _fake_quantize_learned,
 }
-compile_cache.mark()
+
+
+def _mark_compile_caches() -> None:
+    """Add a hash of the modules that compilers trace through to the keys of torch's caches.
+
+    Compilers keep what they made of a graph, on disk, under the names of its operators. What ours do, and so what was
+    traced through them, may change from one version to the next.
+    """
+    folder = Path(__file__).parent
+    sources = sorted((*folder.glob("*.py"), *(folder / "integer").glob("*.py")))
+    code = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
+    torch.compiler.config.cache_key_tag += f" cpt_fx:{code}"
+
+
+_mark_compile_caches()
 _LIBRARY = torch.library.Library("cpt_fx", "DEF")
 for _name, _schema in SCHEMAS.items():
     _LIBRARY.define(_name + _schema)

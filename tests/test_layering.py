@@ -18,7 +18,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cpt_fx.errors", "cpt_fx.files", "cpt_fx.formats", "cpt_fx.lazy", "cpt_fx.schedules"),
     (
         "cpt_fx.integer",
-        "cpt_fx.compile_cache",
         "cpt_fx.native",
         "cpt_fx.noise",
         "cpt_fx.numerics",
@@ -31,7 +30,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cpt_fx.result",
         "cpt_fx.straight_through",
         "cpt_fx.saving",
-        "cpt_fx.learned",
         "cpt_fx.ops",
         "cpt_fx.functional",
         "cpt_fx.recipes",

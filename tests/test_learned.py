@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import cpt_fx
 from cpt_fx.formats import Format
-from cpt_fx.learned import LearnedRange
 from cpt_fx.numerics import Grid, percentile_extent
+from cpt_fx.ops import LearnedRange
 from cpt_fx.recipes import Recipe, default
 from cpt_fx.schedules import Static
 

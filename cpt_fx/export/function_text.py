@@ -146,7 +146,7 @@ def recall(*, corrected: bool) -> str:
     """
 
 
-# What `learned.LearnedRange` says of the gradients.
+# What `ops.LearnedRange` says of the gradients.
 LEARNED_GRADIENT = f"""
     {_LEVELS}
     u = (x - low) / Max(span / levels, {TINY})

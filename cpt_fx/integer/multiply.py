@@ -11,7 +11,7 @@ from cpt_fx.integer import choice
 from cpt_fx.integer.codes import Codes
 from cpt_fx.integer.counts import RATIO, Outcome
 from cpt_fx.integer.geometry import Geometry
-from cpt_fx.integer.operands import Operand, revealed, value_of
+from cpt_fx.integer.operands import Operand, define, revealed, value_of
 from cpt_fx.integer.products import PRODUCTS, Call, Product
 
 Dtypes = tuple[torch.dtype, torch.dtype]
@@ -56,14 +56,6 @@ def _is_empty(factor: Codes | Tensor) -> bool:
     return isinstance(factor, Tensor) and not factor.numel()
 
 
-_LIBRARY = torch.library.Library("cpt_fx", "FRAGMENT")
-_LIBRARY.define(
-    "_multiply(str name, Tensor[] a, Tensor[] b, Tensor? bias, SymInt[] shape, int[] geometry, ScalarType arithmetic, "
-    "ScalarType dtype, Tensor(a!)? counts) -> Tensor"
-)
-MULTIPLY = torch.ops.cpt_fx._multiply.default
-
-
 def _operand(parts: Sequence[Tensor]) -> Operand:
     return Operand(*parts) if len(parts) == 3 else Operand(None, None, parts[0])
 
@@ -78,13 +70,9 @@ def _multiply_at_run_time(
     return _multiply(name, call, left, right, (arithmetic, dtype), counts).reshape(shape).contiguous()
 
 
-def _multiply_shape(
-    name: str, a: list[Tensor], b: list[Tensor], bias: Tensor | None, shape: list[int], geometry: list[int],
-    arithmetic: torch.dtype, dtype: torch.dtype, counts: Tensor | None,
-) -> Tensor:  # fmt: skip
-    return a[0].new_empty(shape, dtype=dtype)
-
-
-for _device in ("CPU", "CUDA"):
-    _LIBRARY.impl("_multiply", _multiply_at_run_time, _device)
-torch.library.register_fake("cpt_fx::_multiply", _multiply_shape, lib=_LIBRARY)
+MULTIPLY = define(
+    "_multiply(str name, Tensor[] a, Tensor[] b, Tensor? bias, SymInt[] shape, int[] geometry, ScalarType arithmetic, "
+    "ScalarType dtype, Tensor(a!)? counts) -> Tensor",
+    _multiply_at_run_time,
+    lambda name, a, b, bias, shape, geometry, arithmetic, dtype, counts: a[0].new_empty(shape, dtype=dtype),
+)

@@ -7,7 +7,7 @@ are known before. The other one is a `blank`: it has the shape, and no memory of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -170,20 +170,6 @@ def is_blank(x: Tensor) -> bool:
     return x.dtype is _RAW and x.untyped_storage().data_ptr() == shared.untyped_storage().data_ptr()
 
 
-_LIBRARY = torch.library.Library("cpt_fx", "FRAGMENT")
-_LIBRARY.define(
-    "_quantize(Tensor x, Tensor bits, Tensor? seed, int[] keep, int[]? over, str rounding, Tensor(a!)? record) "
-    "-> (Tensor codes, Tensor scale, Tensor wide)"
-)
-_LIBRARY.define(
-    "_sum(Tensor codes, Tensor scale, Tensor wide, SymInt[] shape, ScalarType dtype, int channel) -> Tensor"
-)
-_LIBRARY.define("_dequantize(Tensor codes, Tensor scale, Tensor wide, ScalarType dtype) -> Tensor")
-SUM = torch.ops.cpt_fx._sum.default
-QUANTIZE = torch.ops.cpt_fx._quantize.default
-DEQUANTIZE = torch.ops.cpt_fx._dequantize.default
-
-
 def _quantize_at_run_time(
     x: Tensor, bits: Tensor, seed: Tensor | None, keep: list[int], over: list[int] | None, rounding: str,
     record: Tensor | None,
@@ -265,14 +251,33 @@ def _sum_at_run_time(
     return _summed(revealed(Operand(codes, scale, wide)), shape, dtype, channel)
 
 
-for _device in ("CPU", "CUDA"):
-    _LIBRARY.impl("_quantize", _quantize_at_run_time, _device)
-    _LIBRARY.impl("_dequantize", _dequantize_at_run_time, _device)
-    _LIBRARY.impl("_sum", _sum_at_run_time, _device)
-torch.library.register_fake("cpt_fx::_quantize", _quantize_shapes, lib=_LIBRARY)
-torch.library.register_fake(
-    "cpt_fx::_dequantize", lambda codes, scale, wide, dtype: codes.new_empty(codes.shape, dtype=dtype), lib=_LIBRARY
+_LIBRARY = torch.library.Library("cpt_fx", "FRAGMENT")
+
+
+def define(schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> torch._ops.OpOverload:
+    """Make an operator that no compiler looks into. `shapes` returns what a compiler is told of the results."""
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    for device in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, run, device)
+    torch.library.register_fake(f"cpt_fx::{name}", shapes, lib=_LIBRARY)
+    operator: torch._ops.OpOverload = getattr(torch.ops.cpt_fx, name).default
+    return operator
+
+
+QUANTIZE = define(
+    "_quantize(Tensor x, Tensor bits, Tensor? seed, int[] keep, int[]? over, str rounding, Tensor(a!)? record) "
+    "-> (Tensor codes, Tensor scale, Tensor wide)",
+    _quantize_at_run_time,
+    _quantize_shapes,
 )
-torch.library.register_fake(
-    "cpt_fx::_sum", lambda codes, scale, wide, shape, dtype, channel: codes.new_empty(shape, dtype=dtype), lib=_LIBRARY
+DEQUANTIZE = define(
+    "_dequantize(Tensor codes, Tensor scale, Tensor wide, ScalarType dtype) -> Tensor",
+    _dequantize_at_run_time,
+    lambda codes, scale, wide, dtype: codes.new_empty(codes.shape, dtype=dtype),
+)
+SUM = define(
+    "_sum(Tensor codes, Tensor scale, Tensor wide, SymInt[] shape, ScalarType dtype, int channel) -> Tensor",
+    _sum_at_run_time,
+    lambda codes, scale, wide, shape, dtype, channel: codes.new_empty(shape, dtype=dtype),
 )

@@ -1,11 +1,9 @@
 // Quantizing to 8-bit codes: the largest magnitude in one read, the codes in a second one; and sums of codes.
-//
-// The arithmetic is that of numerics.py's symmetric grid, operation by operation in single precision: the same codes.
-#include "noise.h"
+// The arithmetic is that of the symmetric grid: the same codes.
+#include "grid.h"
 #include "shared.h"
 
 #include <cstring>
-#include <limits>
 
 namespace {
 
@@ -23,20 +21,13 @@ int32_t largest(const float* x, int64_t count) {
 }
 
 // At one bit the codes of the grid sit half a step off zero: twice the code is stored.
-struct Grid {
-  float divisor, bottom, top, half;
-};
-
 template <bool stochastic>
 void quantize(const float* x, int8_t* out, int64_t count, const Grid grid, uint32_t place, cpt_fx::Seed seed) {
   const int32_t factor = grid.half > 0 ? 2 : 1, offset = factor - 1;
 #pragma omp simd
   for (int64_t i = 0; i < count; ++i) {
-    float code = x[i] / grid.divisor - grid.half;
-    code = code < grid.bottom ? grid.bottom : code;
-    code = code > grid.top ? grid.top : code;
-    const float whole = cpt_fx::rounded<stochastic>(code, place + static_cast<uint32_t>(i), seed);
-    out[i] = static_cast<int8_t>(static_cast<int32_t>(whole) * factor + offset);
+    const float code = code_of<kSymmetric, stochastic>(x[i], grid, place + static_cast<uint32_t>(i), seed);
+    out[i] = static_cast<int8_t>(static_cast<int32_t>(code) * factor + offset);
   }
 }
 
@@ -47,7 +38,6 @@ extern "C" {
 // Codes and scale of a tensor at 1 to 8 bits, rounded at random where `seed` is given.
 void cpt_fx_codes(const float* x, int8_t* out, int64_t count, int bits, const int32_t* seed, float* scale,
                   int threads) {
-  const float half = bits == 1 ? 0.5f : 0.0f, reach = static_cast<float>((1 << (bits - 1)) - 1);
   int32_t most[kMostThreads] = {};
   threads = std::max(1, std::min(threads, kMostThreads));
 #pragma omp parallel num_threads(threads) if (threads > 1)
@@ -61,12 +51,11 @@ void cpt_fx_codes(const float* x, int8_t* out, int64_t count, int bits, const in
     for (int i = 0; i < parts; ++i) bits_of_amplitude = std::max(bits_of_amplitude, most[i]);
     float amplitude;
     std::memcpy(&amplitude, &bits_of_amplitude, sizeof amplitude);
-    const float step = amplitude / (reach + half), tiny = std::numeric_limits<float>::min();
-    const float kept = bits == 1 ? step * half : step;
+    const Grid grid = grid_of(kSymmetric, bits, -amplitude, 2 * amplitude, amplitude);
+    const float kept = bits == 1 ? grid.scale * grid.half : grid.scale;
     if (kept <= std::numeric_limits<float>::max()) {
       if (part == 0) *scale = kept;
       // Each thread quantizes what it measured: the end of its share is still in its cache.
-      const Grid grid{step < tiny ? tiny : step, -reach - 2 * half, reach, half};
       const uint32_t place = static_cast<uint32_t>(begin);
       const auto kernel = seed ? quantize<true> : quantize<false>;
       kernel(x + begin, out + begin, end - begin, grid, place, cpt_fx::Seed(seed));

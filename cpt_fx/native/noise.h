@@ -1,7 +1,6 @@
 // The noise of stochastic rounding, bit for bit that of cpt_fx/noise.py: a hash of a seed and of an element's place.
 // Only the lower 30 bits of a hash count, so that products may wrap around.
 #pragma once
-#include <cmath>
 #include <cstdint>
 
 namespace cpt_fx {
@@ -24,16 +23,6 @@ inline float uniform(uint32_t place, Seed seed) {
   uint32_t mixed = (place * 0x2545F491u + seed.start) & kMask;
   for (int round = 0; round < 2; ++round) mixed = (mixed + (mixed >> 15)) * (2 * mixed + seed.factor) & kMask;
   return static_cast<float>(static_cast<int32_t>(mixed >> 6)) * 0x1p-24f;
-}
-
-// A code as a whole number, to the nearest or by the odds of its fraction.
-template <bool stochastic>
-inline float rounded(float code, uint32_t place, Seed seed) {
-  const float nearest = std::nearbyint(code);
-  if (!stochastic) return nearest;
-  // The floor, by way of the nearest: compilers have no vector instruction for std::floor everywhere.
-  const float below = nearest > code ? nearest - 1.0f : nearest;
-  return below + (uniform(place, seed) < code - below ? 1.0f : 0.0f);
 }
 
 }  // namespace cpt_fx

@@ -2,18 +2,13 @@
 //
 // The arithmetic is that of cpt_fx/numerics.py, operation by operation in single precision, so that both give the same
 // bits. A tensor is seen as [outer, groups, inner]: every index of the middle has one range.
-#include "noise.h"
+#include "grid.h"
 #include "shared.h"
-
-#include <limits>
 
 namespace {
 
 constexpr int kLanes = 32;
-constexpr float kScaleFloor = 1e-8f;
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
-
-enum Scheme { kAffine = 0, kAffineInteger = 1, kSymmetric = 2, kAffineFloored = 3 };
 
 struct Extent {
   float low = std::numeric_limits<float>::infinity();
@@ -49,50 +44,11 @@ Extent measure(const float* x, int64_t count) {
   return extent;
 }
 
-// A step that is zero or no normal number has no inverse.
-float divisor_of(float scale) {
-  const float tiny = std::numeric_limits<float>::min();
-  return scale < tiny ? tiny : scale;
-}
-
-// One group's grid: codes lie in [bottom, top], `half` a step off zero, and stand for code * scale + zero_point.
-struct Grid {
-  float scale, divisor, bottom, top, half, zero_point;
-};
-
-Grid grid_of(int scheme, int bits, float low, float range, float high) {
-  if (scheme == kSymmetric) {
-    const float half = bits == 1 ? 0.5f : 0.0f;
-    const float reach = static_cast<float>((int64_t{1} << (bits - 1)) - 1);
-    float amplitude = -low > high || low != low ? -low : high;
-    amplitude = amplitude < 0.0f ? 0.0f : amplitude;
-    const float scale = amplitude / (reach + half);
-    return {scale, divisor_of(scale), -reach - 2 * half, reach, half, 0.0f};
-  }
-  const float levels = static_cast<float>((int64_t{1} << bits) - 1);
-  if (scheme == kAffine || scheme == kAffineFloored) {
-    const float floor = scheme == kAffineFloored ? kScaleFloor : 0.0f;
-    float scale = range / levels;
-    scale = scale < floor ? floor : scale;
-    return {scale, divisor_of(scale), 0.0f, levels, 0.0f, low};
-  }
-  const float bottom = low > 0.0f ? 0.0f : low, ceiling = high < 0.0f ? 0.0f : high;
-  const float scale = (ceiling - bottom) / levels, divisor = divisor_of(scale);
-  float offset = std::nearbyint(-bottom / divisor);
-  offset = offset < 0.0f ? 0.0f : offset;
-  offset = offset > levels ? levels : offset;
-  return {scale, divisor, -offset, levels - offset, 0.0f, 0.0f};
-}
-
 template <int scheme, bool stochastic>
 void quantize(const float* x, float* out, int64_t count, const Grid grid, uint32_t place, cpt_fx::Seed seed) {
 #pragma omp simd
   for (int64_t i = 0; i < count; ++i) {
-    float code = scheme == kAffine ? (x[i] - grid.zero_point) / grid.divisor : x[i] / grid.divisor;
-    if (scheme == kSymmetric) code = code - grid.half;
-    code = code < grid.bottom ? grid.bottom : code;
-    code = code > grid.top ? grid.top : code;
-    code = cpt_fx::rounded<stochastic>(code, place + static_cast<uint32_t>(i), seed);
+    float code = code_of<scheme, stochastic>(x[i], grid, place + static_cast<uint32_t>(i), seed);
     if (scheme == kSymmetric) code = code + grid.half;
     out[i] = scheme == kAffine ? code * grid.scale + grid.zero_point : code * grid.scale;
   }

@@ -18,8 +18,8 @@ from cpt_fx import noise, numerics, ops  # noqa: E402
 from cpt_fx.export import functions  # noqa: E402
 from cpt_fx.export.functions import Kind  # noqa: E402
 from cpt_fx.formats import Rounding, Scheme, Specials  # noqa: E402
-from cpt_fx.learned import LearnedRange  # noqa: E402
 from cpt_fx.numerics import Grid  # noqa: E402
+from cpt_fx.ops import LearnedRange  # noqa: E402
 
 WIDTHS = (0, 1, 2, 3, 5, 8, 12, 24, 31, 32)
 FLOATS = [(exponent, specials) for exponent in (2, 4, 5, 8) for specials in Specials]

@@ -16,8 +16,8 @@ import cpt_fx
 from cpt_fx import Format, native, ops, recipes
 from cpt_fx.formats import Range
 from cpt_fx.functional import fake_quantize
-from cpt_fx.learned import LearnedRange
 from cpt_fx.numerics import Grid
+from cpt_fx.ops import LearnedRange
 from cpt_fx.recipes import Recipe
 from cpt_fx.schedules import Static
 
