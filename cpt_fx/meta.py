@@ -149,6 +149,12 @@ class Uncovered:
         return f"{self.layer or '(root)'}: {self.op}{f' operand {self.operand}' if self.operand else ''}: {self.reason}"
 
 
+def argument(node: fx.Node, index: Index) -> Any:
+    """Return what stands at a place among the arguments of a node."""
+    args: Any = node.args
+    return args[index] if isinstance(index, int) else args[index[0]][index[1]]
+
+
 def module_path(node: fx.Node) -> tuple[str, str]:
     """Return `(path, call)`: the innermost module a node came from, and which call of it (path, path@1, ...)."""
     stack = node.meta.get("nn_module_stack")

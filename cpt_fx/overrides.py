@@ -12,7 +12,7 @@ from torch import nn
 from cpt_fx.errors import check_int, nearest
 from cpt_fx.formats import FULL_PRECISION, Format
 from cpt_fx.meta import Dial, label_of
-from cpt_fx.recipes import OPERANDS, Recipe, Rule
+from cpt_fx.recipes import OPERANDS, Recipe, Rule, default
 from cpt_fx.schedules import Bits
 from cpt_fx.schedules.base import Schedule
 
@@ -296,6 +296,30 @@ class Patterns:
                 f"{self.argument} {_shown(pattern)!r} selects modules in which nothing is quantized: no effect"
             )
         return tuple(notes)
+
+
+class Choices:
+    """What is quantized how: a recipe, and what a user leaves out and changes for single layers."""
+
+    def __init__(
+        self, recipe: Recipe | None, exclude: tuple[Pattern, ...] | None, overrides: Mapping[Pattern, Any] | None,
+        aliases: Aliases, selected: Selected | None = None,
+    ) -> None:  # fmt: skip
+        selected = selected or Selected()
+        self.recipe = recipe or default()
+        self.exclude = selected.patterns(exclude or (), "exclude", aliases)
+        self.changes = selected.patterns(overrides or {}, "overrides", aliases)
+        self.overrides = Override.all(overrides or {})
+
+    def rule(
+        self, family: str, layer: str, stack: list[tuple[str, type[nn.Module] | None]]
+    ) -> tuple[Rule | None, list[Pattern]]:
+        """Return the rule of a layer, and the patterns that changed it."""
+        selecting = self.changes.matches(layer, stack)
+        rule = self.recipe.rule(family)
+        for pattern in selecting:
+            rule = self.overrides[pattern].rule(rule, family)
+        return rule, selecting
 
 
 def _fits(name: str, pattern: str) -> bool:

@@ -12,7 +12,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from cpt_fx.aliasing import overwritten
 from cpt_fx.aten import hides_product
-from cpt_fx.bodies import AUTHORS_OWN, Call, calls_of, given_quantized, multiplies, outermost, state_of
+from cpt_fx.bodies import AUTHORS_OWN, calls_of, given_quantized, multiplies, outermost, state_of
 from cpt_fx.formats import Format, Group
 from cpt_fx.graph_sites import (
     MAKERS,
@@ -29,14 +29,12 @@ from cpt_fx.meta import (
     LEFT,
     QUANTIZER,
     SITE,
-    WEIGHT,
     Dial,
     Operand,
     Site,
     Uncovered,
+    argument,
     around,
-    get_attribute,
-    is_transposed,
     module_path,
     module_stack,
 )
@@ -53,13 +51,14 @@ from cpt_fx.optable import (
     is_opaque,
     spec_of,
 )
-from cpt_fx.overrides import SELECTED, Aliases, Override, Pattern, Patterns, Selected
+from cpt_fx.overrides import SELECTED, Aliases, Choices, Pattern, Selected
 from cpt_fx.pass_base import Pass, Report
-from cpt_fx.recipes import Recipe, Rule, default
+from cpt_fx.recipes import Recipe, Rule
 from cpt_fx.regions import TRANSFORMED, Regions
 from cpt_fx.result import plain_class
 from cpt_fx.runtime import Precision
 from cpt_fx.schedules import Bits
+from cpt_fx.values import Values, is_read
 
 MAKES_A_WEIGHT = "part of a parametrization: it makes a weight, which is quantized where a layer multiplies it"
 OF_SOFTMAX = "part of a softmax over neighbours, which stays in full precision: it sums scores, not messages"
@@ -83,14 +82,11 @@ class Annotate(Pass):
 
     def run(self, module: fx.GraphModule) -> Report:
         """Walk the graph once, in order, into every body where it is run."""
-        aliases = Aliases(outermost(module))
-        overrides = self.overrides or {}
-        recipe = self.recipe or default()
-        if recipe.not_finite == "raise":
-            state_of(module).raises = True
         selected: Selected = module.meta.get(SELECTED) or Selected()
-        walk = _Walk(module, recipe, selected.patterns(self.exclude or (), "exclude", aliases),
-                     selected.patterns(overrides, "overrides", aliases), overrides)  # fmt: skip
+        choices = Choices(self.recipe, self.exclude, self.overrides, Aliases(outermost(module)), selected)
+        if choices.recipe.not_finite == "raise":
+            state_of(module).raises = True
+        walk = _Walk(module, choices)
         walk.graph(module)
         selected.layers.update(dict.fromkeys(walk.layers))
         # Unless other graphs have a say in which patterns select nothing.
@@ -101,19 +97,12 @@ class Annotate(Pass):
 class _Walk:
     """One walk over a graph: names layers, follows which values are weights, decides."""
 
-    def __init__(
-        self, module: fx.GraphModule, recipe: Recipe, exclude: Patterns, changes: Patterns,
-        overrides: Mapping[Pattern, Any],
-    ) -> None:  # fmt: skip
+    def __init__(self, module: fx.GraphModule, choices: Choices) -> None:
         self.module = module
-        self.recipe = recipe
-        self.exclude = exclude
-        self.changes = changes
-        self.overrides = Override.all(overrides)
+        self.choices = choices
+        self.recipe = choices.recipe
         self.regions = Regions()
-        self.weights: set[fx.Node] = set()
-        self.trained: set[fx.Node] = set()
-        self.tensors: dict[fx.Node, Any] = {}
+        self.values = Values(module)
         self.layers: list[str] = []
         self.uncovered: list[Uncovered] = []
         self.decided = 0
@@ -129,42 +118,31 @@ class _Walk:
         """Decide about every node of a graph, and of its bodies at the first node that runs them."""
         self._walked.add(module)
         outer, self.module = self.module, module
+        self.values.module = module
         self._given |= given_quantized(module)
         for node in module.graph.nodes:
             self.visit(node)
             if SITE not in node.meta and spec_of(node):
                 node.meta[LEFT] = f"{Annotate.name} left it as it is"
             for call in calls_of(module, node):
-                self._enter(call)
+                self.values.enter(call)
                 if call.body not in self._walked:
                     self.graph(call.body)
-        self.module = outer
-
-    def _enter(self, call: Call) -> None:
-        """Tell the inputs of a body what they are."""
-        for given, value in call.given.items():
-            if value in self.weights:
-                given.meta[WEIGHT] = True
-            if value in self.trained:
-                self.trained.add(given)
-            self.tensors[given] = self._tensor(value)
+        self.module = self.values.module = outer
 
     def visit(self, node: fx.Node) -> None:
         """Decide one node."""
         self._note_modules(node)
         self.regions.visit(node)
-        if self._is_weight(node):
-            self.weights.add(node)
-        if self._is_trained(node):
-            self.trained.add(node)
+        self.values.visit(node)
         if self._makes_a_weight(node):
             return
-        spec = spec_of(node) or elementwise_spec(node, self.recipe, self.weights, self.trained)
+        spec = spec_of(node) or elementwise_spec(node, self.recipe, self.values.weights, self.values.trained)
         if spec is None:
             self._report_hidden(node)
             return
-        spec = bag_spec(node, spec, self.weights)
-        if spec.family == "aggregation" and carries_no_message(node, spec, self.trained):
+        spec = bag_spec(node, spec, self.values.weights)
+        if spec.family == "aggregation" and carries_no_message(node, spec, self.values.trained):
             return
         family = self._family(node, spec)
         layer = self._names.name(node, spec.name, self.kinds.get(module_path(node)[0]))
@@ -177,11 +155,7 @@ class _Walk:
         if self.regions.transformed:
             self.uncovered.append(Uncovered(layer, spec.name, TRANSFORMED))
             return
-        selecting = self.changes.matches(layer, around(node))
-        changes = [self.overrides[pattern] for pattern in selecting]
-        rule = self.recipe.rule(family)
-        for change in changes:
-            rule = change.rule(rule, family)
+        rule, selecting = self.choices.rule(family, layer, around(node))
         if rule is None:
             if family in (*MULTIPLY, "aggregation"):
                 reason = f"recipe {self.recipe.name!r} leaves {family} in full precision"
@@ -191,7 +165,7 @@ class _Walk:
         if family == "aggregation" and normalizes_softmax(node, spec):
             self.uncovered.append(Uncovered(layer, spec.name, OF_SOFTMAX, by_choice=True))
             return
-        self._decide(node, spec, family, layer, rule, changes)
+        self._decide(node, spec, family, layer, rule, selecting)
         self._note_effects(node, selecting)
 
     def _makes_a_weight(self, node: fx.Node) -> bool:
@@ -199,7 +173,7 @@ class _Walk:
         found = parametrization_of(node, self.kinds)
         if found is None:
             return False
-        self.weights.add(node)
+        self.values.weights.add(node)
         if spec_of(node) or node.target in FUSED or found[1] in MAKERS:
             self._list_maker(*found)
         return True
@@ -217,14 +191,14 @@ class _Walk:
         if site is not None and site.gradient is not None:
             roles.add("gradient")
         for pattern in selecting:
-            for role, _ in self.overrides[pattern].widths:
-                key = (pattern, role)
-                self.changes.idle[key] = self.changes.idle.get(key, True) and role not in roles
+            for role, _ in self.choices.overrides[pattern].widths:
+                idle = self.choices.changes.idle
+                idle[pattern, role] = idle.get((pattern, role), True) and role not in roles
 
     def _is_excluded(self, node: fx.Node, layer: str, op: str) -> bool:
         """Whether the user left an operator out; if so, note it."""
         shown = [pattern if isinstance(pattern, str) else pattern.__name__
-                 for pattern in self.exclude.matches(layer, around(node))]  # fmt: skip
+                 for pattern in self.choices.exclude.matches(layer, around(node))]  # fmt: skip
         if shown:
             reason = f"excluded by {', '.join(map(repr, shown))}"
             self.uncovered.append(Uncovered(layer, op, reason, by_choice=True))
@@ -236,7 +210,7 @@ class _Walk:
         return SITE in node.meta and any(item is not None and item.role != "gradient" for item in inputs)
 
     def _decide(
-        self, node: fx.Node, spec: OpSpec, family: str, layer: str, rule: Rule, changes: list[Override]
+        self, node: fx.Node, spec: OpSpec, family: str, layer: str, rule: Rule, selecting: list[Pattern]
     ) -> None:
         operands = []
         for index, name, kind in self._operands(node, spec):
@@ -258,8 +232,8 @@ class _Walk:
         dials = {
             role: Dial(role, with_forward=role == "gradient" and rule.gradient_with_forward) for role in Bits._fields
         }
-        for change in changes:
-            dials = change.dials(dials)
+        for pattern in selecting:
+            dials = self.choices.overrides[pattern].dials(dials)
         node.meta[SITE] = Site(
             layer=layer,
             op=spec.name,
@@ -279,11 +253,11 @@ class _Walk:
             return None
         others = [arg for arg in users[0].args if arg is not node]
         other = others[0] if len(others) == 1 else None
-        if not isinstance(other, fx.Node) or not self._is_read(other) or len(users[0].args) != 2:
+        if not isinstance(other, fx.Node) or not is_read(other) or len(users[0].args) != 2:
             return None
-        value = self._tensor(other)
+        value = self.values.tensor(other)
         is_vector = isinstance(value, torch.Tensor) and value.ndim == 1
-        return users[0] if self._is_weight(other) and is_vector else None
+        return users[0] if self.values.is_weight(other) and is_vector else None
 
     def _operands(self, node: fx.Node, spec: OpSpec) -> list[tuple[Index, str, str]]:
         """List the tensors an operator multiplies, as (index, name, kind)."""
@@ -308,12 +282,12 @@ class _Walk:
         self, node: fx.Node, spec: OpSpec, family: str, index: Index, name: str, kind: str, rule: Rule
     ) -> Operand | str | None:
         """Return the decision for one operand; a reason where it stays as it is; None where nothing is to say."""
-        value = node.args[index] if isinstance(index, int) else node.args[index[0]][index[1]]  # type: ignore[index]
+        value = argument(node, index)
         if not isinstance(value, fx.Node):
             return None
         if spec.family == "embedding" and value in overwritten(node, {}):
             return f"{spec.name} overwrites it: what it writes must go to the tensor itself"
-        is_weight = value in self.weights
+        is_weight = value in self.values.weights
         if kind == "sparse":
             return None if family == "aggregation" else "a sparse operand is passed on as it is"
         if kind == "bias":
@@ -326,7 +300,7 @@ class _Walk:
         else:
             role, chosen = "activation", rule.input
         left = kind == "either" and name in ("input", "mat1", "operand0")
-        if rule.messages_only and left and value not in self.trained:
+        if rule.messages_only and left and value not in self.values.trained:
             return "the left operand is the adjacency, not a message"
         if chosen is None:
             return None if role == "bias" else f"the recipe has no format for the {role} of this family"
@@ -336,7 +310,7 @@ class _Walk:
             groups = einsum_group(node.args[0], index - 1, fitting) or groups
         if spec.name == "vecdot" and fitting.group is Group.CHANNEL:
             groups = ((), (node.kwargs.get("dim", -1),))  # type: ignore[assignment]
-        if fitting.group is Group.ROW and is_weight and self._is_transposed(value):
+        if fitting.group is Group.ROW and is_weight and self.values.is_transposed(value):
             # As stored, dim 0: after a transpose it is the last.
             groups = ((-1,), None)
         keep, over = groups
@@ -344,8 +318,8 @@ class _Walk:
 
     def _fitting(self, chosen: Format, value: fx.Node) -> Format:
         """Say of a vector that it has one range, as every vector has (`reduced_dims`), where it is known to be one."""
-        if self._is_read(value) and chosen.group in (Group.ROW, Group.CHANNEL) and not chosen.block:
-            tensor = self._tensor(value)
+        if is_read(value) and chosen.group in (Group.ROW, Group.CHANNEL) and not chosen.block:
+            tensor = self.values.tensor(value)
             if isinstance(tensor, torch.Tensor) and tensor.ndim < 2:
                 return replace(chosen, group=Group.TENSOR)
         return chosen
@@ -355,50 +329,9 @@ class _Walk:
         if FAMILY in node.meta:
             return str(node.meta[FAMILY])
         products = spec.family == "matmul" or spec.name in ("sparse_mm", "sparse_addmm")
-        if products and any(used in self.weights for used in node.all_input_nodes):
+        if products and any(used in self.values.weights for used in node.all_input_nodes):
             return "linear"
         return spec.family
-
-    def _is_weight(self, node: fx.Node) -> bool:
-        """Whether a value is a parameter, or computed from parameters alone."""
-        if node.op == "get_attr":
-            return isinstance(self._tensor(node), nn.Parameter)
-        if node.op == "placeholder":
-            return bool(node.meta.get(WEIGHT))
-        if node.op not in ("call_function", "call_method"):
-            return False
-        used = [value for value in node.all_input_nodes if not _is_size(value)]
-        return bool(used) and all(value in self.weights for value in used)
-
-    def _is_read(self, node: fx.Node) -> bool:
-        """Whether a value comes as it is from a module or from outside, not from another operator."""
-        return node.op in ("get_attr", "placeholder")
-
-    def _tensor(self, node: fx.Node) -> Any:
-        """Return the tensor behind a value that some graph reads from a module, or one like it; None for others."""
-        if node.op == "get_attr":
-            return get_attribute(self.module, str(node.target))
-        return self.tensors.get(node, node.meta.get("example_value") if node.op == "placeholder" else None)
-
-    def _is_trained(self, node: fx.Node) -> bool:
-        """Whether a value depends on a parameter: coefficients do, an adjacency matrix does not."""
-        if node in self.weights or any(used in self.trained for used in node.all_input_nodes):
-            return True
-        return node.op == "call_module" and any(True for _ in self.module.get_submodule(str(node.target)).parameters())
-
-    def _is_transposed(self, value: fx.Node) -> bool:
-        """Whether a value is a stored matrix with its two dims exchanged."""
-        if value.op == "placeholder":
-            return is_transposed(self._tensor(value))
-        source = value.args[0] if value.args else None
-        if not isinstance(source, fx.Node) or not self._is_read(source):
-            return False
-        if getattr(self._tensor(source), "ndim", None) != 2:
-            return False
-        if value.target is getattr:
-            return value.args[1] in ("T", "mT")
-        exchanging = value.target in ("transpose", "permute", "swapaxes", torch.transpose, torch.permute)
-        return exchanging or value.target in ("t", torch.t)
 
     def _note_modules(self, node: fx.Node) -> None:
         for path, kind in module_stack(node):
@@ -444,8 +377,3 @@ def _kind_of(module: nn.Module) -> type[nn.Module] | None:
 
 def _name(target: Any) -> str:
     return str(getattr(target, "__name__", target))
-
-
-def _is_size(node: fx.Node) -> bool:
-    """Whether a value is a size: a parameter expanded to the size of a batch is a parameter still."""
-    return isinstance(node.meta.get("example_value"), (int, torch.SymInt, torch.Size))

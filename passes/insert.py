@@ -10,7 +10,7 @@ from torch import fx
 from cpt_fx.bodies import OUTER, free_name, given_quantized, nodes_of, outermost, state_of
 from cpt_fx.formats import Format, Range, Scheme
 from cpt_fx.layer_state import PARTS, add_range
-from cpt_fx.meta import PASS, QUANTIZER, SITE, STATE, Dial, Operand, Quantizer, Site
+from cpt_fx.meta import QUANTIZER, SITE, STATE, Dial, Operand, Quantizer, Site, argument
 from cpt_fx.ops import QUANTIZE_GRADIENT
 from cpt_fx.optable import OP_OF_RANGE, Groups, gradient_groups
 from cpt_fx.pass_base import Pass, Report
@@ -69,7 +69,7 @@ class _Editor:
 
     def quantize_operand(self, node: fx.Node, site: Site, operand: Operand) -> None:
         """Put a quantizer between an operator and one of its operands."""
-        value = _argument(node, operand)
+        value = argument(node, operand.index)
         options = _options(operand.format, (operand.keep, operand.over))
         name = _identifier(f"{site.layer}_{operand.name}_q")
         dial = site.dial(operand.role)
@@ -121,7 +121,6 @@ class _Editor:
         made.kwargs = {**options, "record": self._read(record, made)}
         what = Quantizer((site.layer,), site.op, operand, role, format, site.dial(role), record, ranges)
         made.meta[QUANTIZER] = what
-        made.meta[PASS] = Insert.name
         for key in ("nn_module_stack", "stack_trace"):
             if key in at.meta:
                 made.meta[key] = at.meta[key]
@@ -150,15 +149,7 @@ class _Editor:
             with self.graph.inserting_before(before):
                 # create_node, not get_attr: the latter warns about the training flag, which is no tensor.
                 self._reads[path] = self.graph.create_node("get_attr", path)
-                self._reads[path].meta[PASS] = Insert.name
         return self._reads[path]
-
-
-def _argument(node: fx.Node, operand: Operand) -> fx.Node:
-    index = operand.index
-    value: Any = node.args[index] if isinstance(index, int) else node.args[index[0]][index[1]]  # type: ignore[index]
-    assert isinstance(value, fx.Node)
-    return value
 
 
 def _replace_argument(node: fx.Node, operand: Operand, value: fx.Node) -> None:

@@ -12,9 +12,9 @@ from cpt_fx.bodies import outermost
 from cpt_fx.meta import LEFT, around, module_path
 from cpt_fx.opening import attention_graph, recurrent_graph
 from cpt_fx.opening.building import Builder, Opener, StaysFusedError
-from cpt_fx.overrides import Aliases, Override, Pattern, Patterns
+from cpt_fx.overrides import Aliases, Choices, Pattern
 from cpt_fx.pass_base import Pass, Report
-from cpt_fx.recipes import Recipe, default
+from cpt_fx.recipes import Recipe
 from cpt_fx.regions import Regions
 
 OPENERS: dict[Any, Opener] = {**attention_graph.OPENERS, **recurrent_graph.OPENERS}
@@ -40,7 +40,7 @@ class Open(Pass):
         """Open one operator after the other."""
         notes = []
         regions = Regions()
-        aliases = Aliases(outermost(module))
+        choices = Choices(self.recipe, self.exclude, self.overrides, Aliases(outermost(module)))
         for node in list(module.graph.nodes):
             regions.visit(node)
             opener = OPENERS.get(node.target) if node.op == "call_function" else None
@@ -48,11 +48,13 @@ class Open(Pass):
                 continue
             path, name = module_path(node)[0], str(getattr(node.target, "__name__", node.target))
             node.meta.pop(LEFT, None)
-            if regions.transformed or Patterns(self.exclude or (), "exclude", aliases).matches(path, around(node)):
+            if regions.transformed or choices.exclude.matches(path, around(node)):
                 continue
-            if not any(self._has_rule(node, path, aliases, *product) for product in opener.products):
+            prefix = f"{path}." if path else ""
+            rules = [choices.rule(family, prefix + product, around(node))[0] for product, family in opener.products]
+            if all(rule is None for rule in rules):
                 families = " and ".join(dict.fromkeys(family for _, family in opener.products))
-                node.meta[LEFT] = f"recipe {(self.recipe or default()).name!r} leaves {families} in full precision"
+                node.meta[LEFT] = f"recipe {choices.recipe.name!r} leaves {families} in full precision"
                 continue
             builder = Builder(module, node)
             try:
@@ -60,15 +62,5 @@ class Open(Pass):
             except StaysFusedError as reason:
                 node.meta[LEFT] = str(reason)
                 continue
-            place = path or "(root)"
-            notes.append(f"{place}: {name} opened into {builder.products} products: equal to float rounding")
+            notes.append(f"{path or '(root)'}: {name} opened into {builder.products} products: equal to float rounding")
         return Report(self.name, len(notes), tuple(notes) or ("nothing to open",))
-
-    def _has_rule(self, node: fx.Node, path: str, aliases: Aliases, product: str, family: str) -> bool:
-        """Whether a product inside an operator would be quantized."""
-        rule = (self.recipe or default()).rule(family)
-        overrides = self.overrides or {}
-        layer = f"{path}.{product}" if path else product
-        for pattern in Patterns(overrides, "overrides", aliases).matches(layer, around(node)):
-            rule = Override.of(overrides[pattern]).rule(rule, family)
-        return rule is not None

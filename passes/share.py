@@ -105,7 +105,6 @@ def _follow_merged_range(module: fx.GraphModule, node: fx.Node, names: Names) ->
         if read.op == "get_attr" and quantizer.ranges in str(read.target):
             with module.graph.inserting_before(node):
                 other = module.graph.create_node("get_attr", str(read.target).replace(quantizer.ranges, kept, 1))
-            other.meta[PASS] = Share.name
             node.replace_input_with(read, other)
     node.meta[QUANTIZER] = replace(quantizer, ranges=kept)
 

@@ -48,6 +48,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cpt_fx.pass_base",
         "cpt_fx.spec",
         "cpt_fx.runtime",
+        "cpt_fx.values",
         "cpt_fx.reminders",
         "cpt_fx.graph_module",
     ),

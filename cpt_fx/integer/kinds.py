@@ -37,7 +37,8 @@ def _matmul_shape(a: Sequence[int], b: Sequence[int], geometry: Geometry) -> tup
 def _convolve(x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
     if w.ndim == 4:
         return torch.conv2d(x, w, bias, *geometry)
-    return torch.conv1d(x, w, bias, *(pair[1:] for pair in geometry))
+    stride, padding, dilation = (pair[1:] for pair in geometry)
+    return torch.conv1d(x, w, bias, stride, padding, dilation)
 
 
 LINEAR = Kind(

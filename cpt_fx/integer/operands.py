@@ -21,8 +21,9 @@ from cpt_fx.integer.codes import WIDEST, Codes, quantize_codes
 from cpt_fx.integer.products import bias_grad
 from cpt_fx.noise import new_seed
 from cpt_fx.numerics import Grid, reduced_dims
-from cpt_fx.ops import FAKE_QUANTIZE, grid_of
+from cpt_fx.ops import FAKE_QUANTIZE
 from cpt_fx.saving import check_unchanged
+from cpt_fx.straight_through import grid_of
 from cpt_fx.transformed import is_transformed
 from cpt_fx.widths import host_value, is_free
 

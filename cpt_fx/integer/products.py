@@ -203,13 +203,13 @@ def _matmul(a: Factor, b: Factor, dtype: torch.dtype, bias: Tensor | None = None
         return torch.matmul(a, b)
     (x, first), (y, second) = _as_matrix(a, 0), _as_matrix(b, -1)
     shape = (*x.shape[:-1], y.shape[-1]) if y.ndim == 2 and x.ndim != 2 else None
-    x = _rows(x) if shape else x
+    rows = _rows(x) if shape else x
     plain = first.ndim == second.ndim == 0 and first.dtype == second.dtype == torch.float32
     result: Tensor | None = None
     if x.numel() and y.numel() and x.shape[-1] <= reference.LONGEST_SUM:
-        result = kernels.product(x, y, (first, second) if plain else None, bias if plain else None)
+        result = kernels.product(rows, y, (first, second) if plain else None, bias if plain else None)
     scaled = plain and result is not None
-    result = reference.integer_bmm(x, y) if result is None else result
+    result = reference.integer_bmm(rows, y) if result is None else result
     result = result.view(shape) if shape else result
     result = (result if scaled else _scaled(result, first, second, bias)).to(dtype)
     result = result.squeeze(-2) if a.ndim == 1 else result

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cpt_fx import native
 from cpt_fx.formats import Rounding, Scheme
-from cpt_fx.native import buffers
 from cpt_fx.noise import new_seed
 from cpt_fx.numerics import Extent, Grid, reduced_dims
 
@@ -69,7 +70,7 @@ def quantize(
     given = extents is not None
     if extents is None:
         extents = torch.empty(3 * groups)
-    out = buffers.empty_like(x)
+    out = new_like(x)
     running: tuple[int | None, int | None, int | None, float] = (None, None, None, -1.0)
     if learner is not None:
         running = (learner[0].data_ptr(), learner[1].data_ptr(), learner[2].data_ptr(), learner.momentum)
@@ -106,3 +107,44 @@ def _layout(shape: torch.Size, grid: Grid) -> tuple[int, int, int, int] | None:
     first, last = (kept[0], kept[-1] + 1) if kept else (0, 0)
     scheme = _AFFINE_FLOORED if grid.floored and grid.scheme is Scheme.AFFINE else _SCHEMES[grid.scheme]
     return scheme, shape[:first].numel(), shape[first:last].numel(), shape[last:].numel()
+
+
+_WORTH_IT = 1 << 17
+"""Bytes from which on the C library asks the system for pages of their own."""
+_MOST = 4
+"""Buffers kept per thread: a product's operands, and one to spare. More would show in the memory of a model."""
+
+
+class _Mine(threading.local):
+    """The buffers of one thread: two threads must not find the same one free."""
+
+    def __init__(self) -> None:
+        self.buffers: OrderedDict[int, Any] = OrderedDict()
+
+
+_MINE = _Mine()
+
+
+def new_like(x: Tensor) -> Tensor:
+    """Return a new contiguous tensor like a contiguous one, whose content is left to the caller.
+
+    Its memory is taken again as soon as nobody holds it any more: a quantized tensor lives for one product. Asking the
+    system for pages each time, and giving them back, takes longer than quantizing: the C library returns large blocks
+    at once, and touching them again is a page fault every 4 KiB.
+    """
+    size = x.numel() * x.element_size()
+    if size < _WORTH_IT:
+        return torch.empty_like(x)
+    buffers = _MINE.buffers
+    for key, storage in reversed(buffers.items()):
+        # One use is ours. Another process that shares the memory is not counted.
+        unused = storage.nbytes() == size and torch._C._storage_Use_Count(storage._cdata) == 1
+        if unused and not storage.is_shared():
+            buffers.move_to_end(key)
+            return x.new_empty(0).set_(storage, 0, x.shape, x.stride())
+    made = torch.empty_like(x)
+    storage = made.untyped_storage()
+    buffers[id(storage)] = storage
+    if len(buffers) > _MOST:
+        buffers.popitem(last=False)
+    return made

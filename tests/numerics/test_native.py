@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cpt_fx import native
 from cpt_fx.evidence import new_record
-from cpt_fx.native import buffers, simulate
+from cpt_fx.native import simulate
 from cpt_fx.noise import new_seed, uniform
 from cpt_fx.numerics import Grid, quantize
 from cpt_fx.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_OBSERVED, QUANTIZE_GRADIENT
@@ -130,20 +130,20 @@ def test_a_given_range_is_that_of_every_group(scheme: str, groups: dict[str, Any
 
 def test_a_buffer_that_another_process_may_read_is_not_taken_again() -> None:
     x = torch.randn(1 << 16)
-    shared = buffers.empty_like(x).share_memory_()
+    shared = simulate.new_like(x).share_memory_()
     storage = shared.untyped_storage()._cdata
     del shared
-    assert storage not in {buffers.empty_like(x).untyped_storage()._cdata for _ in range(3)}
+    assert storage not in {simulate.new_like(x).untyped_storage()._cdata for _ in range(3)}
 
 
 def test_a_buffer_is_not_taken_while_somebody_holds_it() -> None:
     x = torch.randn(1 << 16)
-    held = [buffers.empty_like(x) for _ in range(9)]
+    held = [simulate.new_like(x) for _ in range(9)]
     assert len({tensor.data_ptr() for tensor in held}) == 9
     view = held[-1][3:]
     place = held[-1].data_ptr()
     del held
-    assert place not in {buffers.empty_like(x).data_ptr() for _ in range(9)}
+    assert place not in {simulate.new_like(x).data_ptr() for _ in range(9)}
     assert view.numel()
 
 

@@ -11,7 +11,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from cpt_fx.evidence import new_record
 from cpt_fx.numerics import Grid, quantize_or_pass
-from cpt_fx.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_OBSERVED, QUANTIZE_GRADIENT, QUANTIZERS, grid_of
+from cpt_fx.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_OBSERVED, QUANTIZE_GRADIENT, QUANTIZERS
+from cpt_fx.straight_through import grid_of
 from cpt_fx.widths import host_value
 
 FORMATS: list[dict[str, Any]] = [
