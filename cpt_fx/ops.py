@@ -188,19 +188,19 @@ def _fake_quantize_observed(
     running = Running(zero_point, range, weight)
     if trains is not None and (known := host_value(trains)) is not None:
         training, trains = bool(known), None
-    how = _Learning(momentum, when_off, percentile)
+    learn = partial(_learn, x, bits, running, momentum, when_off, percentile, record)
     grid = grid_of(options, "nearest")
     if trains is not None:
         # Recalled first: learning overwrites.
         recalled = _recall(x, running, corrected, percentile)
-        used = _by_mode(trains, _learn(x, bits, running, how, record, trains), recalled)
+        used = _by_mode(trains, learn(trains), recalled)
     elif training:
         if percentile >= 100:
             learner = Learner(*running, -1.0 if is_recomputing() else momentum)
             served = by_kernel(x, bits, grid, None, record, learner)
             if served is not None:
                 return served
-        used = _learn(x, bits, running, how, record)
+        used = learn()
     else:
         used = _recall(x, running, corrected, percentile)
     return straight_through(x, bits, grid, used, record)
@@ -214,35 +214,28 @@ class Running(NamedTuple):
     weight: Tensor
 
 
-class _Learning(NamedTuple):
-    """How a running range learns from a batch."""
-
-    momentum: float
-    when_off: bool
-    percentile: float
-
-
 @torch.no_grad()
 def _learn(
-    x: Tensor, bits: Tensor, running: Running, how: _Learning, record: Tensor | None, trains: Tensor | None = None
-) -> Extent:
+    x: Tensor, bits: Tensor, running: Running, momentum: float, when_off: bool, percentile: float,
+    record: Tensor | None, trains: Tensor | None = None,
+) -> Extent:  # fmt: skip
     """Return the batch's own range, and let the running one learn from it; with `trains`, only where that is True.
 
     A batch that is not finite teaches nothing, and counts for nothing: it is one that the training loop skips.
     """
     if x.numel() == 0:
         return Extent(running.zero_point, running.range)
-    batch = _extent(x, how.percentile)
+    batch = _extent(x, percentile)
     if is_recomputing():
         return batch
-    on = torch.ones_like(bits, dtype=torch.bool) if how.when_off else bits > 0
+    on = torch.ones_like(bits, dtype=torch.bool) if when_off else bits > 0
     if trains is not None:
         on = on & trains
     values = (batch.zero_point.to(running.zero_point.dtype), batch.range.to(running.range.dtype))
     finite = _is_finite(*values)
     for state, value in zip(running, (*values, torch.ones_like(running.weight)), strict=True):
         # The published expression, in its order: float addition does not commute with rearrangement.
-        updated = state * how.momentum + value * (1 - how.momentum)
+        updated = state * momentum + value * (1 - momentum)
         write(state, torch.where(on & finite, updated, state), "a running range")
     if record is not None:
         count(record, SKIPPED, on & finite.logical_not())

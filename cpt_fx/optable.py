@@ -72,19 +72,25 @@ def _either(name: str) -> OpSpec:
     return OpSpec("matmul", name, ("input", "other"), ((0, "either"), (1, "either")))
 
 
-def _scatter(name: str, source: str, *extra: str) -> OpSpec:
-    return OpSpec("aggregation", name, ("input", "dim", "index", source, *extra), ((3, "input"),))
-
-
-def _index_put(name: str) -> OpSpec:
-    return OpSpec("aggregation", name, ("input", "indices", "values", "accumulate"), ((2, "input"),))
+def _scatter(name: str, *arguments: str) -> OpSpec:
+    source = next(place for place, argument in enumerate(arguments) if argument in ("source", "src", "values"))
+    return OpSpec("aggregation", name, arguments, ((source, "input"),))
 
 
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 _TRANSPOSED = ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 _PRODUCTS = ("matmul", "mm", "bmm", "mv", "dot", "vdot", "outer")
 _ADDED = ("addmm", "addbmm", "baddbmm", "addmv", "addr")
-_INDEXED = ("index_add", "scatter_add", "scatter_reduce", "index_reduce", "scatter", "index_put")
+_INDEXED = {
+    "index_add": ("input", "dim", "index", "source"),
+    "scatter_add": ("input", "dim", "index", "src"),
+    "scatter_reduce": ("input", "dim", "index", "src", "reduce"),
+    "index_reduce": ("input", "dim", "index", "source", "reduce"),
+    # With numbers instead of tensors, and unless told to add up, these two write values and sum nothing.
+    "scatter": ("input", "dim", "index", "src"),
+    "index_put": ("input", "indices", "values", "accumulate"),
+}
+"""Sums over neighbours, and the names of their arguments."""
 
 SPECS: dict[Target, OpSpec] = {
     **{getattr(torch, name): _conv(name) for name in _CONVOLUTIONS},
@@ -105,19 +111,8 @@ SPECS: dict[Target, OpSpec] = {
     torch.chain_matmul: OpSpec("matmul", "chain_matmul", ("matrices",), (), variadic=0),
     F.embedding: OpSpec("embedding", "embedding", ("input", "weight"), ((1, "weight"),), ((1, FIRST_DIM),)),
     F.embedding_bag: OpSpec("embedding", "embedding_bag", ("input", "weight"), ((1, "weight"),), ((1, FIRST_DIM),)),
-    torch.index_add: _scatter("index_add", "source"),
-    torch.scatter_add: _scatter("scatter_add", "src"),
-    torch.scatter_reduce: _scatter("scatter_reduce", "src", "reduce"),
-    torch.index_reduce: _scatter("index_reduce", "source", "reduce"),
-    torch.Tensor.index_add_: _scatter("index_add_", "source"),
-    torch.Tensor.scatter_add_: _scatter("scatter_add_", "src"),
-    torch.Tensor.scatter_reduce_: _scatter("scatter_reduce_", "src", "reduce"),
-    torch.Tensor.index_reduce_: _scatter("index_reduce_", "source", "reduce"),
-    # With numbers instead of tensors, and unless told to add up, these two write values and sum nothing.
-    torch.scatter: _scatter("scatter", "src"),
-    torch.Tensor.scatter_: _scatter("scatter_", "src"),
-    torch.index_put: _index_put("index_put"),
-    torch.Tensor.index_put_: _index_put("index_put_"),
+    **{getattr(torch, name): _scatter(name, *more) for name, more in _INDEXED.items()},
+    **{getattr(torch.Tensor, f"{name}_"): _scatter(f"{name}_", *more) for name, more in _INDEXED.items()},
     torch.sparse.mm: OpSpec("aggregation", "sparse_mm", ("input", "mat2"), ((0, "sparse"), (1, "input"))),
     torch.sparse.addmm: OpSpec("aggregation", "sparse_addmm", ("input", "mat1", "mat2"), ((1, "sparse"), (2, "input"))),
     torch.segment_reduce: OpSpec("aggregation", "segment_reduce", ("data", "reduce"), ((0, "input"),)),

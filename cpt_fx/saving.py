@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -74,7 +74,7 @@ def keep_sources(product: Tensor) -> None:
             saved = getattr(node, f"_saved_{name}")
             source = _source_of(saved) if isinstance(saved, Tensor) else None
             if source is not None:
-                getattr(node, f"_raw_saved_{name}").register_hooks(_packer(source), _Kept.again)
+                getattr(node, f"_raw_saved_{name}").register_hooks(partial(_Kept.of, source), _Kept.again)
 
 
 def check_unchanged(x: Tensor, version: int) -> None:
@@ -121,6 +121,12 @@ class _Kept(NamedTuple):
     stride: tuple[int, ...]
     offset: int
 
+    @classmethod
+    def of(cls, source: Source, saved: Tensor) -> _Kept:
+        """Return what stands for a tensor that was to be saved."""
+        x = source.x.detach()
+        return cls(source, x, x._version, saved.size(), saved.stride(), int(saved.storage_offset()))
+
     def again(self) -> Tensor:
         """Quantize once more."""
         check_unchanged(self.x, self.version)
@@ -130,14 +136,6 @@ class _Kept(NamedTuple):
         width, grid, extents, seed = self.source.width, self.source.grid, self.source.extents, self.source.seed
         made = simulate.quantize(x, width, grid, extents, seed)
         return made.values.as_strided(self.size, self.stride, self.offset)
-
-
-def _packer(source: Source) -> Callable[[Tensor], _Kept]:
-    def pack(saved: Tensor) -> _Kept:
-        x = source.x.detach()
-        return _Kept(source, x, x._version, saved.size(), saved.stride(), int(saved.storage_offset()))
-
-    return pack
 
 
 class _Before(NamedTuple):
@@ -151,7 +149,7 @@ class _Before(NamedTuple):
         source = _source_of(saved)
         if source is None:
             return None, self.pack(saved)
-        kept = _packer(source)(saved)
+        kept = _Kept.of(source, saved)
         return kept, self.pack(kept.x)
 
     def unpacked(self, packed: tuple[_Kept | None, Any]) -> Tensor:

@@ -12,7 +12,7 @@ from torch import fx
 
 from cpt_fx.bodies import free_name, given_quantized, nodes_of, outermost, state_of
 from cpt_fx.formats import Format, Range, Rounding, Scheme
-from cpt_fx.integer.ops import INTEGER_CONV, INTEGER_LINEAR, INTEGER_MATMUL, TO_INTEGER
+from cpt_fx.integer.ops import INTEGER_CONV, INTEGER_LINEAR, INTEGER_MATMUL, INTEGER_PRODUCTS, TO_INTEGER
 from cpt_fx.meta import PASS, QUANTIZER, SIMULATED, SITE, Operand, Quantizer, Site, get_attribute
 from cpt_fx.ops import FAKE_QUANTIZE, QUANTIZE_GRADIENT
 from cpt_fx.optable import MULTIPLY, spec_for
@@ -25,12 +25,9 @@ WIDTH = 1
 
 _FACTORS: dict[Any, tuple[Any, dict[int, int]]] = {
     F.linear: (INTEGER_LINEAR, {0: LEFT, 1: RIGHT, 2: ADDED}),
-    torch.matmul: (INTEGER_MATMUL, {0: LEFT, 1: RIGHT}),
-    torch.mm: (INTEGER_MATMUL, {0: LEFT, 1: RIGHT}),
-    torch.bmm: (INTEGER_MATMUL, {0: LEFT, 1: RIGHT}),
+    **dict.fromkeys((torch.matmul, torch.mm, torch.bmm), (INTEGER_MATMUL, {0: LEFT, 1: RIGHT})),
     torch.addmm: (INTEGER_MATMUL, {0: ADDED, 1: LEFT, 2: RIGHT}),
-    torch.conv1d: (INTEGER_CONV, {0: LEFT, 1: RIGHT, 2: ADDED}),
-    torch.conv2d: (INTEGER_CONV, {0: LEFT, 1: RIGHT, 2: ADDED}),
+    **dict.fromkeys((torch.conv1d, torch.conv2d), (INTEGER_CONV, {0: LEFT, 1: RIGHT, 2: ADDED})),
 }
 """The operators that have an integer form: which, and where their arguments go."""
 
@@ -59,7 +56,7 @@ class Lower(Pass):
         plans, notes = [], []
         for node in sites:
             node.meta.pop(SIMULATED, None)
-            if node.target in _NEW:
+            if node.target in INTEGER_PRODUCTS:
                 continue
             try:
                 plans.append(_plan(module, node))
@@ -72,9 +69,6 @@ class Lower(Pass):
             editor.lower(plan)
         count = f"{len(plans)} of {len(products)} products on integers"
         return Report(self.name, len(plans), (count, *notes))
-
-
-_NEW = frozenset({INTEGER_LINEAR, INTEGER_MATMUL, INTEGER_CONV})
 
 
 @dataclass(frozen=True)
@@ -200,7 +194,7 @@ class _Editor:
         self.added = {plan.node.args[index] for plan in plans for index, place in plan.places.items()
                       if place == ADDED and index < len(plan.node.args)}  # fmt: skip
         self._codes: dict[fx.Node, fx.Node] = {}
-        lowered = [node for node in nodes_of(outermost(module)) if node.target in _NEW]
+        lowered = [node for node in nodes_of(outermost(module)) if node.target in INTEGER_PRODUCTS]
         self._counts = {str(getattr(node.kwargs["counts"], "target", "")).rpartition(".")[2] for node in lowered}
 
     def lower(self, plan: _Plan) -> None:

@@ -40,15 +40,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A cache of its own, and no decisions in memory before or after."""
     monkeypatch.setenv("CPT_FX_CACHE", str(tmp_path))
     monkeypatch.delenv("CPT_FX_INTEGER", raising=False)
-    choice.forget()
+    choice._decided.cache_clear()
     yield tmp_path
-    choice.forget()
+    choice._decided.cache_clear()
 
 
 def a_new_process() -> None:
     """Forget what is in memory, not what is on disk."""
     choice._decided.cache_clear()
-    choice._asked.clear()
 
 
 def test_measured_once_and_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,8 +64,7 @@ def test_measured_once_and_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_ratio_decides(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "_measure", Clock(0.9))
-    assert not is_worth("matmul_forward", (3, 4), (4, 3))
-    (decision,) = choice.decisions()
+    decision = choice.decide("matmul_forward", (3, 4), (4, 3), Call())
     assert (decision.kind, decision.ratio, decision.worth) == ("matmul_forward", 0.9, False)
     assert decision.threads == torch.get_num_threads()
 
@@ -127,16 +125,6 @@ def test_where_nothing_can_be_written_it_still_decides(folder: Path, monkeypatch
     assert is_worth("linear_forward", *LINEAR)
 
 
-def test_forget_drops_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(2.0)
-    monkeypatch.setattr(choice, "_measure", clock)
-    is_worth("linear_forward", *LINEAR)
-    choice.forget()
-    assert choice.decisions() == [] and not (folder / "cpt_fx" / "integer_choice.json").exists()
-    is_worth("linear_forward", *LINEAR)
-    assert clock.measured == 2
-
-
 IMAGES, FILTERS, GRADIENT = (2, 3, 8, 9), (5, 3, 3, 3), (2, 5, 8, 9)
 ROUNDED = (2, 4, 8, 8, 4, 3, 3, 1, 1, 1, 1, 1, 1)
 HALVED = Call(shape=(5, 3, 1, 1), geometry=Geometry(stride=(2, 2)))
@@ -180,8 +168,10 @@ def test_measuring_changes_no_random_numbers(folder: Path) -> None:
     torch.manual_seed(0)
     expected = torch.rand(3)
     torch.manual_seed(0)
-    is_worth("linear_forward", (3, 8), (4, 8))
-    is_worth("conv2d_grad_weight", (2, 4, 8, 8), (2, 4, 8, 8), Call(shape=(4, 4, 3, 3), geometry=PADDED))
+    convolution = Call(shape=(4, 4, 3, 3), geometry=PADDED)
+    decisions = [
+        choice.decide("linear_forward", (3, 8), (4, 8), Call()),
+        choice.decide("conv2d_grad_weight", (2, 4, 8, 8), (2, 4, 8, 8), convolution),
+    ]
     assert torch.equal(torch.rand(3), expected)
-    assert all(decision.ratio > 0 for decision in choice.decisions())
-    assert len(choice.decisions()) == 2
+    assert all(decision.ratio > 0 and decision.measured for decision in decisions)

@@ -135,7 +135,8 @@ def kept(model: Any, x: Tensor) -> int:
     seen: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        if not operands.is_blank(tensor):
+        blank = operands.blank(tensor.shape, tensor.device)
+        if tensor.dtype is not blank.dtype or tensor.untyped_storage().data_ptr() != blank.untyped_storage().data_ptr():
             seen[tensor.untyped_storage().data_ptr()] = tensor.numel() * tensor.element_size()
         return tensor
 

@@ -17,7 +17,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -90,22 +90,6 @@ def chosen(rule: str) -> Iterator[None]:
         _rule = before
 
 
-def decisions() -> list[Decision]:
-    """Return what this process asked for so far, with the measured ratios."""
-    return list(_asked.values())
-
-
-def forget() -> None:
-    """Drop all decisions, on disk too: the next products are measured anew."""
-    _decided.cache_clear()
-    _asked.clear()
-    with suppress(OSError):
-        _file().unlink(missing_ok=True)
-
-
-_asked: dict[str, Decision] = {}
-
-
 @cache
 def _decided(kind: str, sizes: tuple[int, ...], threads: int, surroundings: str) -> Decision:
     key = f"{kind} {sizes} {threads} {surroundings}"
@@ -115,7 +99,6 @@ def _decided(kind: str, sizes: tuple[int, ...], threads: int, surroundings: str)
         _write(_read() | {key: ratio})
     decision = Decision(kind, sizes, ratio, threads)
     _LOG.debug("integer products: %s", asdict(decision))
-    _asked[key] = decision
     return decision
 
 

@@ -165,12 +165,6 @@ def blank(shape: torch.Size, device: torch.device) -> Tensor:
     return _emptiness(shape.numel(), device)[: shape.numel()].view(shape)
 
 
-def is_blank(x: Tensor) -> bool:
-    """Whether a tensor takes no memory of its own."""
-    shared = _emptiness(x.numel(), x.device)
-    return x.dtype is _RAW and x.untyped_storage().data_ptr() == shared.untyped_storage().data_ptr()
-
-
 def _quantize_at_run_time(
     x: Tensor, bits: Tensor, seed: Tensor | None, keep: list[int], over: list[int] | None, rounding: str,
     record: Tensor | None,

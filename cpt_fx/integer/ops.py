@@ -10,19 +10,19 @@ A product quantizes the gradient of its result once, and multiplies it with both
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cpt_fx.evidence import ARMED
 from cpt_fx.frames import skip_frame
 from cpt_fx.integer.counts import Outcome
 from cpt_fx.integer.geometry import Geometry
-from cpt_fx.integer.kinds import CONV, LINEAR, MATMUL, Kind, as_images, geometry_of, without_added
 from cpt_fx.integer.multiply import multiply
 from cpt_fx.integer.operands import (
     Operand,
@@ -55,6 +55,68 @@ SCHEMAS = {
 }
 
 
+class _Kind(NamedTuple):
+    """One kind of product."""
+
+    names: tuple[str, str, str]
+    """Its functions in `products`: forward, for the gradient of the left operand, for that of the right one."""
+    simulated: Callable[[Tensor, Tensor, Tensor | None, Geometry], Tensor]
+    shape: Callable[[Sequence[int], Sequence[int], Geometry], tuple[int, ...]]
+    """Of the result, given those of the operands."""
+    channel: int = -1
+    """The dim of the result that a bias belongs to."""
+
+
+def _add_product(a: Tensor, b: Tensor, addend: Tensor | None, geometry: Geometry) -> Tensor:
+    return torch.matmul(a, b) if addend is None else torch.addmm(addend, a, b)
+
+
+def _matmul_shape(a: Sequence[int], b: Sequence[int], geometry: Geometry) -> tuple[int, ...]:
+    batch = torch.broadcast_shapes(tuple(a[:-2]), tuple(b[:-2]))
+    return (*batch, *a[-2:-1], *(b[-1:] if len(b) > 1 else ()))
+
+
+def _convolve(x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
+    if w.ndim == 4:
+        return torch.conv2d(x, w, bias, *geometry)
+    stride, padding, dilation = (pair[1:] for pair in geometry)
+    return torch.conv1d(x, w, bias, stride, padding, dilation)
+
+
+_LINEAR = _Kind(
+    ("linear_forward", "linear_grad_input", "linear_grad_weight"),
+    lambda x, w, bias, geometry: F.linear(x, w, bias),
+    lambda x, w, geometry: (*x[:-1], w[0]),
+)
+_MATMUL = _Kind(("matmul_forward", "matmul_grad_left", "matmul_grad_right"), _add_product, _matmul_shape)
+_CONV = _Kind(
+    ("conv2d_forward", "conv2d_grad_input", "conv2d_grad_weight"),
+    _convolve,
+    lambda x, w, geometry: (x[0], w[0], *geometry.output_size(x[2:], w[2:])),
+    channel=1,
+)
+
+
+def _geometry_of(dims: int, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> Geometry:
+    """Return the geometry of a convolution in one or two dims: one in one dim has images of height 1."""
+    given = (tuple(values) * dims if len(values) == 1 else tuple(values) for values in (stride, padding, dilation))
+    return Geometry(*((*still[: 2 - dims], *moved) for still, moved in zip(Geometry(), given, strict=True)))
+
+
+def _as_images(operand: Operand, ndim: int, dims: int) -> Operand:
+    """Give what a convolution multiplies four dims. `ndim` is how many it has, `dims` how many the filter moves in."""
+    places = [0] * (ndim < dims + 2) + [2] * (dims == 1)
+    for place in places:
+        operand = Operand(*(part.unsqueeze(place) if part is not None and part.ndim else part for part in operand))
+    return operand
+
+
+def _without_added(shape: tuple[int, ...], ndim: int, dims: int) -> tuple[int, ...]:
+    """Return the shape of a result as it is without the dims that `_as_images` added."""
+    images, channels, *sizes = shape
+    return (*((images,) if ndim == dims + 2 else ()), channels, *sizes[2 - dims :])
+
+
 class _Quantize(torch.autograd.Function):
     """An operand of a product; the gradient of what the product gets of it is the gradient of the tensor."""
 
@@ -85,13 +147,13 @@ def _to_integer(x: Tensor, bits: Tensor, *, record: Tensor | None = None, **opti
 class _Job:
     """What a product is, besides its operands."""
 
-    kind: Kind
+    kind: _Kind
     geometry: Geometry
     bits: Tensor | None
     grid: Grid
     record: Tensor | None
     counts: Tensor | None
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype
     """Of the result."""
 
 
@@ -118,8 +180,8 @@ class _Multiply(torch.autograd.Function):
         shape = job.kind.shape(left.shape, right.shape, job.geometry)
         call = Call(bias, shape, job.geometry)
         result = multiply(job.kind.names[0], call, left, right, (job.dtype, job.dtype), job.counts)
-        if job.kind is CONV:
-            shape = without_added(shape, left_edge.ndim, right_edge.ndim - 2)
+        if job.kind is _CONV:
+            shape = _without_added(shape, left_edge.ndim, right_edge.ndim - 2)
         return _no_view(result, shape)
 
     @staticmethod
@@ -142,7 +204,7 @@ class _Multiply(torch.autograd.Function):
         bias = None
         if ctx.needs_input_grad[2]:
             # The channels of a gradient are where they are in its images, without the dim of the images themselves.
-            channel = job.kind.channel - (job.kind is CONV and ctx.edges[0].ndim < ctx.edges[1].ndim)
+            channel = job.kind.channel - (job.kind is _CONV and ctx.edges[0].ndim < ctx.edges[1].ndim)
             shape, dtype = ctx.bias
             bias = summed(factor, shape, dtype, channel)
         return *found, bias, None, None, None
@@ -150,10 +212,10 @@ class _Multiply(torch.autograd.Function):
 
 def _images(ctx: Any, left: Operand, right: Operand) -> tuple[Operand, Operand]:
     """Return operands, or a gradient and an operand, with the dims that products of their kind have."""
-    if ctx.job.kind is not CONV:
+    if ctx.job.kind is not _CONV:
         return left, right
     dims = ctx.edges[1].ndim - 2
-    return as_images(left, ctx.edges[0].ndim, dims), as_images(right, ctx.edges[1].ndim, dims)
+    return _as_images(left, ctx.edges[0].ndim, dims), _as_images(right, ctx.edges[1].ndim, dims)
 
 
 def _gradients(
@@ -223,20 +285,19 @@ for _function in (_Quantize, _Multiply, _Dequantize):
 
 
 def _product(
-    kind: Kind, left: list[Tensor], bits: Tensor | None, right: list[Tensor], bias: Tensor | None, geometry: Geometry,
+    kind: _Kind, left: list[Tensor], bits: Tensor | None, right: list[Tensor], bias: Tensor | None, geometry: Geometry,
     options: dict[str, Any],
 ) -> Tensor:  # fmt: skip
-    grid, record, counts = symmetric(options, "stochastic"), options.get("record"), options.get("counts")
-    edges = left[0], right[0]
+    edges, record = (left[0], right[0]), options.get("record")
     simulated = len(left) == len(right) == 1
     supported = all(len(part) > 1 or is_supported(part[0]) for part in (left, right))
     device = edges[0].device.type
     autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if autocast else edges[0].dtype
+    job = _Job(kind, geometry, bits, symmetric(options, "stochastic"), record, options.get("counts"), dtype)
     if simulated or not supported or (edges[0].dtype != edges[1].dtype and not autocast):
         values = [part[0] if len(part) == 1 else _Dequantize.apply(part[0], _operand(part)) for part in (left, right)]  # type: ignore[no-untyped-call]
-        return _simulated(kind, values, bits, bias, geometry, grid, record, counts)
-    dtype = torch.get_autocast_dtype(device) if autocast else edges[0].dtype
-    job = _Job(kind, geometry, bits, grid, record, counts, dtype)
+        return _simulated(job, values, bias)
     result: Tensor = _Multiply.apply(*edges, bias, _operand(left), _operand(right), job)  # type: ignore[no-untyped-call]
     if record is not None:
         record[ARMED].clamp_(min=1 + result.requires_grad)
@@ -250,12 +311,10 @@ def _operand(parts: list[Tensor]) -> Operand:
     return Operand(parts[1], parts[2], parts[3] if len(parts) > 3 else None)
 
 
-def _simulated(
-    kind: Kind, values: list[Tensor], bits: Tensor | None, bias: Tensor | None, geometry: Geometry, grid: Grid,
-    record: Tensor | None, counts: Tensor | None,
-) -> Tensor:  # fmt: skip
+def _simulated(job: _Job, values: list[Tensor], bias: Tensor | None) -> Tensor:
     """Multiply as simulated execution does, and count that."""
-    result = kind.simulated(values[0], values[1], bias, geometry)
+    result = job.kind.simulated(values[0], values[1], bias, job.geometry)
+    counts = job.counts
     # Under torch.func a record can only be written inside of an autograd function.
     if counts is not None and not is_transformed():
         outcome = Outcome.WIDTH
@@ -265,9 +324,9 @@ def _simulated(
         needed = [1 + place for place, value in enumerate(values) if value.requires_grad]
         if needed and result.requires_grad:
             result.register_hook(lambda gradient: _count(counts, needed, outcome))
-    if bits is None:
+    if job.bits is None:
         return result
-    quantized: Tensor = QUANTIZE_GRADIENT(result, bits, **options_of(grid), record=record)
+    quantized: Tensor = QUANTIZE_GRADIENT(result, job.bits, **options_of(job.grid), record=job.record)
     return quantized
 
 
@@ -277,7 +336,7 @@ def _count(counts: Tensor, directions: list[int], outcome: Outcome) -> None:
 
 
 def _matrices(
-    kind: Kind, left: list[Tensor], bits: Tensor | None, right: list[Tensor], added: Tensor | None = None,
+    kind: _Kind, left: list[Tensor], bits: Tensor | None, right: list[Tensor], added: Tensor | None = None,
     **options: Any,
 ) -> Tensor:  # fmt: skip
     return _product(kind, left, bits, right, added, Geometry(), options)
@@ -287,14 +346,14 @@ def _integer_conv(
     input: list[Tensor], bits: Tensor | None, weight: list[Tensor], bias: Tensor | None = None,
     stride: Sequence[int] = (1,), padding: Sequence[int] = (0,), dilation: Sequence[int] = (1,), **options: Any,
 ) -> Tensor:  # fmt: skip
-    geometry = geometry_of(weight[0].ndim - 2, stride, padding, dilation)
-    return _product(CONV, input, bits, weight, bias, geometry, options)
+    geometry = _geometry_of(weight[0].ndim - 2, stride, padding, dilation)
+    return _product(_CONV, input, bits, weight, bias, geometry, options)
 
 
 _KERNELS = {
     "to_integer": _to_integer,
-    "integer_linear": partial(_matrices, LINEAR),
-    "integer_matmul": partial(_matrices, MATMUL),
+    "integer_linear": partial(_matrices, _LINEAR),
+    "integer_matmul": partial(_matrices, _MATMUL),
     "integer_conv": _integer_conv,
 }
 _LIBRARY = torch.library.Library("cpt_fx", "FRAGMENT")
