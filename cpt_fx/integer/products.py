@@ -201,7 +201,8 @@ def _matmul(a: Factor, b: Factor, dtype: torch.dtype, bias: Tensor | None = None
     """
     if isinstance(a, Tensor):
         return torch.matmul(a, b)
-    (x, first), (y, second) = _as_matrix(a, 0), _as_matrix(b, -1)
+    left, right = _as_matrix(a, 0), _as_matrix(b, -1)
+    x, y, first, second = left.values, right.values, left.scale, right.scale
     shape = (*x.shape[:-1], y.shape[-1]) if y.ndim == 2 and x.ndim != 2 else None
     rows = _rows(x) if shape else x
     plain = first.ndim == second.ndim == 0 and first.dtype == second.dtype == torch.float32
