@@ -201,17 +201,16 @@ def _matmul(a: Factor, b: Factor, dtype: torch.dtype, bias: Tensor | None = None
     """
     if isinstance(a, Tensor):
         return torch.matmul(a, b)
-    left, right = _as_matrix(a, 0), _as_matrix(b, -1)
-    x, y, first, second = left.values, right.values, left.scale, right.scale
-    shape = (*x.shape[:-1], y.shape[-1]) if y.ndim == 2 and x.ndim != 2 else None
-    rows = _rows(x) if shape else x
+    (x, first), (y, second) = _as_matrix(a, 0), _as_matrix(b, -1)
+    many = y.ndim == 2 and x.ndim != 2
+    rows = _rows(x) if many else x
     plain = first.ndim == second.ndim == 0 and first.dtype == second.dtype == torch.float32
     result: Tensor | None = None
     if x.numel() and y.numel() and x.shape[-1] <= reference.LONGEST_SUM:
         result = kernels.product(rows, y, (first, second) if plain else None, bias if plain else None)
     scaled = plain and result is not None
     result = reference.integer_bmm(rows, y) if result is None else result
-    result = result.view(shape) if shape else result
+    result = result.view(*x.shape[:-1], y.shape[-1]) if many else result
     result = (result if scaled else _scaled(result, first, second, bias)).to(dtype)
     result = result.squeeze(-2) if a.ndim == 1 else result
     return result.squeeze(-1) if b.ndim == 1 else result
