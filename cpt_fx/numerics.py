@@ -80,9 +80,7 @@ def extent_of(x: Tensor, keep: tuple[int, ...], over: tuple[int, ...] | None) ->
         low, high = low.reshape(shape), high.reshape(shape)
     else:
         low, high = x.amin(dims, keepdim=True), x.amax(dims, keepdim=True)
-    dtype = working_dtype(x)
-    low, high = low.to(dtype), high.to(dtype)
-    return Extent(low, high - low, high)
+    return _between(low, high)
 
 
 def percentile_extent(x: Tensor, percentile: float) -> Extent:
@@ -93,8 +91,11 @@ def percentile_extent(x: Tensor, percentile: float) -> Extent:
     low, high = values.kthvalue(1 + cut).values, values.kthvalue(values.numel() - cut).values
     # kthvalue sorts NaN to the end: one in a cut-off tail would go unseen. Adding nothing but a NaN keeps it.
     poison = (values * 0).sum()
-    dtype = working_dtype(x)
-    low, high = (low + poison).to(dtype), (high + poison).to(dtype)
+    return _between(low + poison, high + poison)
+
+
+def _between(low: Tensor, high: Tensor) -> Extent:
+    low, high = low.to(working_dtype(low)), high.to(working_dtype(high))
     return Extent(low, high - low, high)
 
 

@@ -44,6 +44,10 @@ _GRID = (
     "str specials='none', int block=0, bool floored=True"
 )
 # No argument is called `mode`: torch passes all of them by name to functions of its own that have one of that name.
+_RUNNING = (
+    "(Tensor x, Tensor bits, Tensor(a!) zero_point, Tensor(b!) range, Tensor(c!) weight, bool training, *, "
+    f"{_GRID.format(rounding='nearest')}, "
+)
 SCHEMAS = {
     "fake_quantize": (
         f"(Tensor x, Tensor bits, *, {_GRID.format(rounding='nearest')}, Tensor? zero_point=None, "
@@ -53,14 +57,10 @@ SCHEMAS = {
         f"(Tensor(a) x, Tensor bits, *, {_GRID.format(rounding='stochastic')}, Tensor? record=None) -> Tensor(a)"
     ),
     "fake_quantize_observed": (
-        "(Tensor x, Tensor bits, Tensor(a!) zero_point, Tensor(b!) range, Tensor(c!) weight, bool training, *, "
-        f"{_GRID.format(rounding='nearest')}, float momentum=0.9, bool corrected=True, bool when_off=False, "
-        "float percentile=100., Tensor? trains=None, Tensor(d!)? record=None) -> Tensor"
+        f"{_RUNNING}float momentum=0.9, bool corrected=True, bool when_off=False, float percentile=100., "
+        "Tensor? trains=None, Tensor(d!)? record=None) -> Tensor"
     ),
-    "fake_quantize_learned": (
-        "(Tensor x, Tensor bits, Tensor(a!) zero_point, Tensor(b!) range, Tensor(c!) weight, bool training, *, "
-        f"{_GRID.format(rounding='nearest')}, Tensor? trains=None, Tensor(d!)? record=None) -> Tensor"
-    ),
+    "fake_quantize_learned": f"{_RUNNING}Tensor? trains=None, Tensor(d!)? record=None) -> Tensor",
 }
 
 

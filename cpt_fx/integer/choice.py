@@ -18,10 +18,10 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,29 +42,19 @@ _MOST = 1 << 29
 _rule: str | None = None
 
 
-@dataclass(frozen=True)
-class Decision:
-    """How fast a product of some size is on integers: so many times as fast as in floating point."""
+class Decision(NamedTuple):
+    """How many times as fast a product is on integers as in floating point: measured, or as good as that by a rule."""
 
-    kind: str
-    """The function of `products`: linear_forward, conv2d_grad_weight ..."""
-    sizes: tuple[int, ...]
-    """What was measured: the sizes of both operands, rounded."""
     ratio: float
-    threads: int
+    measured: bool = True
 
     @property
     def worth(self) -> bool:
         """Whether such products run on integers."""
         return self.ratio > 1
 
-    @property
-    def measured(self) -> bool:
-        """Whether that was measured, and not decided by a rule."""
-        return bool(self.sizes)
 
-
-_RULED = {"always": Decision("", (), math.inf, 0), "never": Decision("", (), 0, 0)}
+_RULED = {"always": Decision(math.inf, measured=False), "never": Decision(0, measured=False)}
 
 
 def decide(kind: str, a: Sequence[int], b: Sequence[int], call: Call) -> Decision:
@@ -97,20 +87,20 @@ def _decided(kind: str, sizes: tuple[int, ...], threads: int, surroundings: str)
     if ratio is None:
         ratio = round(_measure(kind, sizes), 3)
         _write(_read() | {key: ratio})
-    decision = Decision(kind, sizes, ratio, threads)
-    _LOG.debug("integer products: %s", asdict(decision))
-    return decision
+    _LOG.debug("integer products: %s: %s times as fast", key, ratio)
+    return Decision(ratio)
 
 
 def _surroundings() -> str:
     """What besides sizes and threads decides about speed."""
     kernels = "kernels" if native.load("integer_products.cpp") is not None else "no kernels"
-    return f"{kernels}, torch {torch.__version__}, {_processor()}"
+    return f"{kernels}, {_machine()}"
 
 
 @cache
-def _processor() -> str:
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {os.cpu_count()}"
+def _machine() -> str:
+    processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {os.cpu_count()}"
+    return f"torch {torch.__version__}, {processor}"
 
 
 def _measure(kind: str, shape: tuple[int, ...]) -> float:

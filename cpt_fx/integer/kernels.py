@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from cpt_fx import native
 from cpt_fx.integer.geometry import Geometry, Pair, backward, forward
+from cpt_fx.integer.reference import LONGEST_SUM
+
+if TYPE_CHECKING:
+    from cpt_fx.integer.codes import Codes
 
 _LONG = ctypes.c_int64
 
@@ -83,42 +88,49 @@ def _in_two_batches(x: Tensor, batch: torch.Size) -> Tensor:
 
 
 def convolution(
-    x: Tensor, w: Tensor, scales: tuple[Tensor, Tensor], bias: Tensor | None, out: Pair, geometry: Geometry, *,
-    turned: bool = False,
-) -> Tensor | None:  # fmt: skip
+    x: Codes, w: Codes, bias: Tensor | None, out: Pair, geometry: Geometry, *, turned: bool = False
+) -> Tensor | None:
     """Convolve images; or, `turned`, carry a gradient back to images. The result has the height and width `out`."""
-    library = _library("integer_convolutions.cpp", x)
-    if library is None:
+    library = _library("integer_convolutions.cpp", x.values)
+    taps = w.values.shape[2:].numel()
+    if library is None or not _suit(x, w) or x.values.shape[1] * taps > LONGEST_SUM or min(out) <= 0:
         return None
-    x, w = x.contiguous(), w.contiguous()
-    taps = w.shape[2] * w.shape[3]
-    plan = (backward if turned else forward)(x.shape[1], x.shape[2:], w.shape[2:], out, geometry)
+    images, filters = x.values.contiguous(), w.values.contiguous()
+    first, second = filters.shape[:2]
+    plan = (backward if turned else forward)(images.shape[1], images.shape[2:], filters.shape[2:], out, geometry)
     # How many channels come out, and how far apart those that come out and those that go in are in the filters.
-    rows = (w.shape[1], taps, w.shape[1] * taps) if turned else (w.shape[0], w.shape[1] * taps, taps)
-    result = _new((x.shape[0], rows[0], *out))
-    floats = _in_single(*scales, bias)
+    rows = (second, taps, second * taps) if turned else (first, second * taps, taps)
+    result = _new((images.shape[0], rows[0], *out))
+    floats = _in_single(x.scale, w.scale, bias)
     library.cpt_fx_convolve(
-        x.data_ptr(), w.data_ptr(), result.data_ptr(), x.shape[0], plan.planes, plan.phases, (_LONG * 3)(*rows),
-        plan.jobs, plan.job_count, plan.taps, *plan.out, *map(_address, floats),
-        native.threads(result.numel() * max(1, x.shape[1] * taps // 64)),
+        images.data_ptr(), filters.data_ptr(), result.data_ptr(), images.shape[0], plan.planes, plan.phases,
+        (_LONG * 3)(*rows), plan.jobs, plan.job_count, plan.taps, *plan.out, *map(_address, floats),
+        native.threads(result.numel() * max(1, images.shape[1] * taps // 64)),
     )  # fmt: skip
     return result
 
 
-def filters(g: Tensor, x: Tensor, scales: tuple[Tensor, Tensor], kernel: Pair, geometry: Geometry) -> Tensor | None:
+def filters(g: Codes, x: Codes, kernel: Pair, geometry: Geometry) -> Tensor | None:
     """Return the gradient of filters from that of the output and from the images."""
-    library = _library("integer_filters.cpp", g)
-    if library is None:
+    library = _library("integer_filters.cpp", g.values)
+    if library is None or not _suit(g, x):
         return None
-    g, x = g.contiguous(), x.contiguous()
-    plan = forward(x.shape[1], x.shape[2:], kernel, g.shape[2:], geometry, by_plane=True)
-    result = _new((g.shape[1], x.shape[1], *kernel))
-    floats = _in_single(*scales)
+    gradient, images = g.values.contiguous(), x.values.contiguous()
+    plan = forward(images.shape[1], images.shape[2:], kernel, gradient.shape[2:], geometry, by_plane=True)
+    result = _new((gradient.shape[1], images.shape[1], *kernel))
+    floats = _in_single(g.scale, x.scale)
     library.cpt_fx_filters(
-        g.data_ptr(), x.data_ptr(), result.data_ptr(), x.shape[0], g.shape[1], plan.planes, plan.phases, plan.taps,
-        kernel[0] * kernel[1], *map(_address, floats), native.threads(result.numel() * g[:, 0].numel() // 64),
+        gradient.data_ptr(), images.data_ptr(), result.data_ptr(), images.shape[0], gradient.shape[1], plan.planes,
+        plan.phases, plan.taps, kernel[0] * kernel[1], *map(_address, floats),
+        native.threads(result.numel() * gradient[:, 0].numel() // 64),
     )  # fmt: skip
     return result
+
+
+def _suit(a: Codes, b: Codes) -> bool:
+    """Whether the kernels of convolutions take two operands: one scale each, nothing empty."""
+    plain = a.scale.ndim == b.scale.ndim == 0 and a.scale.dtype == b.scale.dtype == torch.float32
+    return plain and bool(a.values.numel() and b.values.numel())
 
 
 def _library(source: str, x: Tensor) -> ctypes.CDLL | None:

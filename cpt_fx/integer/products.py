@@ -133,10 +133,9 @@ def conv2d_forward(x: Factor, w: Factor, call: Call, dtype: torch.dtype) -> Tens
     if isinstance(x, Tensor):
         return torch.conv2d(x, w, _bias_like(x, call), *call.geometry)
     out = call.geometry.output_size(x.values.shape[2:], w.values.shape[2:])
-    if _suits(x, w, w.values[0].numel()) and min(out) > 0:
-        done = kernels.convolution(x.values, w.values, (x.scale, w.scale), call.bias, out, call.geometry)
-        if done is not None:
-            return done
+    done = kernels.convolution(x, w, call.bias, out, call.geometry)
+    if done is not None:
+        return done
     sums = reference.conv2d(x.values, w.values, call.geometry)
     return _scaled(sums, x.scale, w.scale.reshape(-1, 1, 1), None if call.bias is None else call.bias[:, None, None])
 
@@ -146,11 +145,9 @@ def conv2d_grad_input(g: Factor, w: Factor, call: Call, dtype: torch.dtype) -> T
     """Return the gradient of x, of its shape."""
     if isinstance(g, Tensor):
         return _gradient(0, g, g.new_empty(tuple(call.shape)), w, call.geometry)
-    if _suits(g, w, w.values[:, 0].numel()):
-        out = tuple(call.shape[2:])
-        done = kernels.convolution(g.values, w.values, (g.scale, w.scale), None, out, call.geometry, turned=True)
-        if done is not None:
-            return done
+    done = kernels.convolution(g, w, None, tuple(call.shape[2:]), call.geometry, turned=True)
+    if done is not None:
+        return done
     sums = reference.conv2d_grad_input(g.values, w.values, call.shape, call.geometry)
     return _scaled(sums, g.scale, w.scale.reshape(-1, 1, 1))
 
@@ -160,10 +157,9 @@ def conv2d_grad_weight(g: Factor, x: Factor, call: Call, dtype: torch.dtype) -> 
     """Return the gradient of w, of its shape."""
     if isinstance(g, Tensor):
         return _gradient(1, g, x, g.new_empty(tuple(call.shape)), call.geometry)
-    if _suits(g, x, 0):
-        done = kernels.filters(g.values, x.values, (g.scale, x.scale), tuple(call.shape[2:]), call.geometry)
-        if done is not None:
-            return done
+    done = kernels.filters(g, x, tuple(call.shape[2:]), call.geometry)
+    if done is not None:
+        return done
     sums = reference.conv2d_grad_weight(g.values, x.values, call.shape, call.geometry)
     return _scaled(sums, g.scale.reshape(-1, 1, 1, 1), x.scale)
 
@@ -214,12 +210,6 @@ def _matmul(a: Factor, b: Factor, dtype: torch.dtype, bias: Tensor | None = None
     result = (result if scaled else _scaled(result, first, second, bias)).to(dtype)
     result = result.squeeze(-2) if a.ndim == 1 else result
     return result.squeeze(-1) if b.ndim == 1 else result
-
-
-def _suits(a: Codes, b: Codes, longest: int) -> bool:
-    """Whether the kernels of convolutions take two operands: one scale each, nothing empty, sums that fit."""
-    plain = a.scale.ndim == b.scale.ndim == 0 and a.scale.dtype == b.scale.dtype == torch.float32
-    return plain and bool(a.values.numel() and b.values.numel()) and longest <= reference.LONGEST_SUM
 
 
 def _rows(x: Factor) -> Factor:
