@@ -55,6 +55,10 @@ class Operand:
     over: tuple[int, ...] | None
     node: str = ""
 
+    def value(self, node: fx.Node) -> Any:
+        """Return what stands there among the arguments of a node."""
+        return argument(node, self.index)
+
 
 @dataclass(frozen=True)
 class Dial:

@@ -18,21 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cpt_fx import numerics
 from cpt_fx.evidence import ARMED, SKIPPED
 from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.frames import skip_frame
 from cpt_fx.native.simulate import Learner
-from cpt_fx.numerics import (
-    Extent,
-    Grid,
-    affine_scale,
-    divisor,
-    extent_of,
-    levels_of,
-    percentile_extent,
-    quantize_or_pass,
-    working_dtype,
-)  # fmt: skip
+from cpt_fx.numerics import Extent, Grid, extent_of, percentile_extent
 from cpt_fx.recomputed import is_recomputing
 from cpt_fx.saving import keep_sources
 from cpt_fx.straight_through import Identity, by_kernel, count, grid_of, note, straight_through
@@ -291,7 +282,7 @@ class LearnedRange(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, zero_point: Tensor, range: Tensor, bits: Tensor, grid: Grid) -> Tensor:
         """Quantize."""
-        return quantize_or_pass(x, bits.to(torch.int64), grid, Extent(zero_point, range))
+        return numerics.quantize_or_pass(x, bits.to(torch.int64), grid, Extent(zero_point, range))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -305,11 +296,11 @@ class LearnedRange(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the tensor, the zero point and the range."""
         x, zero_point, range, bits = ctx.saved_tensors
-        dtype = working_dtype(x)
+        dtype = numerics.working_dtype(x)
         width = bits.to(torch.int64)
         passes = (width >= FULL_PRECISION) | (width <= 0)
-        levels = levels_of(width, dtype)
-        u = (x.to(dtype) - zero_point) / divisor(affine_scale(range, levels, floored=ctx.floored))
+        levels = numerics.levels_of(width, dtype)
+        u = (x.to(dtype) - zero_point) / numerics.divisor(numerics.affine_scale(range, levels, floored=ctx.floored))
         above, below = u > levels, u < 0
         inside = ~(above | below)
         upstream = gradient.to(dtype)

@@ -15,19 +15,7 @@ from torch import fx, nn
 from cpt_fx.bodies import given_quantized, graphs_of
 from cpt_fx.errors import TransformError
 from cpt_fx.integer.ops import INTEGER_PRODUCTS, TO_INTEGER
-from cpt_fx.meta import (
-    CALLED,
-    LEFT,
-    QUANTIZER,
-    SIMULATED,
-    SITE,
-    STATE,
-    Operand,
-    Quantizer,
-    Site,
-    argument,
-    get_attribute,
-)  # fmt: skip
+from cpt_fx.meta import CALLED, LEFT, QUANTIZER, SIMULATED, SITE, STATE, Operand, Quantizer, Site, get_attribute
 from cpt_fx.ops import QUANTIZE_GRADIENT, QUANTIZERS
 from cpt_fx.optable import ALIASES, METHODS, OP_OF_RANGE, OPENED, spec_of
 from cpt_fx.pass_base import STAGES
@@ -198,7 +186,7 @@ def _one_record_each(graphs: list[fx.GraphModule]) -> list[str]:
 
 def _value(node: fx.Node, operand: Operand) -> fx.Node | None:
     try:
-        value = argument(node, operand.index)
+        value = operand.value(node)
     except IndexError:
         return None
     return value if isinstance(value, fx.Node) else None

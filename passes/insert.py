@@ -10,7 +10,7 @@ from torch import fx
 from cpt_fx.bodies import OUTER, free_name, given_quantized, nodes_of, outermost, state_of
 from cpt_fx.formats import Format, Range, Scheme
 from cpt_fx.layer_state import PARTS, add_range
-from cpt_fx.meta import QUANTIZER, SITE, STATE, Dial, Operand, Quantizer, Site, argument
+from cpt_fx.meta import QUANTIZER, SITE, STATE, Dial, Operand, Quantizer, Site
 from cpt_fx.ops import QUANTIZE_GRADIENT
 from cpt_fx.optable import OP_OF_RANGE, Groups, gradient_groups
 from cpt_fx.pass_base import Pass, Report
@@ -69,7 +69,7 @@ class _Editor:
 
     def quantize_operand(self, node: fx.Node, site: Site, operand: Operand) -> None:
         """Put a quantizer between an operator and one of its operands."""
-        value = argument(node, operand.index)
+        value = operand.value(node)
         options = _options(operand.format, (operand.keep, operand.over))
         name = _identifier(f"{site.layer}_{operand.name}_q")
         dial = site.dial(operand.role)

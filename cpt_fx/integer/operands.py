@@ -80,22 +80,26 @@ def is_supported(x: Tensor) -> bool:
     return ordinary and not is_transformed() and forward_ad._current_level < 0
 
 
-def has_codes(x: Tensor, width: int) -> bool:
+def _has_codes(x: Tensor, width: int) -> bool:
     """Whether a tensor is multiplied by its codes at a width."""
     return 1 <= width <= WIDEST and x.numel() > 0
 
 
+def has_no_codes(x: Tensor, bits: Tensor) -> bool:
+    """Whether it is known that a tensor is quantized as in simulation."""
+    width = host_value(bits)
+    return not is_supported(x) or (width is not None and not _has_codes(x, width))
+
+
 def quantized(x: Tensor, bits: Tensor, grid: Grid, record: Tensor | None) -> Operand:
     """Quantize a tensor to what its width says; what is not multiplied by codes is what simulated execution has."""
+    if has_no_codes(x, bits):
+        return exact(_simulated(x, bits, grid, record))
     width = host_value(bits)
-    if not is_supported(x):
-        return Operand(None, None, _simulated(x, bits, grid, record))
     if width is None:
         seed = new_seed(x.device) if grid.rounding is Rounding.STOCHASTIC else None
         over = None if grid.over is None else list(grid.over)
         return Operand(*QUANTIZE(x, bits, seed, list(grid.keep), over, grid.rounding.value, record))
-    if not has_codes(x, width):
-        return Operand(None, None, _simulated(x, bits, grid, record))
     return Operand(*_codes(x, width, grid, None, record), None)
 
 
@@ -171,7 +175,7 @@ def _quantize_at_run_time(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     grid = symmetric({"keep": keep, "over": over}, rounding)
     width = int(bits)
-    if has_codes(x, width):
+    if _has_codes(x, width):
         codes, scale = _codes(x, width, grid, seed, record)
         return codes.contiguous(), scale, blank(x.shape, x.device)
     # A copy where nothing is rounded: an operator returns none of its arguments.

@@ -28,7 +28,7 @@ from cpt_fx.integer.operands import (
     Operand,
     dequantized,
     exact,
-    has_codes,
+    has_no_codes,
     is_supported,
     options_of,
     quantized,
@@ -41,7 +41,6 @@ from cpt_fx.integer.products import Call
 from cpt_fx.numerics import Grid
 from cpt_fx.ops import FAKE_QUANTIZE, QUANTIZE_GRADIENT
 from cpt_fx.transformed import are_gradients, each, is_transformed
-from cpt_fx.widths import host_value
 
 _GRID = "int[] keep=[], int[]? over=None, str rounding='{rounding}'"
 _PRODUCT = _GRID.format(rounding="stochastic") + ", Tensor(a!)? record=None, Tensor(b!)? counts=None) -> Tensor"
@@ -137,8 +136,7 @@ class _Quantize(torch.autograd.Function):
 
 def _to_integer(x: Tensor, bits: Tensor, *, record: Tensor | None = None, **options: Any) -> list[Tensor]:
     grid = symmetric(options, "nearest")
-    width = host_value(bits)
-    if not is_supported(x) or (width is not None and not has_codes(x, width)):
+    if has_no_codes(x, bits):
         return [FAKE_QUANTIZE(x, bits, **options_of(grid), record=record)]
     return list(_Quantize.apply(x, bits, grid, record))  # type: ignore[no-untyped-call]
 

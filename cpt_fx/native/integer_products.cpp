@@ -99,13 +99,6 @@ void finish(const uint32_t* __restrict sums, uint32_t over, const Result& result
     std::memcpy(at, value, 4 * columns);
 }
 
-void put_down(const Sums& sums, const uint32_t* over, const Result& result, int64_t row, int64_t rows, int64_t column,
-              int64_t columns, bool first, bool last) {
-  char* at = result.data + 4 * (row * result.columns + column);
-  for (int64_t i = 0; i < rows; ++i, at += 4 * result.columns)
-    finish(sums[i], over[i], result, result.bias ? result.bias + column : nullptr, at, columns, first, last);
-}
-
 // One thread's rows and columns of a product whose right operand is packed already.
 void multiply(const Matrix& left, const uint8_t* right, const Result& result, int64_t row_from, int64_t row_to,
               int64_t column_from, int64_t column_to, int64_t from, int64_t depth, bool first, bool last) {
@@ -128,7 +121,10 @@ void multiply(const Matrix& left, const uint8_t* right, const Result& result, in
       for (int64_t block = row; block < stop; block += kRows) {
         alignas(64) Sums sums;
         tile_of(columns, reinterpret_cast<int8_t*>(packed) + (block - row) * 4 * groups, panel, walk, sums);
-        put_down(sums, over + (block - row), result, block, std::min(kRows, stop - block), column, columns, first, last);
+        const float* bias = result.bias ? result.bias + column : nullptr;
+        char* at = result.data + 4 * (block * result.columns + column);
+        for (int64_t i = 0; i < std::min(kRows, stop - block); ++i, at += 4 * result.columns)
+          finish(sums[i], over[block - row + i], result, bias, at, columns, first, last);
       }
     }
   }
