@@ -13,26 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from cpt_fx.aten import COMPUTING, RESHAPING
 from cpt_fx.bodies import calls_of, graphs_of
 from cpt_fx.meta import CALLED
 from cpt_fx.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_LEARNED, FAKE_QUANTIZE_OBSERVED, QUANTIZE_GRADIENT
 from cpt_fx.optable import FUSED, SPECS, is_opaque
 
 VIEWS: frozenset[Any] = frozenset({
-    "view", "reshape", "transpose", "permute", "t", "flatten", "unflatten", "squeeze", "unsqueeze", "expand",
-    "expand_as", "view_as", "contiguous", "chunk", "split", "unbind", "narrow", "select", "swapaxes", "movedim",
-    "detach", "to", "float", "half", "type_as", "mT", "T", torch.reshape, torch.transpose, torch.permute, torch.t,
-    torch.flatten, torch.unflatten, torch.squeeze, torch.unsqueeze, torch.chunk, torch.split, torch.unbind,
-    torch.narrow, torch.select, torch.swapaxes, torch.movedim, operator.getitem, getattr, F.dropout,
-    QUANTIZE_GRADIENT,
+    *RESHAPING, *(getattr(torch, name) for name in RESHAPING), "view", "expand", "expand_as", "view_as", "contiguous",
+    "detach", "to", "float", "half", "type_as", "mT", "T", operator.getitem, getattr, F.dropout, QUANTIZE_GRADIENT,
 })  # fmt: skip
 """Results that may share memory with their first argument, and with no other."""
 
-_NEW = (
-    "add", "sub", "rsub", "mul", "div", "true_divide", "pow", "neg", "exp", "log", "sqrt", "rsqrt", "abs", "clamp",
-    "sin", "cos", "tanh", "sigmoid", "relu", "softmax", "log_softmax", "sum", "mean", "var", "std", "cat", "stack",
-    "where", "clone", "masked_fill", "square", "maximum", "minimum",
-)  # fmt: skip
+_NEW = (*COMPUTING, "true_divide")
 FRESH: frozenset[Any] = frozenset({
     *(SPECS.keys() - {torch.einsum, torch.chain_matmul}), *FUSED, *_NEW, *(getattr(torch, name) for name in _NEW),
     FAKE_QUANTIZE, FAKE_QUANTIZE_OBSERVED, FAKE_QUANTIZE_LEARNED, operator.add, operator.sub, operator.mul,

@@ -14,20 +14,28 @@ Arguments = dict[str, Any]
 Call = tuple[Callable[..., Any] | str, tuple[Any, ...], dict[str, Any]]
 """A function, or the name of a method, and its arguments."""
 
+RESHAPING = (
+    "reshape", "transpose", "permute", "t", "flatten", "unflatten", "squeeze", "unsqueeze", "chunk", "split", "unbind",
+    "narrow", "select", "swapaxes", "movedim",
+)  # fmt: skip
+"""Functions and methods whose results may share memory with their argument."""
+
+COMPUTING = (
+    "add", "sub", "rsub", "mul", "div", "pow", "neg", "exp", "log", "sqrt", "rsqrt", "abs", "clamp", "sin", "cos",
+    "tanh", "sigmoid", "relu", "softmax", "log_softmax", "sum", "mean", "var", "std", "cat", "stack", "where", "clone",
+    "masked_fill", "square", "maximum", "minimum",
+)  # fmt: skip
+"""Functions and methods whose results are new tensors."""
+
 _SAME_FUNCTION = (
     # products
     "matmul", "mm", "bmm", "mv", "dot", "inner", "outer", "ger", "addmm", "addbmm", "baddbmm", "addmv", "cdist",
-    "tensordot", "conv1d", "conv2d", "conv3d", "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell",
-    "rnn_tanh_cell", "rnn_relu_cell",
+    "tensordot", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "lstm",
+    "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
     # aggregations
     "index_add", "scatter_add", "scatter_reduce", "index_reduce", "segment_reduce", "scatter", "index_put",
     # what stands around them
-    "add", "sub", "rsub", "mul", "div", "pow", "neg", "exp", "log", "sqrt", "rsqrt", "abs", "clamp", "sin", "cos",
-    "tanh", "sigmoid", "relu", "softmax", "log_softmax", "sum", "mean", "var", "std", "cat", "stack", "where", "clone",
-    "masked_fill", "square", "maximum", "minimum", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like",
-    "reshape", "transpose",
-    "permute", "t", "flatten", "unflatten", "squeeze", "unsqueeze", "chunk", "split", "unbind", "narrow", "select",
-    "swapaxes", "movedim", "index_select", "gather",
+    *COMPUTING, *RESHAPING, "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "index_select", "gather",
 )  # fmt: skip
 """Operators that `torch.<name>` takes with the same arguments in the same order."""
 
@@ -49,7 +57,6 @@ _SAME: dict[str, Callable[..., Any]] = {
     "_sparse_addmm": torch.sparse.addmm,
     "_grouped_mm": torch._grouped_mm,
     **{name: getattr(torch, name) for name in _SAME_FUNCTION},
-    **{f"conv_transpose{dims}d": getattr(torch, f"conv_transpose{dims}d") for dims in (1, 2, 3)},
 }
 """Operators by name, whatever the overload, and the function that takes the same positional arguments."""
 

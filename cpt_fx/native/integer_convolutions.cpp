@@ -6,17 +6,6 @@
 
 namespace {
 
-struct Planes {
-  int64_t channels, height, width;          // of an image
-  int64_t row_step, column_step, top, left;  // which pixels a plane holds
-  int64_t rows, columns;                    // of a plane
-  int64_t count;
-  const int64_t* phases;  // the first row and column of every plane
-  int64_t groups() const { return up(channels, 4) / 4; }
-  // Tiles may read a little past the last plane; lines a multiple of 4096 bytes apart would share a place in the cache.
-  int64_t distance() const { return up(4 * count * rows * columns, 256) + 320; }
-};
-
 void spread(const int8_t* image, const Planes& p, uint8_t* out) {
   const std::vector<int8_t> nothing(p.width, 0);
   for (int64_t group = 0; group < p.groups(); ++group, out += p.distance()) {
@@ -178,8 +167,7 @@ void cpt_fx_convolve(const int8_t* x, const int8_t* w, float* out, int64_t image
                      const int64_t* phases, const int64_t* filters, const int64_t* jobs, int64_t job_count,
                      const int64_t* taps, int64_t out_height, int64_t out_width, const float* first_scale,
                      const float* second_scale, const float* bias, int threads) {
-  const Planes p{planes[0], planes[1], planes[2], planes[3], planes[4], planes[5],
-                 planes[6], planes[7], planes[8], planes[9], phases};
+  const Planes p = planes_of(planes, phases);
   const Filters f{w, filters[0], filters[1], filters[2]};
   const Job* all = reinterpret_cast<const Job*>(jobs);
   int64_t bytes = 0;

@@ -68,12 +68,6 @@ void tile(const int8_t* const* gradients, const uint8_t* const* images, int64_t 
 }
 #endif
 
-// The planes of an image: see integer_products.cpp. Here one channel lies beside the same channel of the next image.
-struct Planes {
-  int64_t channels, height, width, row_step, column_step, top, left, rows, columns, count;
-  const int64_t* phases;
-};
-
 // Lay out one channel of one image, or of one gradient: its pixels, `flip`ped, between what stands for zero.
 void lay_out(const int8_t* pixels, const Planes& p, const int64_t* phase, uint8_t flip, uint8_t* __restrict out) {
   const int64_t shift = phase[1] - p.left;
@@ -102,8 +96,8 @@ extern "C" {
 void cpt_fx_filters(const int8_t* g, const int8_t* x, float* out, int64_t images, int64_t outputs,
                     const int64_t* planes, const int64_t* phases, const int64_t* taps, int64_t tap_count,
                     const float* first_scale, const float* second_scale, int threads) {
-  const Planes p{planes[0], planes[1], planes[2], planes[3], planes[4], planes[5],
-                 planes[6], planes[7], planes[8], planes[9], phases};
+  // Here one channel lies beside the same channel of the next image.
+  const Planes p = planes_of(planes, phases);
   const Planes of_g{outputs, planes[10], planes[11], 1, 1, 0, 0, p.rows, p.columns, 1, nullptr};
   const int64_t size = p.rows * p.columns, most = std::max(p.channels * p.count, outputs);
   const int64_t chunk = std::min(images, std::max<int64_t>(1, kChunk / (most * size)));

@@ -35,4 +35,20 @@ T* scratch(int64_t count, int which) {
   return reinterpret_cast<T*>(kept[which].data() + (kLine - start % kLine) % kLine);
 }
 
+// The planes of an image, as integer/geometry.py describes them: each holds every n-th row and column.
+struct Planes {
+  int64_t channels, height, width;           // of an image
+  int64_t row_step, column_step, top, left;  // which pixels a plane holds
+  int64_t rows, columns;                     // of a plane
+  int64_t count;
+  const int64_t* phases;  // the first row and column of every plane
+  int64_t groups() const { return up(channels, 4) / 4; }
+  // Tiles may read a little past the last plane; lines a multiple of 4096 bytes apart would share a place in the cache.
+  int64_t distance() const { return up(4 * count * rows * columns, 256) + 320; }
+};
+
+inline Planes planes_of(const int64_t* p, const int64_t* phases) {
+  return {p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7], p[8], p[9], phases};
+}
+
 }  // namespace
