@@ -139,7 +139,7 @@ def levels_of(bits: Tensor, dtype: torch.dtype) -> Tensor:
     return codes.to(dtype)
 
 
-def _round_(codes: Tensor, rounding: Rounding, low: Tensor, high: Tensor) -> Tensor:
+def _round_(codes: Tensor, rounding: Rounding, low: Tensor, high: Tensor, seed: Tensor | None = None) -> Tensor:
     """Clamp to the ends of the grid, then round to whole codes, in place: to nearest even, or by the fraction's odds.
 
     The published order adds noise of half a step to either side, clamps and rounds to nearest: the same distribution,
@@ -150,7 +150,8 @@ def _round_(codes: Tensor, rounding: Rounding, low: Tensor, high: Tensor) -> Ten
     if rounding is Rounding.NEAREST:
         return codes.round_()
     below = codes.floor()
-    return below.add_(uniform(_once(_seed(codes.device)), codes) < codes.sub_(below))
+    seed = _once(_seed(codes.device)) if seed is None else seed
+    return below.add_(uniform(seed, codes) < codes.sub_(below))
 
 
 def _seed(device: torch.device) -> Tensor:
@@ -208,13 +209,21 @@ def _affine_integer(x: Tensor, bits: Tensor, grid: Grid, extent: Extent) -> Tens
     return _round_(codes, grid.rounding, _once(-offset), _once(levels - offset)).mul_(scale)
 
 
-def _symmetric(x: Tensor, bits: Tensor, grid: Grid, extent: Extent) -> Tensor:
+def symmetric_codes(
+    x: Tensor, bits: Tensor, rounding: Rounding, extent: Extent, seed: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes, how far they sit off zero, and the step between them."""
     # At one bit the only symmetric grid of two levels is -a, +a: the codes sit half a step off zero.
     half = _once((bits == 1).to(x.dtype) * 0.5)
     reach = torch.bitwise_left_shift(torch.ones_like(bits), (bits - 1).clamp(0, FULL_PRECISION)).to(x.dtype) - 1
     scale = _once(amplitude(extent) / (reach + half))
     codes = (x / _once(divisor(scale))).sub_(half)
-    return _round_(codes, grid.rounding, _once(-reach - 2 * half), _once(reach)).add_(half).mul_(scale)
+    return _round_(codes, rounding, _once(-reach - 2 * half), _once(reach), seed), half, scale
+
+
+def _symmetric(x: Tensor, bits: Tensor, grid: Grid, extent: Extent) -> Tensor:
+    codes, half, scale = symmetric_codes(x, bits, grid.rounding, extent)
+    return codes.add_(half).mul_(scale)
 
 
 _UNIFORM = {Scheme.AFFINE: _affine, Scheme.AFFINE_INTEGER: _affine_integer, Scheme.SYMMETRIC: _symmetric}

@@ -8,10 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cpt_fx import noise
 from cpt_fx.formats import Rounding
 from cpt_fx.integer import kernels
-from cpt_fx.numerics import amplitude, extent_of, reduced_dims, working_dtype
+from cpt_fx.numerics import extent_of, reduced_dims, symmetric_codes, working_dtype
 
 WIDEST = 8
 """Most bits whose codes an int8 holds."""
@@ -78,19 +77,11 @@ def quantize_codes(
 
 
 def _quantize(x: Tensor, bits: int, seed: Tensor | None, keep: tuple[int, ...], over: tuple[int, ...] | None) -> Codes:
-    """Take the steps of numerics._symmetric in their order, since the order decides the last bit."""
-    values = x.to(working_dtype(x))
-    top = amplitude(extent_of(x, keep, over))
-    # At one bit the codes sit half a step off zero; twice the codes are whole, and half the scale is the amplitude.
-    reach, half = float(2 ** (bits - 1) - 1), 0.5 if bits == 1 else 0.0
-    scale = top / (reach + half)
-    codes = (values / scale.clamp_min(torch.finfo(values.dtype).tiny)).sub_(half).clamp_(-reach - 2 * half, reach)
-    if seed is None:
-        codes.round_()
-    else:
-        below = codes.floor()
-        codes = below.add_(noise.uniform(seed, codes).lt_(codes.sub_(below)))
+    width, values, extent = torch.tensor(bits, device=x.device), x.to(working_dtype(x)), extent_of(x, keep, over)
+    rounding = Rounding.NEAREST if seed is None else Rounding.STOCHASTIC
+    codes, half, scale = symmetric_codes(values, width, rounding, extent, seed)
     if bits == 1:
+        # The codes sit half a step off zero; twice the codes are whole, and half the scale is the amplitude.
         codes, scale = codes.mul_(2).add_(1), scale * half
     # Finite numbers over an infinite scale come out of the simulated quantizer as 0 * inf: NaN, like everything else.
     finite = scale.isfinite()
