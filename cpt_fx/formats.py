@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import TypeVar
 
-from cpt_fx.errors import nearest
+from cpt_fx.errors import check_choice
 
 FULL_PRECISION = 32
 """The width at which every quantizer is the identity, bit for bit."""
@@ -78,11 +78,7 @@ EnumT = TypeVar("EnumT", bound=Enum)
 
 def choice(kind: type[EnumT], value: object, field: str) -> EnumT:
     """Turn a string into a member of `kind`, or say what would have been accepted."""
-    try:
-        return kind(value)
-    except ValueError:
-        names = [str(member.value) for member in kind]
-        raise ValueError(f"{field} must be one of {names}, got {value!r}.{nearest(str(value), names)}") from None
+    return kind(check_choice(field, value, [str(member.value) for member in kind]))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,8 @@ from cpt_fx.schedules import Bits
 from cpt_fx.schedules.base import Schedule
 
 Pattern = str | type[nn.Module]
+Around = list[tuple[str, type[nn.Module] | None]]
+"""The modules that an operator is part of, by path and class."""
 _FIELDS = ("bits", "offset", "schedule", *OPERANDS, "activation")
 
 
@@ -240,7 +242,7 @@ class Patterns:
             if not isinstance(pattern, (str, type)):
                 raise TypeError(f"{argument} takes module names, globs and module types, got {pattern!r}")
 
-    def matches(self, layer: str, stack: list[tuple[str, type[nn.Module] | None]]) -> list[Pattern]:
+    def matches(self, layer: str, stack: Around) -> list[Pattern]:
         """Return the patterns that select a layer: by its name, by a module around it, or by such a module's type."""
         names = {layer, *(path for path, _ in stack)}
         found: list[Pattern] = []
@@ -311,9 +313,7 @@ class Choices:
         self.changes = selected.patterns(overrides or {}, "overrides", aliases)
         self.overrides = Override.all(overrides or {})
 
-    def rule(
-        self, family: str, layer: str, stack: list[tuple[str, type[nn.Module] | None]]
-    ) -> tuple[Rule | None, list[Pattern]]:
+    def rule(self, family: str, layer: str, stack: Around) -> tuple[Rule | None, list[Pattern]]:
         """Return the rule of a layer, and the patterns that changed it."""
         selecting = self.changes.matches(layer, stack)
         rule = self.recipe.rule(family)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -266,16 +266,14 @@ class _Walk:
             if index < len(node.args) and isinstance(node.args[index], fx.Node):
                 found.append((index, spec.arguments[index], kind))
         if spec.variadic is not None:
-            first = node.args[spec.variadic] if len(node.args) > spec.variadic else ()
+            places: Iterable[Index] = range(spec.variadic, len(node.args))
+            first = node.args[spec.variadic] if places else ()
             if spec.name == "einsum" and node.args and isinstance(node.args[0], fx.Node):
                 # The sublist form: tensor, axes, tensor, axes, ..., axes of the result.
-                tensors = range(0, len(node.args) - 1, 2)
-                found += [(i, f"operand{i // 2}", "either") for i in tensors]
+                places = range(0, len(node.args) - 1, 2)
             elif isinstance(first, (list, tuple)):
-                found += [((spec.variadic, i), f"operand{i}", "either") for i in range(len(first))]
-            else:
-                rest = range(spec.variadic, len(node.args))
-                found += [(i, f"operand{i - spec.variadic}", "either") for i in rest]
+                places = [(spec.variadic, i) for i in range(len(first))]
+            found += [(place, f"operand{i}", "either") for i, place in enumerate(places)]
         return found
 
     def _operand(
@@ -350,19 +348,21 @@ class _Walk:
                 self.layers.append(str(node.target))
                 reason = f"{type(layer).__name__} is called as a whole; inside it: {', '.join(inside)}"
                 self._leave(node, str(node.target), type(layer).__name__, reason)
-        elif node.op == "call_function" and node.target in FUSED:
-            self._leave(node, path, _name(node.target), node.meta.get(LEFT, FUSED[node.target]))
-        elif node.op == "call_function" and node.target in AUTHORS_OWN:
+        if node.op != "call_function":
+            return
+        name = str(getattr(node.target, "__name__", node.target))
+        if node.target in FUSED:
+            self._leave(node, path, name, node.meta.get(LEFT, FUSED[node.target]))
+        elif node.target in AUTHORS_OWN:
             if multiplies(self.module, node):
                 place = "".join(f" ({file}:{line})" for file, line, _ in frames_of(node.meta.get("stack_trace"))[-1:])
                 own = f"the backward of a custom autograd.Function is its author's own{place}"
-                reason = f"{own}: both passes stay as they are"
-                self._leave(node, path, "autograd.Function", reason)
-        elif node.op == "call_function" and (reason := hides_product(node)):
-            self._leave(node, path, _name(node.target), reason)
-        elif node.op == "call_function" and is_opaque(node.target):
+                self._leave(node, path, "autograd.Function", f"{own}: both passes stay as they are")
+        elif reason := hides_product(node):
+            self._leave(node, path, name, reason)
+        elif is_opaque(node.target):
             reason = "a Python function the graph calls as a whole; what it multiplies is not seen"
-            self._leave(node, path, _name(node.target), reason)
+            self._leave(node, path, name, reason)
 
     def _leave(self, node: fx.Node, layer: str, op: str, reason: str) -> None:
         if not self._is_excluded(node, layer, op):
@@ -373,7 +373,3 @@ def _kind_of(module: nn.Module) -> type[nn.Module] | None:
     """Return a module's class, the user's own, if it has one to show."""
     bare = type(module) is nn.Module or isinstance(module, (Precision, fx.GraphModule))
     return None if bare else plain_class(type(module))
-
-
-def _name(target: Any) -> str:
-    return str(getattr(target, "__name__", target))
