@@ -25,23 +25,13 @@ def codes(x: Tensor, bits: int, seed: Tensor | None) -> tuple[Tensor, Tensor] | 
     if library is None or x.dtype is not torch.float32:
         return None
     # Noise belongs to an element's place in the tensor; without noise a dense tensor can be read as it is stored.
-    dense = x.is_contiguous() or (seed is None and _is_dense(x))
-    x = x if dense else x.contiguous()
+    as_stored = seed is None and torch.ops.aten.is_non_overlapping_and_dense.default(x)
+    x = x if as_stored else x.contiguous()
     values, scale = torch.empty_like(x, dtype=torch.int8), _new(())
     seed = None if seed is None else seed.contiguous()
     threads = native.threads(x.numel())
     library.cpt_fx_codes(x.data_ptr(), values.data_ptr(), x.numel(), bits, _address(seed), scale.data_ptr(), threads)
     return values, scale
-
-
-def _is_dense(x: Tensor) -> bool:
-    """Whether the elements lie side by side in memory, in whatever order of dims."""
-    expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def sums(values: Tensor, channel: int) -> Tensor | None:

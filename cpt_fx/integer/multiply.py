@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -11,7 +9,7 @@ from cpt_fx.integer import choice
 from cpt_fx.integer.codes import Codes
 from cpt_fx.integer.counts import RATIO, Outcome
 from cpt_fx.integer.geometry import Geometry
-from cpt_fx.integer.operands import Operand, define, revealed, value_of
+from cpt_fx.integer.operands import Operand, define, exact, revealed, value_of
 from cpt_fx.integer.products import PRODUCTS, Call, Product
 
 Dtypes = tuple[torch.dtype, torch.dtype]
@@ -23,8 +21,7 @@ def multiply(name: str, call: Call, a: Operand, b: Operand, dtypes: Dtypes, coun
     if a.traced or b.traced:
         parts = ([part for part in operand if part is not None] for operand in (a, b))
         geometry = [number for pair in call.geometry for number in pair]
-        result: Tensor = MULTIPLY(name, *parts, call.bias, call.shape, geometry, *dtypes, counts)
-        return result
+        return MULTIPLY(name, *parts, call.bias, call.shape, geometry, *dtypes, counts)
     return _multiply(name, call, revealed(a), revealed(b), dtypes, counts)
 
 
@@ -56,15 +53,11 @@ def _is_empty(factor: Codes | Tensor) -> bool:
     return isinstance(factor, Tensor) and not factor.numel()
 
 
-def _operand(parts: Sequence[Tensor]) -> Operand:
-    return Operand(*parts) if len(parts) == 3 else Operand(None, None, parts[0])
-
-
 def _multiply_at_run_time(
     name: str, a: list[Tensor], b: list[Tensor], bias: Tensor | None, shape: list[int], geometry: list[int],
     arithmetic: torch.dtype, dtype: torch.dtype, counts: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    left, right = revealed(_operand(a)), revealed(_operand(b))
+    left, right = (revealed(Operand(*parts) if len(parts) == 3 else exact(parts[0])) for parts in (a, b))
     call = Call(bias, tuple(shape), Geometry(*zip(geometry[::2], geometry[1::2], strict=True)))
     # What a compiler was told: a tensor of this shape, in this order.
     return _multiply(name, call, left, right, (arithmetic, dtype), counts).reshape(shape).contiguous()

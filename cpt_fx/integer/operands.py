@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from cpt_fx.straight_through import grid_of
 from cpt_fx.transformed import is_transformed
 from cpt_fx.widths import host_value, is_free
 
+R = TypeVar("R")
 _SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
 _RAW = torch.uint32
 """What the floating point numbers of a compiled graph, float32 all of them, are declared as. Compilers let a buffer
@@ -221,16 +222,14 @@ def _dequantize_at_run_time(codes: Tensor, scale: Tensor, wide: Tensor, dtype: t
 def dequantized(operand: Operand, dtype: torch.dtype) -> Tensor:
     """Return an operand as the tensor that simulated execution has."""
     if operand.traced:
-        result: Tensor = DEQUANTIZE(*operand, dtype)
-        return result
+        return DEQUANTIZE(*operand, dtype)
     return value_of(revealed(operand), dtype)
 
 
 def summed(operand: Operand, shape: Sequence[int], dtype: torch.dtype, channel: int) -> Tensor:
     """Add an operand up to the shape of a bias; one of a single dim belongs to the channels."""
     if operand.traced:
-        result: Tensor = SUM(*operand, shape, dtype, channel)
-        return result
+        return SUM(*operand, shape, dtype, channel)
     return _summed(revealed(operand), shape, dtype, channel)
 
 
@@ -253,14 +252,14 @@ def _sum_at_run_time(
 _LIBRARY = torch.library.Library("cpt_fx", "FRAGMENT")
 
 
-def define(schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> torch._ops.OpOverload:
+def define(schema: str, run: Callable[..., R], shapes: Callable[..., Any]) -> Callable[..., R]:
     """Make an operator that no compiler looks into. `shapes` returns what a compiler is told of the results."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     for device in ("CPU", "CUDA"):
         _LIBRARY.impl(name, run, device)
     torch.library.register_fake(f"cpt_fx::{name}", shapes, lib=_LIBRARY)
-    operator: torch._ops.OpOverload = getattr(torch.ops.cpt_fx, name).default
+    operator: Callable[..., R] = getattr(torch.ops.cpt_fx, name).default
     return operator
 
 
