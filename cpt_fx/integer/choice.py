@@ -59,14 +59,10 @@ _RULED = {"always": Decision(math.inf, measured=False), "never": Decision(0, mea
 
 def decide(kind: str, a: Sequence[int], b: Sequence[int], call: Call) -> Decision:
     """Return whether a product of factors of two shapes runs faster on integers here."""
-    rule = _current_rule()
+    rule = _rule or check_choice("CPT_FX_INTEGER", os.environ.get("CPT_FX_INTEGER", "measured"), _RULES)
     if rule in _RULED:
         return _RULED[rule]
     return _decided(kind, rounded(kind, a, b, call), torch.get_num_threads(), _surroundings())
-
-
-def _current_rule() -> str:
-    return _rule or check_choice("CPT_FX_INTEGER", os.environ.get("CPT_FX_INTEGER", "measured"), _RULES)
 
 
 @contextmanager

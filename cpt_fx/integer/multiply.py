@@ -40,17 +40,14 @@ def _multiply(
 def _outcome(product: Product, call: Call, a: Codes | Tensor, b: Codes | Tensor, counts: Tensor | None) -> Outcome:
     """Decide how a product is made, and note the measurement that it rests on."""
     if not isinstance(a, Codes) or not isinstance(b, Codes):
-        return Outcome.NO_CODES if _is_empty(a) or _is_empty(b) else Outcome.WIDTH
+        empty = any(isinstance(factor, Tensor) and not factor.numel() for factor in (a, b))
+        return Outcome.NO_CODES if empty else Outcome.WIDTH
     if product.misfit(a, b):
         return Outcome.GROUPS
     decision = choice.decide(product.run.__name__, a.values.shape, b.values.shape, call)
     if counts is not None and decision.measured:
         counts[product.direction, RATIO].fill_(round(1000 * decision.ratio))
     return Outcome.INTEGER if decision.worth else Outcome.SIZE
-
-
-def _is_empty(factor: Codes | Tensor) -> bool:
-    return isinstance(factor, Tensor) and not factor.numel()
 
 
 def _multiply_at_run_time(

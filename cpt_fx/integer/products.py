@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.grad import conv2d_input, conv2d_weight
 
 from cpt_fx.integer import kernels, reference
 from cpt_fx.integer.codes import Codes
@@ -144,7 +145,7 @@ def conv2d_forward(x: Factor, w: Factor, call: Call, dtype: torch.dtype) -> Tens
 def conv2d_grad_input(g: Factor, w: Factor, call: Call, dtype: torch.dtype) -> Tensor:
     """Return the gradient of x, of its shape."""
     if isinstance(g, Tensor):
-        return _gradient(0, g, g.new_empty(tuple(call.shape)), w, call.geometry)
+        return conv2d_input(call.shape, w, g, *call.geometry)  # type: ignore[no-any-return]
     done = kernels.convolution(g, w, None, tuple(call.shape[2:]), call.geometry, turned=True)
     if done is not None:
         return done
@@ -156,19 +157,12 @@ def conv2d_grad_input(g: Factor, w: Factor, call: Call, dtype: torch.dtype) -> T
 def conv2d_grad_weight(g: Factor, x: Factor, call: Call, dtype: torch.dtype) -> Tensor:
     """Return the gradient of w, of its shape."""
     if isinstance(g, Tensor):
-        return _gradient(1, g, x, g.new_empty(tuple(call.shape)), call.geometry)
+        return conv2d_weight(x, call.shape, g, *call.geometry)  # type: ignore[no-any-return]
     done = kernels.filters(g, x, tuple(call.shape[2:]), call.geometry)
     if done is not None:
         return done
     sums = reference.conv2d_grad_weight(g.values, x.values, call.shape, call.geometry)
     return _scaled(sums, g.scale.reshape(-1, 1, 1, 1), x.scale)
-
-
-def _gradient(which: int, g: Tensor, x: Tensor, w: Tensor, geometry: Geometry) -> Tensor:
-    """Ask torch for one of the two gradients; the values of the tensor it is for do not matter."""
-    mask = [which == 0, which == 1, False]
-    result: Tensor = torch.ops.aten.convolution_backward(g, x, w, None, *geometry, False, [0, 0], 1, mask)[which]
-    return result
 
 
 def _bias_like(x: Tensor, call: Call) -> Tensor | None:

@@ -41,7 +41,9 @@ def status() -> str:
     """Say in a few words whether kernels are used, and if not, why."""
     if _switched_off:
         return "switched off"
-    return "used" if _built("simulate.cpp") is not None else _why_not()
+    if _built("simulate.cpp") is not None:
+        return "used"
+    return f"cannot be used: {_failures[-1]}" if _failures else "switched off by CPT_FX_NATIVE=0"
 
 
 @contextmanager
@@ -71,10 +73,6 @@ def _built(name: str) -> ctypes.CDLL | None:
 
 
 _failures: list[str] = []
-
-
-def _why_not() -> str:
-    return f"cannot be used: {_failures[-1]}" if _failures else "switched off by CPT_FX_NATIVE=0"
 
 
 def threads(count: int) -> int:
