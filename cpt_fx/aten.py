@@ -44,15 +44,10 @@ _SAME_METHOD = ("view", "expand", "expand_as", "view_as", "contiguous", "detach"
 """Operators that only tensors have, with the same arguments in the same order."""
 
 _SAME: dict[str, Callable[..., Any]] = {
-    "linear": F.linear,
-    "bilinear": F.bilinear,
-    "gelu": F.gelu,
-    "silu": F.silu,
-    "leaky_relu": F.leaky_relu,
+    **{name: getattr(F, name) for name in ("linear", "bilinear", "gelu", "silu", "leaky_relu", "dropout")},
     "linalg_multi_dot": torch.linalg.multi_dot,
     "linalg_matmul": torch.linalg.matmul,
     "scaled_dot_product_attention": F.scaled_dot_product_attention,
-    "dropout": F.dropout,
     "_sparse_mm": torch.sparse.mm,
     "_sparse_addmm": torch.sparse.addmm,
     "_grouped_mm": torch._grouped_mm,

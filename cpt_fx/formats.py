@@ -108,14 +108,10 @@ class Format:
 
     def __post_init__(self) -> None:
         """Coerce strings to enums and refuse combinations that have no meaning."""
-        for field, kind in (
-            ("scheme", Scheme),
-            ("group", Group),
-            ("range", Range),
-            ("rounding", Rounding),
-            ("specials", Specials),
-        ):
-            object.__setattr__(self, field, choice(kind, getattr(self, field), f"Format.{field}"))
+        for field in fields(self):
+            if isinstance(field.default, Enum):
+                value = choice(type(field.default), getattr(self, field.name), f"Format.{field.name}")
+                object.__setattr__(self, field.name, value)
         check_grid(self.scheme, self.exponent, self.block)
         if self.specials is not Specials.NONE and self.scheme is not Scheme.FLOAT:
             raise ValueError(f"Format.specials belongs to scheme='float', got scheme={self.scheme.value!r}")

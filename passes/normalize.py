@@ -105,7 +105,7 @@ def _unify_call(node: fx.Node) -> bool:
     args: list[Any] = list(node.args)
     while len(args) < len(spec.arguments) and spec.arguments[len(args)] in kwargs:
         args.append(kwargs.pop(spec.arguments[len(args)]))
-    if spec.variadic is not None and node.target is torch.einsum and len(args) == 2 and _is_list(args[1]):
+    if node.target is torch.einsum and len(args) == 2 and isinstance(args[1], (list, tuple)):
         args[1:] = args[1]
     node.args, node.kwargs = tuple(args), kwargs
     return (node.op, node.target, node.args, node.kwargs) != before
@@ -127,10 +127,6 @@ _KEYWORDS: dict[Callable[..., Any], dict[str, str]] = {
     **{target: {"self": "input"} for target in (torch.matmul, torch.addmm)},
 }
 """Torch's keyword names where they differ from those of the table."""
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, (list, tuple))
 
 
 def _unify_parameters(module: fx.GraphModule) -> int:

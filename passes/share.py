@@ -44,7 +44,7 @@ class Share(Pass):
         before = _ranges(graphs)
         hoisted = sum(hoist(graph) for graph in graphs)
         names: Names = module.meta.get(NAMES, Names())
-        found = [_merge(graph, _in_others(graph, graphs), state, names) for graph in graphs]
+        found = [_merge(graph, [other for other in graphs if other is not graph], state, names) for graph in graphs]
         merged, seen = sum(count for count, _ in found), sum(count for _, count in found)
         notes = [f"{merged} of {seen} quantizers merged into others"]
         notes += [f"{hoisted} quantizers of weights moved out of loops"] if hoisted else []
@@ -53,20 +53,16 @@ class Share(Pass):
         return Report(self.name, merged + hoisted, tuple(notes))
 
 
-def _in_others(graph: fx.GraphModule, graphs: list[fx.GraphModule]) -> set[str]:
-    """Return the running ranges that other graphs of a family use: one graph does not tell all that they see."""
-    return _ranges([other for other in graphs if other is not graph]) if len(graphs) > 1 else set()
-
-
 def _ranges(graphs: list[fx.GraphModule]) -> set[str]:
     """Return the running ranges that the quantizers of some graphs use."""
     nodes = (node for graph in graphs for node in graph.graph.nodes if QUANTIZER in node.meta)
     return {node.meta[QUANTIZER].ranges for node in nodes} - {""}
 
 
-def _merge(module: fx.GraphModule, elsewhere: set[str], state: Precision, names: Names) -> tuple[int, int]:
+def _merge(module: fx.GraphModule, others: list[fx.GraphModule], state: Precision, names: Names) -> tuple[int, int]:
     """Merge within one graph; return how many quantizers went, and how many were looked at."""
-    keys = _keys(module, elsewhere)
+    # One graph does not tell all that a range sees, if others of its family use it.
+    keys = _keys(module, _ranges(others))
     kept: dict[Hashable, fx.Node] = {}
     merged = 0
     for node, key in keys.items():
