@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import cpt_fx
 from cpt_fx import Format
+from cpt_fx.formats import Range, Scheme
 from cpt_fx.ops import QUANTIZERS
 from cpt_fx.schedules import named
 from tests.dynamo.models import EXACT, Blocks, Checkpointed, Modes, seeded
@@ -178,16 +179,17 @@ class Teacher(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with torch.inference_mode():
             wanted = self.teacher(x)
-        return self.student(x) - wanted.clone()
+        return self.student(x) - wanted.clone()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("range", ["observer", "learned"])
-def test_a_region_in_inference_mode(range: str) -> None:
-    input = Format(scheme="affine", range=range)
+@pytest.mark.parametrize("range", [Range.OBSERVER, Range.LEARNED])
+def test_a_region_in_inference_mode(range: Range) -> None:
+    input = Format(scheme=Scheme.AFFINE, range=range)
     recipe = cpt_fx.recipes.default().with_rule("linear", input=input, gradient=None)
     result = cpt_fx.transform(seeded(Teacher), cpt_fx.schedules.Static(4), capture="dynamo", recipe=recipe)
     found = []
-    for module in (copy.deepcopy(result), torch.compile(result, backend="aot_eager")):
+    compiled: Any = torch.compile(result, backend="aot_eager")
+    for module in (copy.deepcopy(result), compiled):
         for _ in (1, 2):
             module.train()(X)
         found.append(module.eval()(X))
