@@ -227,6 +227,12 @@ def test_an_optional_argument_is_the_one_of_the_example() -> None:
         causal(x, causal=False)
 
 
+def test_what_the_code_branches_on_is_told_with_its_place() -> None:
+    result = cpt_fx.transform(model_of(_attend, fc=nn.Linear(4, 4)), Static(8))
+    place = f"{__file__}:{_attend.__code__.co_firstlineno}"
+    assert f"the code branches on mask, causal at {place}" in str(cpt_fx.inspect(result).capture)
+
+
 def test_an_example_with_a_mask_refuses_to_run_without() -> None:
     model = model_of(_attend, fc=nn.Linear(4, 4))
     x = torch.randn(4, 4)

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from cpt_fx.capture.base import CaptureError
+from cpt_fx.result import plain_class
 
 _TORCH = os.path.join(Path(torch.__file__).parent, "")
 _MACHINE = (
@@ -141,7 +142,7 @@ def place_of_error(error: BaseException) -> str:
 
 def place_of_forward(module: nn.Module) -> str:
     """Say where the forward of a module is written."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    code = getattr(inspect.unwrap(plain_class(type(module)).forward), "__code__", None)
     return f" at {code.co_filename}:{code.co_firstlineno}" if code is not None else ""
 
 
