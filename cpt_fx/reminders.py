@@ -200,7 +200,8 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     try:
         said = [text for one in _followed_by(optimizer) if (text := one.stepped(optimizer))]
     except Exception:  # a reminder is not worth a run
-        LOGGER.debug("a step of %s could not be looked at", type(optimizer).__name__, exc_info=True)
+        _FOLLOWED[optimizer] = len(optimizer.param_groups), []  # not at every step
+        LOGGER.warning("a forgotten schedule.step() cannot be noticed: %s", type(optimizer).__name__, exc_info=True)
         return
     for text in said:
         warnings.warn(text, stacklevel=3)

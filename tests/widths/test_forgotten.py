@@ -361,7 +361,9 @@ def test_a_result_that_is_used_again_after_revert(told: Told) -> None:
     assert len(told.about("schedule.step()")) == 1
 
 
-def test_what_goes_wrong_in_a_reminder_stops_nothing(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_goes_wrong_in_a_reminder_stops_nothing(
+    told: Told, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def broken(*args: Any, **options: Any) -> Any:
         raise RuntimeError("not known yet")
 
