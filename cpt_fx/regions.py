@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -26,36 +26,54 @@ TRANSFORMED = "under torch.vmap or another transform of torch.func: running rang
 
 
 class ModesOf:
-    """Puts gradient mode and autocast back where an exception comes out of the block.
+    """Puts modes of the process back where an exception comes out of the block: gradients, autocast and `_SWITCHES`.
 
     A graph that sets them, as compiled code does instead of Python's `with`, does not reach the end of its region then.
     """
+
+    def __init__(self, *, always: bool = False) -> None:
+        self.always = always
 
     def __enter__(self) -> None:
         self.before, self.inference = _modes(), torch.is_inference_mode_enabled()
 
     def __exit__(self, kind: object, *rest: object) -> None:
-        if kind is not None and torch.is_inference_mode_enabled() is not self.inference:
+        if kind is None and not self.always:
+            return
+        if torch.is_inference_mode_enabled() is not self.inference:
             # Whoever holds the guard of the region may go later, and puts back the same. This one never goes.
             _GUARDS.append(torch._C._InferenceMode(self.inference))
             _GUARDS[-1].__enter__()
-        if kind is not None and _modes() != self.before:
-            gradients, devices, cached, nesting = self.before
-            torch._C._set_grad_enabled(gradients)
+        if _modes() != self.before:
+            switches, devices, nesting = self.before
+            for (_, put), value in zip(_SWITCHES, switches, strict=True):
+                put(value)
             for device, enabled, dtype in devices:
                 torch.set_autocast_enabled(device, enabled)
                 torch.set_autocast_dtype(device, dtype)
-            torch.set_autocast_cache_enabled(cached)
             for _ in range(torch.autocast_increment_nesting() - nesting + 1):
                 torch.autocast_decrement_nesting()
             torch.clear_autocast_cache()
 
 
-def _modes() -> tuple[bool, list[tuple[str, bool, torch.dtype]], bool, int]:
+_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (torch.is_grad_enabled, torch._C._set_grad_enabled),
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
+    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
+)
+"""What is read and set by two functions."""
+
+
+def _modes() -> tuple[list[Any], list[tuple[str, bool, torch.dtype]], int]:
     devices = [(name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in _DEVICES]
     nesting = torch.autocast_increment_nesting()
     torch.autocast_decrement_nesting()
-    return torch.is_grad_enabled(), devices, torch.is_autocast_cache_enabled(), nesting
+    return [read() for read, _ in _SWITCHES], devices, nesting
 
 
 for _function in (ModesOf.__enter__, ModesOf.__exit__, _modes):

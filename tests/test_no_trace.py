@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
 import random
 from argparse import Namespace
-from collections import OrderedDict, deque
+from collections import ChainMap, OrderedDict, UserDict, deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 import cpt_fx
 from cpt_fx.capture.memory import unchanged
@@ -27,6 +29,7 @@ from cpt_fx.trial import trial
 RICH = cpt_fx.cost, cpt_fx.inspect
 """Imported now: what these need draws from Python's generator when it is imported."""
 CALLS = 0
+REMEMBERED, HISTOGRAM = 0, numpy.zeros(2)
 SEEN: dict[str, list[int]] = {"sizes": []}
 CURRENT: ContextVar[int] = ContextVar("CURRENT", default=0)
 
@@ -195,8 +198,16 @@ class Outside(Base):
         global CALLS
         CALLS += 1
         SEEN["sizes"].append(1)
+        remember()
         table(7)
         CURRENT.set(CURRENT.get() + 1)
+
+
+def remember() -> None:
+    """What a method calls knows globals of its own."""
+    global REMEMBERED
+    REMEMBERED += 1
+    HISTOGRAM[0] += 1
 
 
 class Drawing(Base):
@@ -249,6 +260,10 @@ def shown(value: Any, seen: frozenset[int] = frozenset()) -> Any:
         return str(value.bit_generator.state)
     if isinstance(value, Slots):
         return value.count
+    if isinstance(value, (UserDict, ChainMap, Optimizer)):
+        return shown(value.state if isinstance(value, Optimizer) else dict(value), seen)
+    if isinstance(value, numpy.ndarray):
+        return value.tolist()
     if isinstance(value, (SimpleNamespace, Namespace)):
         return shown(vars(value), seen)
     if callable(value) and getattr(value, "__closure__", None):
@@ -268,7 +283,15 @@ def world(model: nn.Module) -> Any:
     return (
         shown(model),
         [(base.__name__, vars(base).get("calls"), vars(base).get("cached")) for base in classes],
-        (CALLS, Meter.total, copy.deepcopy(SEEN), CURRENT.get(), table.cache_info().currsize),
+        (
+            CALLS,
+            REMEMBERED,
+            HISTOGRAM.tolist(),
+            Meter.total,
+            copy.deepcopy(SEEN),
+            CURRENT.get(),
+            table.cache_info().currsize,
+        ),
         (random.getstate(), shown(list(numpy.random.get_state()[1])), torch.random.get_rng_state().tolist()),  # type: ignore[index]
     )
 
@@ -349,6 +372,30 @@ def test_a_backward_pass_that_is_to_come() -> None:
         loss.backward()
 
 
+class Entering(Base):
+    """Enters a context by hand; a trace that ends inside of it does not come to its end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        context = torch.no_grad()
+        context.__enter__()
+        torch.set_default_dtype(torch.float64)
+        y: Tensor = self.one(x)
+        return y
+
+
+@pytest.mark.parametrize("capture", ["symbolic", *CAPTURES])
+@pytest.mark.parametrize("examples", [False, True])
+def test_modes_of_the_process(capture: str, examples: bool) -> None:
+    torch._dynamo.reset()
+    try:
+        with contextlib.suppress(cpt_fx.CaptureError):
+            cpt_fx.transform(made(Entering), Static(4), capture=capture, example_inputs=(x(),) if examples else None)
+        assert torch.is_grad_enabled() and torch.get_default_dtype() is torch.float32
+    finally:
+        torch.set_grad_enabled(True)
+        torch.set_default_dtype(torch.float32)
+
+
 def test_an_error_leaves_nothing_either() -> None:
     class Failing(Counting):
         def before(self, x: Tensor) -> None:
@@ -385,9 +432,13 @@ def parts() -> Iterator[tuple[Any, Callable[[Any], object]]]:
     yield SimpleNamespace(a=1, inner=Namespace(b=[2])), lambda it: it.inner.b.append(3)
     yield [list[int], Meter, print, object(), range(3), iter([1])], lambda it: it.append(1)
     yield nn.ParameterDict({"a": torch.ones(1)}), lambda it: it.__setitem__("b", torch.ones(2))
+    yield numpy.zeros(2), lambda it: it.fill(1)
+    yield UserDict(a=1), lambda it: it.update(a=2)
+    yield ChainMap({"a": 1}), lambda it: it.update(b=2)
+    yield torch.optim.Adam([torch.ones(2, requires_grad=True)]), lambda it: it.state.update(a=[1])
 
 
-@pytest.mark.parametrize(("place", "how"), list(itertools.product(range(14), ["attribute", "nested"])))
+@pytest.mark.parametrize(("place", "how"), list(itertools.product(range(18), ["attribute", "nested"])))
 def test_whatever_a_module_holds(place: int, how: str) -> None:
     value, change = list(parts())[place]
     module: Any = nn.Linear(2, 2)

@@ -7,8 +7,9 @@ import functools
 import operator
 import random
 import sys
+import threading
 from argparse import Namespace
-from collections import OrderedDict, deque
+from collections import ChainMap, OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import copy_context
@@ -20,15 +21,19 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn.modules import module as torch_module
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cpt_fx.layer_state import PREFIX
+from cpt_fx.regions import ModesOf
 from cpt_fx.result import PART
 
 _FOREIGN = frozenset({*sys.stdlib_module_names, "torch", "numpy", "cpt_fx"})
-"""Packages whose classes and objects are not looked into, but for namespaces."""
-_MOST_ITEMS, _DEPTH = 1000, 8
+"""Packages whose classes and objects are not looked into, but for what holds things of others."""
+_MOST_ITEMS, _DEPTH, _LARGEST_ARRAY = 1000, 8, 1 << 24
 """Larger containers are put back, but not looked into; a trainer that a module holds leads to whole datasets."""
+_HOLDERS = (nn.Module, SimpleNamespace, Namespace, UserDict, UserList, ChainMap, threading.local, Optimizer)
+"""Objects of these that hold what a user puts there."""
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _ABSENT = object()
 _Undo = Callable[[], object]
@@ -39,12 +44,14 @@ def unchanged(model: nn.Module, *, values: bool = False) -> Iterator[None]:
     """Undo what code of a model does inside the block; what it does to the values of tensors in place, for `values`.
 
     It covers modules, plain objects and containers that they lead to, closures, the classes of the modules and the
-    globals that their methods name, and random numbers. What is ours stays.
+    globals that their methods name, with the functions among these, random numbers and modes of the process. What is
+    ours stays.
     """
     memory = _Memory(values)
     memory.keep(model)
     try:
-        yield
+        with ModesOf(always=True):
+            yield
     finally:
         with torch.no_grad():
             for undo in reversed(memory.undo):
@@ -71,14 +78,14 @@ class _Memory:
             functools.partial(numpy.random.set_state, numpy.random.get_state()),
             functools.partial(torch.random.set_rng_state, torch.random.get_rng_state()),
         ]
-        rows = [(value, 0) for key, value in vars(torch_module).items() if key.startswith("_global_")]
-        rows += [(module, 0) for module in model.modules()]
+        rows = deque((value, 0) for key, value in vars(torch_module).items() if key.startswith("_global_"))
+        rows.extend((module, 0) for module in model.modules())
         while rows:
-            value, depth = rows.pop()
+            value, depth = rows.popleft()  # the nearest first: what is known is not met again on a shorter way
             if id(value) in self.known or depth > _DEPTH:
                 continue
             self.known[id(value)] = value
-            rows += [(inner, depth + 1) for inner in self._one(value)]
+            rows.extend((inner, depth + 1) for inner in self._one(value))
 
     def _one(self, value: Any) -> Iterable[Any]:
         """Keep one thing, and return what it leads to."""
@@ -86,6 +93,8 @@ class _Memory:
             return ()
         if isinstance(value, Tensor):
             return self._tensor(value)
+        if type(value) is numpy.ndarray:
+            return self._array(value)
         if isinstance(value, (list, deque, set, dict)):
             return self._container(value)
         if isinstance(value, (tuple, frozenset)):
@@ -115,7 +124,7 @@ class _Memory:
 
     def _object(self, value: Any) -> Iterable[Any]:
         kind = type(value)
-        if _is_foreign(kind) and not isinstance(value, (nn.Module, SimpleNamespace, Namespace)):
+        if _is_foreign(kind) and not isinstance(value, _HOLDERS):
             return ()
         held = getattr(value, "__dict__", None)
         found = self._container(held) if type(held) is dict else ()
@@ -151,21 +160,26 @@ class _Memory:
         if value.__module__ is None or value.__module__.partition(".")[0] in _FOREIGN:
             return ()
         cells = [(cell, _content(cell)) for cell in value.__closure__ or ()]
-        held = value.__globals__
-        # Attributes go by names of code, too: what is no global is none later, either.
-        named = {name: held.get(name, _ABSENT) for name in _names(value.__code__)}
-        named = {name: item for name, item in named.items() if not isinstance(item, (ModuleType, type, FunctionType))}
+        names = _names(value.__code__)
+        held, named = value.__globals__, list[tuple[dict[str, Any], str, Any]]()
+        for space in (held, *(vars(item) for item in map(held.get, names) if _is_users(item))):
+            # Attributes go by names of code, too: what is no global is none later, either.
+            named += [(space, name, space.get(name, _ABSENT)) for name in names]
+        named = [each for each in named if not isinstance(each[2], (ModuleType, type))]
 
         def undo() -> None:
             for cell, item in cells:
                 if item is not _ABSENT and _content(cell) is not item:
                     cell.cell_contents = item
-            for name, item in named.items():
-                if held.get(name, _ABSENT) is not item:
-                    held.pop(name) if item is _ABSENT else held.__setitem__(name, item)
+            for space, name, item in named:
+                # What was imported or defined meanwhile stays: Python remembers in other places that it is there.
+                now = space.get(name, _ABSENT)
+                if now is not item and not isinstance(now, (ModuleType, type, FunctionType)):
+                    space.pop(name) if item is _ABSENT else space.__setitem__(name, item)
 
         self.undo.append(undo)
-        return [*(item for _, item in cells), *named.values(), value.__dict__, value.__defaults__, value.__kwdefaults__]
+        own = (value.__dict__, value.__defaults__, value.__kwdefaults__)
+        return [*(item for _, item in cells), *(item for *_, item in named), *own]
 
     def _cached(self, value: Any) -> Iterable[Any]:
         before = value.cache_info().currsize
@@ -177,6 +191,11 @@ class _Memory:
 
         self.undo.append(undo)
         return (getattr(value, "__wrapped__", None),)
+
+    def _array(self, value: numpy.ndarray[Any, Any]) -> Iterable[Any]:
+        if value.flags.writeable and value.nbytes <= _LARGEST_ARRAY:
+            self.undo.append(functools.partial(numpy.copyto, value, value.copy()))
+        return ()
 
     def _tensor(self, value: Tensor) -> Iterable[Any]:
         self.undo.append(keep_tensor(value, values=self.values))
@@ -243,6 +262,11 @@ def memory_of(tensor: Tensor) -> tuple[object, ...]:
 
 def _is_ours(key: object) -> bool:
     return isinstance(key, str) and key.startswith((PREFIX, PART, "_tensor_constant"))  # the last is torch.fx's
+
+
+def _is_users(value: object) -> bool:
+    """Whether a value is a module of Python, and none of the standard library or of torch."""
+    return isinstance(value, ModuleType) and value.__name__.partition(".")[0] not in _FOREIGN
 
 
 def _is_foreign(kind: type) -> bool:

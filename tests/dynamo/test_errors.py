@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cpt_fx
 from cpt_fx.schedules import Static
@@ -98,6 +100,58 @@ def test_one_of_twenty_batches(region: Any, breaks: str, how: str, compiled: boo
             trained += model.two.weight.grad is not None
         assert modes() == before, number
     assert (trained, failed) == (19, 1)
+
+
+@contextmanager
+def doubles() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def one_kernel() -> Iterator[None]:
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+@pytest.mark.parametrize("region", [doubles, deterministic, one_kernel])
+def test_other_modes_of_the_process(region: Any) -> None:
+    class Within(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, index: Tensor) -> Any:
+            with region():
+                return self.one(x)[index]
+
+    def others() -> tuple[object, ...]:
+        library: Any = torch.backends.cuda
+        kernels = library.flash_sdp_enabled(), library.math_sdp_enabled(), library.mem_efficient_sdp_enabled()
+        return torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), *kernels
+
+    torch._dynamo.reset()
+    model, before = cpt_fx.transform(Within(), Static(8), capture="dynamo"), others()
+    try:
+        for number in (0, 99):
+            with pytest.raises(IndexError) if number else nullcontext():
+                model(torch.ones(2, 4), torch.tensor([number]))
+            assert others() == before
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("outer", [torch.no_grad, torch.enable_grad])
