@@ -12,7 +12,7 @@ from torch import fx, nn
 from cpt_fx.bodies import graphs_of
 from cpt_fx.capture import Examples, trace_module
 from cpt_fx.capture.base import CaptureError
-from cpt_fx.capture.captured import WHOLE, Capture, Entry, traced_view
+from cpt_fx.capture.captured import WHOLE, AsItIs, Capture, Entry, traced_view
 from cpt_fx.capture.expected import expect_ranges, look_at_norms, look_at_ranges
 from cpt_fx.capture.memory import run_aside, unchanged
 from cpt_fx.errors import TransformError
@@ -85,7 +85,7 @@ class Session:
         self.watching = 0
         """How many methods of the model run at this moment: what they multiply is seen to."""
         self.moving = 0
-        self.views: dict[tuple[int, bool], QuantizedGraphModule] = {}
+        self.views: dict[tuple[int, bool], QuantizedGraphModule | AsItIs] = {}
         """Traced graphs by the module they are of, for compilers that come by."""
         self._engine: Engine | None = None
         self._evaluates = False
@@ -192,7 +192,7 @@ class Session:
         view = self.view_for(module)
         return self.engine.run(module, args, kwargs) if view is None else self.run(view, args, kwargs)
 
-    def run(self, view: QuantizedGraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, view: QuantizedGraphModule | AsItIs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a traced graph. What it multiplies has quantizers: a method of the model that calls it need not look."""
         with ModesOf():
             if not ACTIVE:
@@ -200,7 +200,7 @@ class Session:
             with nets_asleep():
                 return view.forward(*args, **kwargs)
 
-    def view_for(self, module: nn.Module) -> QuantizedGraphModule | None:
+    def view_for(self, module: nn.Module) -> QuantizedGraphModule | AsItIs | None:
         """Get ready for a call: return the traced graph to run, None where Dynamo is to run the code."""
         if module.__dict__.get("_is_replica"):
             raise TransformError("torch.nn.DataParallel copies modules: use DistributedDataParallel")

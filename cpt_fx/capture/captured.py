@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
@@ -14,6 +14,7 @@ from cpt_fx.graph_module import QuantizedGraphModule
 from cpt_fx.history import LOGGER
 from cpt_fx.meta import ENTRY
 from cpt_fx.pass_base import Report
+from cpt_fx.result import plain_class
 
 if TYPE_CHECKING:
     from cpt_fx.session import Session
@@ -50,10 +51,27 @@ class Capture:
         return self.watch is not None and not self.view.is_edited() and self.watch.changed()
 
 
-def traced_view(session: Session, module: nn.Module) -> QuantizedGraphModule | None:
+class AsItIs:
+    """In place of a graph: a layer of torch that one calls as a whole, and that torch.fx cannot look into."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run its own code, in full precision."""
+        return plain_class(type(self.module)).forward(self.module, *args, **kwargs)
+
+
+_CLOSED = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
+"""Layers whose code calls no other layer."""
+
+
+def traced_view(session: Session, module: nn.Module) -> QuantizedGraphModule | AsItIs | None:
     """Return the graph of a module's code as it is now; None where torch.fx cannot trace it any more."""
     every_module = has_global_hooks()
     view = session.views.get((id(module), every_module))
+    if isinstance(view, AsItIs):
+        return view
     if view is not None:
         entry: Entry = view.meta[ENTRY]
         watch = session.traced[entry].watch
@@ -70,7 +88,7 @@ def traced_view(session: Session, module: nn.Module) -> QuantizedGraphModule | N
     return _traced_again(session, module, entry)
 
 
-def _traced_again(session: Session, module: nn.Module, entry: Entry) -> QuantizedGraphModule | None:
+def _traced_again(session: Session, module: nn.Module, entry: Entry) -> QuantizedGraphModule | AsItIs | None:
     known = session.traced.get(entry)
     if known is not None and known.watch is not None and not known.watch.changed():
         # In a copy, or out of a pickle: the graph came along.
@@ -85,6 +103,9 @@ def _traced_again(session: Session, module: nn.Module, entry: Entry) -> Quantize
         session.trace(entry)
     except CaptureError as error:
         if not session.auto:
+            if isinstance(module, _CLOSED) and plain_class(type(module)).__module__.startswith("torch.nn."):
+                session.views[id(module), entry.every_module] = AsItIs(module)
+                return session.views[id(module), entry.every_module]
             # What the changed model would raise itself is for its author to see.
             own = error.__cause__
             raise own if isinstance(own, AttributeError) and "Proxy" not in str(own) else error from None

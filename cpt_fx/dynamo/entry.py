@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cpt_fx.capture.captured import AsItIs
 from cpt_fx.dynamo.engine import outer_compiler
 from cpt_fx.graph_module import QuantizedGraphModule
 from cpt_fx.session import ACTIVE, Session
@@ -33,7 +34,7 @@ def enter(session: Session, module: nn.Module, args: tuple[Any, ...], kwargs: di
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _ready(session: Session, module: nn.Module) -> QuantizedGraphModule | None:
+def _ready(session: Session, module: nn.Module) -> QuantizedGraphModule | AsItIs | None:
     view = session.view_for(module)
     if view is not None:
         session.state.hand()

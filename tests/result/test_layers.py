@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import cpt_fx
+from cpt_fx.schedules import Static
 from tests.result.models import QUIET, close, far, made, quantized_or_refused, runs
 
 pytestmark = QUIET
 OPEN = ("dynamo", "auto")
-"""torch.fx alone refuses what would be called as a whole."""
+"""torch.fx alone calls such layers as a whole, and refuses encoders."""
 X = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(3))
 
 
@@ -94,6 +95,35 @@ def test_the_layer_called_by_itself(name: str, way: str) -> None:
             for grad in (torch.enable_grad, torch.no_grad):
                 with grad():
                     quantized_or_refused(lambda: Around.inner(result, X), model.inner(X))  # noqa: B023
+
+
+@pytest.mark.parametrize("exclude", [(), ("layer",)])
+@pytest.mark.parametrize("name", ["attention", "lstm", "gru"])
+def test_torch_fx_alone_calls_it_as_a_whole(name: str, exclude: tuple[str, ...]) -> None:
+    """In full precision, and listed."""
+
+    class Picked(Around):
+        def inner(self, h: Tensor) -> Tensor:
+            y: Tensor = self.layer(*(h,) * self.calls)[0]
+            return y
+
+    def build() -> Around:
+        found = LAYERS[name]()
+        return Picked(found.layer, found.calls)
+
+    model = build()
+    result: Any = cpt_fx.transform(build(), Static(32), capture="symbolic", exclude=exclude)
+    for twin in (result, copy.deepcopy(result)):
+        for training in (True, False):
+            twin.train(training)
+            model.train(training)
+            assert torch.equal(twin(X), model(X)) and torch.equal(Picked.inner(twin, X), model.inner(X))
+        twin(X).sum().backward()
+        assert all(parameter.grad is not None for parameter in twin.layer.parameters())
+        twin.zero_grad()
+    low: Any = cpt_fx.transform(build(), Static(4), capture="symbolic", exclude=exclude)
+    assert far(low(X), model(X)) and torch.equal(Picked.inner(low, X), model.inner(X))
+    assert [item.layer for item in cpt_fx.inspect(low).uncovered] == ["layer"]
 
 
 @ways
