@@ -8,7 +8,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -43,9 +43,10 @@ def _about_values(original: Callable[..., Any], asked: int = 1) -> Callable[...,
 
 
 def _about_classes(owner: Any, name: str, value: Any) -> None:
-    """Set an attribute, unless it is one of a class or of a traced value."""
-    if (isinstance(owner, type) or is_traced(owner)) and is_inside(sys._getframe(1)):
-        refuse(f"the code sets {name} of {'a tensor' if is_traced(owner) else 'a class'}, which a graph would not do,")
+    """Set an attribute, unless it is one of a class, of a module of Python or of a traced value."""
+    if (isinstance(owner, (type, ModuleType)) or is_traced(owner)) and is_inside(sys._getframe(1)):
+        kind = "a tensor" if is_traced(owner) else "a class" if isinstance(owner, type) else "a module of Python"
+        refuse(f"the code sets {name} of {kind}, which a graph would not do,")
     setattr(owner, name, value)
 
 
@@ -68,6 +69,7 @@ _STATES = {
             "get_autocast_dtype", "get_autocast_cpu_dtype", "get_autocast_gpu_dtype", "is_autocast_cache_enabled",
             "get_default_dtype", "get_default_device", "are_deterministic_algorithms_enabled"),
     torch.random: ("initial_seed", "manual_seed", "seed", "get_rng_state", "set_rng_state", "fork_rng"),
+    torch._C: ("is_grad_enabled", "_is_any_autocast_enabled"),
     torch.overrides: ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"),
     torch.fx._symbolic_trace: ("is_fx_tracing", "is_fx_symbolic_tracing"),
 }  # fmt: skip

@@ -108,6 +108,16 @@ def by_is_grad_enabled_imported(self: Any, x: Tensor) -> Any:
 
 
 @asks(inputs=one)
+def by_is_grad_enabled_below_torch(self: Any, x: Tensor) -> Any:
+    return self.fc(x) * 2 if torch._C.is_grad_enabled() else self.fc(x)
+
+
+@asks(inputs=one)
+def by_any_autocast(self: Any, x: Tensor) -> Any:
+    return self.fc(x) if torch._C._is_any_autocast_enabled() else self.fc(x) * 2
+
+
+@asks(inputs=one)
 def by_is_autocast_enabled(self: Any, x: Tensor) -> Any:
     return self.fc(x) if torch.is_autocast_enabled("cpu") else self.fc(x) * 2
 

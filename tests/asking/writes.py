@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import collections
+import sys
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -213,6 +214,12 @@ def counter_of_an_object(self: Any, x: Tensor) -> Any:
 def value_in_an_object(self: Any, x: Tensor) -> Any:
     self.meter.last = self.fc(x)
     return self.meter.last * 2
+
+
+@asks(inputs=one)
+def global_of_a_module_of_python(self: Any, x: Tensor) -> Any:
+    setattr(sys.modules[__name__], "CALLS", CALLS + 1)  # noqa: B010
+    return self.fc(x) * 2
 
 
 @asks(inputs=one)
