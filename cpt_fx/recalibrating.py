@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
@@ -252,7 +252,14 @@ def _size(batch: Any) -> int:
         # Several inputs, or images of several sizes: as many as the labels that come with them.
         labels = batch[1] if len(batch) > 1 else batch[0]
         return len(labels) if isinstance(labels, (tuple, list)) else _size(labels)
-    return next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), 1)
+    found = next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), None)
+    if found is not None:
+        return found
+    first = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
+    if not isinstance(first, (str, Mapping, tuple, list)):
+        with suppress(TypeError):  # arrays, and objects of the user's own
+            return len(first)
+    return 1
 
 
 def _without_layer(session: Session) -> Iterator[str]:

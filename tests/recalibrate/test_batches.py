@@ -107,3 +107,29 @@ def test_what_is_not_finite_is_refused() -> None:
     with pytest.raises(ValueError, match="batch norm in norm sees values that are not finite"):
         cpt_fx.recalibrate(result, [images(), images() * torch.nan])
     assert same(statistics(result), before)
+
+
+class Batch:
+    """One of the user's own."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+
+@pytest.mark.parametrize("kind", ["array", "pair of arrays", "object"])
+def test_batches_that_are_no_tensors_count_by_their_size_too(kind: str) -> None:
+    uneven = [images(4, 1), images(24, 2) * 3]
+    expected, result = transformed("auto"), transformed("auto")
+    cpt_fx.recalibrate(expected, uneven)
+    if kind == "object":
+        cpt_fx.recalibrate(result, map(Batch, uneven), call=lambda model, batch: model(batch.x))
+    elif kind == "array":
+        arrays = [batch.numpy() for batch in uneven]
+        cpt_fx.recalibrate(result, arrays, call=lambda model, batch: model(torch.from_numpy(batch)))
+    else:
+        pairs = [(batch.numpy(), list(range(len(batch)))) for batch in uneven]
+        cpt_fx.recalibrate(result, pairs, call=lambda model, batch: model(torch.from_numpy(batch[0])))
+    assert same(statistics(result), statistics(expected))
