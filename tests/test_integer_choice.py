@@ -3,9 +3,11 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpt_fx import native
 from cpt_fx.integer import choice, products
@@ -174,3 +176,21 @@ def test_measuring_changes_no_random_numbers(folder: Path) -> None:
     ]
     assert torch.equal(torch.rand(3), expected)
     assert all(decision.ratio > 0 and decision.measured for decision in decisions)
+
+
+class Watching(TorchDispatchMode):
+    """What stands around a model, as selective checkpointing does, and goes by the operators that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_who_watches_operators_sees_none_of_a_measurement(folder: Path) -> None:
+    with Watching() as watching:
+        found = choice.decide("matmul_forward", (3, 4), (4, 3), Call())
+    assert found.measured and watching.seen == 0
