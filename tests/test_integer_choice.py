@@ -182,7 +182,7 @@ class Watching(TorchDispatchMode):
     """What stands around a model, as selective checkpointing does, and goes by the operators that it sees."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -5,19 +5,25 @@ Compiled code draws other random numbers than eager code: gradients are rounded 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cpt_fx
+from cpt_fx.formats import Format, Scheme
 from cpt_fx.integer import operands
+from cpt_fx.integer.choice import chosen
 from cpt_fx.integer.counts import COUNTS, Outcome
 from cpt_fx.integer.multiply import MULTIPLY
-from cpt_fx.schedules import Bits
+from cpt_fx.recipes import integer
+from cpt_fx.schedules import Bits, Static
 from tests.integer_models import Convolutions, Encoder, always, both, counts, difference, nearest, products, set_widths
 
 __all__ = ["always"]
@@ -175,3 +181,32 @@ def test_the_operators_keep_the_rules_of_torch() -> None:
         check(MULTIPLY, ("linear_forward", left, right, None, [4, 8], [], torch.float32, torch.float32, table))
         check(operands.DEQUANTIZE, (*left, torch.float32))
         check(operands.SUM, (*left, [16], torch.float32, -1))
+
+
+class Watching(TorchDispatchMode):
+    """What stands around a model and sees its operators: a counter of them, selective checkpointing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("watched", ["forward", "backward", "both"])
+@pytest.mark.parametrize("rule", ["always", "never"])
+def test_a_mode_around_one_of_the_passes_changes_nothing(watched: str, rule: str) -> None:
+    """Under it the width is not looked at, without it, it is: operands of both kinds meet in the backward pass."""
+    watching: Any = Watching()  # type: ignore[no-untyped-call]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+    x, found = torch.randn(7, 6), list[Any]()
+    recipe = integer().with_rule("linear", gradient=Format(scheme=Scheme.SYMMETRIC))
+    for forward, backward in ((False, False), (watched != "backward", watched != "forward")):
+        result = cpt_fx.transform(copy.deepcopy(model), Static(5), recipe=recipe, execution="integer")
+        with chosen(rule):
+            with watching if forward else nullcontext():
+                loss = result(x).square().sum()
+            with watching if backward else nullcontext():
+                loss.backward()
+        found.append([loss.detach(), *(parameter.grad for parameter in result.parameters())])
+    for ours, theirs in zip(*found, strict=True):
+        assert ours is not None and theirs is not None
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

@@ -54,7 +54,7 @@ def _multiply_at_run_time(
     name: str, a: list[Tensor], b: list[Tensor], bias: Tensor | None, shape: list[int], geometry: list[int],
     arithmetic: torch.dtype, dtype: torch.dtype, counts: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    left, right = (revealed(Operand(*parts) if len(parts) == 3 else exact(parts[0])) for parts in (a, b))
+    left, right = (revealed(exact(*parts) if len(parts) == 1 else Operand(*(*parts, None)[:3])) for parts in (a, b))
     call = Call(bias, tuple(shape), Geometry(*zip(geometry[::2], geometry[1::2], strict=True)))
     # What a compiler was told: a tensor of this shape, in this order.
     return _multiply(name, call, left, right, (arithmetic, dtype), counts).reshape(shape).contiguous()
