@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
+import cpt_fx
+from cpt_fx import recipes
 from cpt_fx.integer import products
 from cpt_fx.integer.choice import chosen
 from cpt_fx.integer.codes import Codes
 from cpt_fx.integer.reference import LONGEST_SUM
+from cpt_fx.schedules import Static
 from tests.fuzz_convolutions import ROUNDING, Shape, errors, wrong
 from tests.kernel_kinds import KINDS, kernels_of
 
@@ -46,3 +52,12 @@ def test_extremes_at_the_longest_sum(kind: str) -> None:
         with kernels_of(kind):
             result = products.conv2d_forward(ends, Codes(sign * ends.values, ends.scale))
         assert result.item() == sign * float(torch.tensor(float(127 * 127 * 9 * channels)))
+
+
+@pytest.mark.parametrize("size, kernel, padding", [((1, 2), (1, 5), 0), ((3, 2), (4, 4), (0, 2)), ((13, 1), (3, 5), 1)])
+def test_a_filter_that_does_not_fit_is_an_error(size: tuple[int, int], kernel: tuple[int, int], padding: Any) -> None:
+    layer = nn.Conv2d(1, 2, kernel, padding=padding)
+    result = cpt_fx.transform(layer, Static(8), recipe=recipes.integer(), execution="integer")
+    for model in (layer, result):
+        with pytest.raises(RuntimeError, match="Kernel size can't be greater than actual input size"):
+            model(torch.randn(1, 1, *size))

@@ -25,7 +25,13 @@ class Geometry(NamedTuple):
     def output_size(self, size: Sequence[int], kernel: Sequence[int]) -> Pair:
         """Return how many places a filter has along the height and the width of images."""
         along = zip(size, kernel, *self, strict=True)
-        return tuple((s + 2 * pad - gap * (k - 1) - 1) // step + 1 for s, k, step, pad, gap in along)
+        places = tuple((s + 2 * pad - gap * (k - 1) - 1) // step + 1 for s, k, step, pad, gap in along)
+        if places[0] < 1 or places[1] < 1:
+            raise RuntimeError(
+                f"a filter of {tuple(kernel)} with dilation {self.dilation} does not fit into images of {tuple(size)} "
+                f"with padding {self.padding}: Kernel size can't be greater than actual input size"
+            )
+        return places
 
 
 class Plan(NamedTuple):
