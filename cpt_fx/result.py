@@ -21,12 +21,12 @@ from torch.nn.utils import parametrize
 from cpt_fx.frames import is_one_graph_demanded, skip_frame
 from cpt_fx.layer_state import PREFIX, forget, is_range, moved, own
 from cpt_fx.optable import HIDING, OPENED
+from cpt_fx.watched import OF, look_of, own_function, watched_method
+from cpt_fx.watched import PART as PART
 
 if TYPE_CHECKING:
     from cpt_fx.session import Session
 
-PART = "_cpt_fx_part"
-"""Attribute of a module that runs rewritten graphs: the `Part` it is."""
 CALL_HOOKS = (
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks",
@@ -35,7 +35,7 @@ POSITION = f"{PREFIX}position"
 """Key in the state_dict under which the root keeps the schedule's position."""
 PRODUCTS: tuple[type[nn.Module], ...] = (*OPENED, *HIDING)
 """Torch's layers that multiply."""
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _BY_TYPE = ("__dict__", "__weakref__")
 """What `type` puts into every class by itself."""
 
@@ -60,8 +60,9 @@ class Transformed(nn.Module):
         type(self).__init__(self, *args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if isinstance(value, nn.Module) and PART in self.__dict__:
+        held = PART in self.__dict__
+        super().__setattr__(name, own_function(self, name, value) if held else value)
+        if held and isinstance(value, nn.Module):
             take_in(value, part_of(self).session)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
@@ -83,17 +84,14 @@ class Transformed(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        session = part_of(self).session
-        mark = session.state.mark() if session.root is self else None
-        if mark is not None:
-            destination[prefix + POSITION] = mark
+        if hasattr(self, POSITION):
+            destination[prefix + POSITION] = self.cpt_fx_position
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
         unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
         session = part_of(self).session
-        position = state_dict.pop(prefix + POSITION, None) if session.root is self else None
         given = [key for key in state_dict if key.startswith(prefix + PREFIX) and is_range(key.removeprefix(prefix))]
         if session.frontend == "dynamo":  # which may know fewer ranges by now than the checkpoint does
             for key in given:
@@ -103,6 +101,8 @@ class Transformed(nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+        position = state_dict.pop(prefix + POSITION, None) if session.root is self else None
+        unexpected_keys[:] = [key for key in unexpected_keys if position is None or key != prefix + POSITION]
         lost = [name for name in own(self) if prefix + name not in state_dict]
         if lost:
             missing_keys[:] = [key for key in missing_keys if key.removeprefix(prefix) not in lost]
@@ -119,13 +119,30 @@ class Transformed(nn.Module):
         else:
             error_msgs.append(f"{prefix}{POSITION} holds no position and schedule, but shape {tuple(position.shape)}")
 
+    @property
+    def cpt_fx_position(self) -> Tensor:
+        """What the state_dict has under this name: tools look at a model for each of its keys."""
+        session = part_of(self).session
+        mark = session.state.mark() if session.root is self else None
+        if mark is None:
+            raise AttributeError(POSITION)
+        return mark
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle by naming the user's class."""
+        """Pickle by naming the user's class; what its own way of pickling leaves out of us goes along."""
         made = super().__reduce_ex__(protocol)
         assert isinstance(made, tuple)
         function, args, *rest = made
-        plain = (plain_class(arg) if isinstance(arg, type) and issubclass(arg, nn.Module) else arg for arg in args)
-        return _rebuilt, (function, tuple(plain)), *rest
+        state, *items = rest or [None]
+        return _rebuilt, (_plain(function), tuple(_plain(arg) for arg in args)), (state, self.__dict__[PART]), *items
+
+    def __setstate__(self, state: Any) -> None:
+        """Take the state in as the user's class does; that may have made a plain module of this one."""
+        theirs, part = state
+        if theirs is not None:
+            super().__setstate__(theirs)  # type: ignore[no-untyped-call]
+        self.__dict__[PART] = part
+        object.__setattr__(self, "__class__", derived(type(self)))
 
 
 def _is_plain(state_dict: Any, prefix: str, root: nn.Module) -> bool:
@@ -163,7 +180,10 @@ def derived(cls: type[nn.Module]) -> type[nn.Module]:
         return type(cls.__name__, (base,), {key: value for key, value in cls.__dict__.items() if key not in _BY_TYPE})
     made = _DERIVED.get(cls)
     if made is None:
-        made = _DERIVED[cls] = types.new_class(cls.__name__, (Transformed, cls), {}, lambda body: _fill(body, cls))
+        kind: Any = type(cls)
+        look: Any = look_of(kind)
+        made = _DERIVED[cls] = look(cls.__name__, (Transformed, cls), _body(cls))
+    assert made is not None
     return made
 
 
@@ -192,19 +212,19 @@ def plain_layer(layer: nn.Module) -> nn.Module:
     return made
 
 
-def _fill(body: dict[str, Any], cls: type[nn.Module]) -> None:
-    body.update({"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__})
-    body["forward"] = _forward_of(cls)
+def _body(cls: type[nn.Module]) -> dict[str, Any]:
+    body: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    body |= {OF: cls, "forward": _forward_of(cls)}
     if issubclass(cls, fx.GraphModule):
         body.update(_of_graph_modules(cls))
     elif not hasattr(cls, "graph"):
         body["graph"] = _Graph()
-    for name, function in _methods(cls):
-        body[name] = _watched(function)
+    body |= {name: watched_method(cls, name) for name in _methods(cls)}
     if issubclass(cls, (nn.ModuleList, nn.Sequential)):
         body["insert"] = _insert_of(cls)
     if "__deepcopy__" in dir(cls):
         body["__deepcopy__"] = _deepcopy_of(cls)
+    return body
 
 
 def _forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
@@ -229,7 +249,7 @@ def _forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
     return forward
 
 
-def _methods(cls: type[nn.Module]) -> Iterable[tuple[str, Callable[..., Any]]]:
+def _methods(cls: type[nn.Module]) -> Iterable[str]:
     """Return the methods that the user's classes have, forward aside: what they multiply is quantized, too."""
     found: dict[str, Callable[..., Any]] = {}
     for base in reversed(cls.__mro__):
@@ -240,23 +260,7 @@ def _methods(cls: type[nn.Module]) -> Iterable[tuple[str, Callable[..., Any]]]:
             for name, value in vars(base).items()
             if isinstance(value, types.FunctionType) and (not name.startswith("__") or name == "__call__")
         }
-    return [(name, found[name]) for name in found if name != "forward" and getattr(cls, name, None) is found[name]]
-
-
-def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let what a method multiplies by itself, between modules that it calls, go through quantizers."""
-
-    @functools.wraps(function)
-    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        part: Part | None = self.__dict__.get(PART)
-        if part is None:
-            return function(self, *args, **kwargs)
-        session = part.session
-        if session.running if torch.compiler.is_dynamo_compiling() else session.watching > 0 or session.runs_here():
-            return function(self, *args, **kwargs)
-        return session.watch(function, self, args, kwargs)
-
-    return method
+    return [name for name in found if name != "forward" and getattr(cls, name, None) is found[name]]
 
 
 def _insert_of(cls: Any) -> Callable[..., Any]:
@@ -352,7 +356,7 @@ def take_in(module: nn.Module, session: Session) -> None:
 
 def may_multiply(module: nn.Module) -> bool:
     """Whether a module has products of its own, or is a place for modules that have: layers of torch are known."""
-    if isinstance(module, (*PRODUCTS, *_CONTAINERS)):
+    if isinstance(module, (*PRODUCTS, *CONTAINERS)):
         return True
     return bool(module._modules) or not type(module).__module__.startswith("torch.nn.modules")
 

@@ -279,11 +279,11 @@ class Session:
         self.state.pin()
         return reports
 
-    def watch(self, function: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def watch(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a method of the model: what it multiplies by itself goes through quantizers."""
         from cpt_fx.dynamo import entry  # torch's compiler is slow to import
 
-        return entry.watch(self, function, module, args, kwargs)
+        return entry.watch(self, function, args, kwargs)
 
     # State.
 

@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cpt_fx.layer_state",
         "cpt_fx.result",
         "cpt_fx.straight_through",
+        "cpt_fx.watched",
         "cpt_fx.saving",
         "cpt_fx.ops",
         "cpt_fx.functional",

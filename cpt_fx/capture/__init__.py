@@ -78,7 +78,7 @@ def trace_module(session: Session, path: str, examples: Examples | None = None, 
     view._graph = traced.graph
     traced.graph.owning_module = view
     loses = traced.loses or _hidden(view)
-    return Found(view, Watch(entry, called_by(view)), traced.notes, loses)
+    return Found(view, Watch(entry, called_by(view), traced.names), traced.notes, loses)
 
 
 def _place_constants(view: QuantizedGraphModule, traced: Traced) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any
 
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from cpt_fx.capture.base import MODULE_OWN
 from cpt_fx.capture.memory import keep_container, keep_tensor
@@ -16,12 +18,28 @@ from cpt_fx.capture.tree import is_plain_object
 
 CONTAINERS = (dict, list, set, deque)
 
+_BY_ANY_NAME = {
+    "getattr",
+    "hasattr",
+    "vars",
+    "dir",
+    "__dict__",
+    "__getattribute__",
+    "attrgetter",
+    "getmembers",
+    "eval",
+    "exec",
+}
+"""What reads attributes whose names need not stand in the code."""
+
 
 class Kept:
     """Containers as they were before the code ran: those of the model, and whatever else the code comes by."""
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[str, Any, Callable[[], bool]]] = {}
+        self.names: set[str] = set()
+        """The names in all code that ran."""
 
     def add(self, value: Any, place: str, depth: int = 3) -> None:
         """Remember a container, or an object of somebody's class, and those in it."""
@@ -40,6 +58,15 @@ class Kept:
                 inside += held.values() if isinstance(held, dict) else held
         for item in inside if depth else ():
             self.add(item, place, depth - 1)
+
+    def note_names(self, code: CodeType) -> None:
+        """Remember what may be the names of attributes: texts too, for `getattr(x, "name")` and patterns."""
+        texts = pytree.tree_leaves(list(code.co_consts))
+        self.names.update(code.co_names, (text for text in texts if isinstance(text, str)))
+
+    def names_read(self) -> frozenset[str] | None:
+        """Return the names of all attributes that the code may have read; None where it may be any."""
+        return None if self.names & _BY_ANY_NAME else frozenset(self.names)
 
     def changed(self) -> str:
         """Put everything back as it was; return the place of what had changed, if anything had."""

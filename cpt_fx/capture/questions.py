@@ -100,6 +100,8 @@ class _Watcher:
         if is_machine(code.co_filename) or is_quiet(code.co_filename) or not code.co_flags & inspect.CO_OPTIMIZED:
             self.known[id(code)] = None
             return None
+        if is_the_models(code.co_filename):
+            self.kept.note_names(code)
         if is_traced_code(code.co_filename):
             is_asked = is_inside(frame)
         else:

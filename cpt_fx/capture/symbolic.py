@@ -34,7 +34,7 @@ from cpt_fx.capture.refusals import noting, place_of_error, place_of_forward
 from cpt_fx.capture.tracer import Tracer, expect, expect_given
 from cpt_fx.capture.tree import own_tree
 from cpt_fx.meta import get_attribute
-from cpt_fx.result import PART
+from cpt_fx.result import PART, part_of
 
 _TRACING = threading.RLock()
 """One trace at a time: tracing replaces functions of torch for its thread."""
@@ -58,11 +58,18 @@ class Traced(NamedTuple):
     """What the graph does without, or refuses when it is called: another frontend may keep it."""
     asked: Mapping[str, str] = {}
     """Arguments of which the code asks whether they are None, with the place."""
+    names: frozenset[str] | None = None
+    """All names in the code that ran, which may be those of attributes; None where any name may."""
 
 
 def trace_symbolic(source: Source, examples: Examples | None = None) -> Traced:
     """Trace with torch.fx, or raise `CaptureError` where the graph would not do what the code does."""
     entry = source.entry
+    if PART in entry.__dict__ and part_of(entry).forward is not None:
+        raise CaptureError(
+            f"this {type(entry).__name__} was given a forward of its own, and torch.fx traces that of the class: set "
+            "it after the transform, or write it into the class"
+        )
     optional = _optional_arguments(entry)
     fixed = optional if examples is None else _constants_of(entry, examples.args, examples.kwargs)
     # Code may branch on a plain argument. Where leaving it open gives the same graph, it is open; otherwise the graph
@@ -122,6 +129,8 @@ def _both_modes(source: Source, fixed: Mapping[str, object]) -> Traced:
     if _other_random_numbers() != before:
         raise CaptureError("forward draws random numbers of Python or numpy: a graph would hold what one trace drew")
     merge_modes(training.graph, evaluation.graph)
+    if training.names is not None and evaluation.names is not None:
+        training = training._replace(names=training.names | evaluation.names)
     for node in training.graph.nodes:
         if node.op == "get_attr" and "_tensor_constant" in str(node.target):
             first, second = (get_attribute(trace.root, str(node.target)) for trace in (training, evaluation))
@@ -173,7 +182,7 @@ def _trace(source: Source, fixed: Mapping[str, object], *, mode: bool) -> Traced
         raise _untraceable(first, entry) from first
     assert graph is not None
     _check_constants(graph, entry)
-    return Traced(entry, graph, tracer.dropped_checkpoints, asked=tracer.asked)
+    return Traced(entry, graph, tracer.dropped_checkpoints, asked=tracer.asked, names=kept.names_read())
 
 
 def _untraceable(error: Exception, entry: nn.Module) -> CaptureError:

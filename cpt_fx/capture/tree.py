@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from cpt_fx.capture.base import EVERY, MODULE_OWN, clone_tree, refuse_taken_names
 from cpt_fx.result import plain_class
+from cpt_fx.watched import is_own_method, plain_function
 
 
 class Inlined(nn.Module):
@@ -104,18 +105,24 @@ class _Rebinding:
         return deque(new, value.maxlen) if isinstance(value, deque) else type(value)(new)
 
     def mapping(self, value: Any) -> Any:
-        """Rewrite the values of a dict."""
+        """Rewrite a dict: its values, and keys that are modules."""
         new = value.copy()
-        new.update({key: self(item) for key, item in value.items()})
-        return new if self.own or _changed(new.values(), value.values()) else value
+        new.clear()
+        new.update({self(key) if isinstance(key, nn.Module) else key: self(item) for key, item in value.items()})
+        return new if self.own or _changed(new.values(), value.values()) or _changed(new, value) else value
 
     def method(self, value: MethodType) -> Any:
         """Bind a method to the copy."""
         owner = self(value.__self__)
-        return value if owner is value.__self__ else MethodType(value.__func__, owner)
+        if owner is value.__self__:
+            return value
+        # That of a derived class becomes that of the user's.
+        return MethodType(getattr(type(owner), value.__name__) if is_own_method(value) else value.__func__, owner)
 
     def partial(self, value: functools.partial[Any]) -> Any:
         """Rebind what a partial call holds."""
+        if plain_function(value) is not value:
+            return self(plain_function(value))
         with self._others():
             parts = [self(part) for part in (value.func, value.args, value.keywords)]
         function, args, keywords = parts

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+from collections import deque
+from functools import partial
 from typing import Any
 
 from torch import Tensor, fx, nn
 from torch.nn.modules import module as torch_module
 
-from cpt_fx.result import derived, plain_class
+from cpt_fx.capture.tree import is_plain_object
+from cpt_fx.result import CONTAINERS, derived, plain_class
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _OWN = frozenset({*vars(nn.Module()), "_cpt_fx_part", "_compiled_call_impl", "_is_torch_compile", "_training"})
 _NOTHING = object()
-_NEEDED = ("module", "outside", "looks_at_hooks")
+_NEEDED = ("module", "outside", "looks_at_hooks", "names")
 
 
 class Watch:
     """The modules whose code became part of a graph, as they were: classes, children, hooks, attributes."""
 
-    def __init__(self, entry: nn.Module, called: set[int]) -> None:
-        """Look at everything below `entry`, but for what is inside modules that the graph calls as they are."""
+    def __init__(self, entry: nn.Module, called: set[int], names: frozenset[str] | None = None) -> None:
+        """Look at everything below `entry`, but for what is inside modules that the graph calls as they are.
+
+        `names` are those that the code has in it: an attribute of another name, such as a counter of the loop around
+        the model, it cannot have read. None stands for any name.
+        """
+        self.names = names
         self.seen: list[_Seen] = []
         self._walk(entry, called, set(), is_entry=True)
         self.hooked = has_global_hooks()
@@ -31,7 +39,7 @@ class Watch:
             return
         known.add(id(module))
         outside = id(module) in called and not is_entry
-        self.seen.append(_Seen(module, is_entry=is_entry, outside=outside))
+        self.seen.append(_Seen(module, self.names, is_entry=is_entry, outside=outside))
         for child in () if outside else module._modules.values():
             if child is not None:
                 self._walk(child, called, known)
@@ -61,8 +69,10 @@ def has_global_hooks() -> bool:
 class _Seen:
     """One module as it was."""
 
-    def __init__(self, module: nn.Module, *, is_entry: bool, outside: bool) -> None:
+    def __init__(self, module: nn.Module, names: frozenset[str] | None, *, is_entry: bool, outside: bool) -> None:
         self.module, self.outside, self.looks_at_hooks = module, outside, not is_entry
+        # The code of torch's layers was not looked at.
+        self.names = names if _is_of_the_model(plain_class(type(module))) else None
         self._look()
 
     def _look(self) -> None:
@@ -74,10 +84,13 @@ class _Seen:
         self.hooked = is_hooked(module)
         self.children = None if outside else tuple(module._modules.items())
         self.tensors = None if outside else _presence(module)
-        attributes = {} if outside else {key: value for key, value in vars(module).items() if key not in _OWN}
+        attributes = {} if outside else {key: value for key, value in vars(module).items() if self._may_be_read(key)}
         self.count = len(vars(module))
         self.plain = tuple((key, value) for key, value in attributes.items() if not _is_deep(value))
         self.deep = tuple((key, content_of(value)) for key, value in attributes.items() if _is_deep(value))
+
+    def _may_be_read(self, key: str) -> bool:
+        return key not in _OWN and (self.names is None or key in self.names or key == "forward")
 
     def __getstate__(self) -> dict[str, Any]:
         """Go along with a copy of the module, naming the user's class and not the one derived from it."""
@@ -122,7 +135,7 @@ class _Seen:
             if not _is_same(content_of(now.get(key, _NOTHING)), content):
                 return f"the attribute {key}"
         if len(now) != self.count:
-            if sum(key not in _OWN for key in now) != len(self.plain) + len(self.deep):
+            if sum(map(self._may_be_read, now)) != len(self.plain) + len(self.deep):
                 return "the attributes"
             self.count = len(now)
         return ""
@@ -143,25 +156,43 @@ def _presence(module: nn.Module) -> tuple[Any, ...]:
     )
 
 
-def _is_deep(value: Any) -> bool:
-    """Whether a value may change without being replaced."""
-    return not isinstance(value, (*_PLAIN, Tensor, nn.Module, type)) and (
-        isinstance(value, (list, dict, set, tuple)) or (hasattr(value, "__dict__") and not callable(value))
+def _is_of_the_model(kind: type[nn.Module]) -> bool:
+    """Whether all code of a class is the user's, but for what every module has."""
+    return all(
+        base in (object, nn.Module, *CONTAINERS) or not base.__module__.startswith("torch.") for base in kind.__mro__
     )
 
 
-def content_of(value: Any, depth: int = 3) -> Any:
+def _is_deep(value: Any) -> bool:
+    """Whether a value may change without being replaced."""
+    return not isinstance(value, (*_PLAIN, Tensor, nn.Module, type)) and (
+        isinstance(value, (list, dict, set, tuple, deque, partial)) or _held(value) is not None
+    )
+
+
+def _held(value: Any) -> dict[str, Any] | None:
+    """Return the attributes of an object of somebody's class; None for functions and what else has none."""
+    held = getattr(value, "__dict__", None) if not callable(value) or is_plain_object(value) else None
+    names = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
+    if held is None and (not names or callable(value)):
+        return None
+    return {**{name: getattr(value, name) for name in names if hasattr(value, name)}, **(held or {})}
+
+
+def content_of(value: Any, depth: int = 4) -> Any:
     """Return what is in a container, or in an object of somebody's class, so that it can be compared later."""
-    if depth == 0 or isinstance(value, (*_PLAIN, Tensor, nn.Module, type)) or callable(value):
+    if depth == 0 or isinstance(value, (*_PLAIN, Tensor, nn.Module, type)):
         return value
     if isinstance(value, dict):
         return {key: content_of(item, depth - 1) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, deque)):
         return [content_of(item, depth - 1) for item in value]
     if isinstance(value, set):
         return sorted(map(repr, value))
-    held = getattr(value, "__dict__", None)
-    return value if held is None else (type(value), content_of(dict(held), depth - 1))
+    if isinstance(value, partial):
+        return [content_of(item, depth) for item in (value.func, value.args, value.keywords)]
+    held = _held(value)
+    return value if held is None else (type(value), {key: content_of(item, depth - 1) for key, item in held.items()})
 
 
 def _is_same(one: Any, other: Any) -> bool:

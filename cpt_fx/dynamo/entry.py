@@ -48,13 +48,13 @@ def _run(session: Session, module: nn.Module, outer: Any, args: tuple[Any, ...],
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def watch(session: Session, function: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+def watch(session: Session, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run a method of the model: what it multiplies by itself, between modules that it calls, is quantized."""
     session.watching += 1
     ACTIVE.append(session)
     try:
         with session.engine.net:
-            return function(module, *args, **kwargs)
+            return function(*args, **kwargs)
     finally:
         session.watching -= 1
         ACTIVE.remove(session)

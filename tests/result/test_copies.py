@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -226,3 +227,32 @@ def test_changes_of_a_copy_count_from_its_first_call_on(change: Callable[[Net], 
         change(twin)
         assert equal(twin(batch()), plain(batch()))
     assert equal(result(batch()), Net()(batch()))
+
+
+class Saving(Chain):
+    """Pickles what it was made of, and its tensors."""
+
+    def __getstate__(self) -> Any:
+        return {key: value for key, value in self.state_dict().items() if "cpt_fx" not in key}
+
+    def __setstate__(self, state: Any) -> None:
+        self.__init__()  # type: ignore[misc]
+        self.load_state_dict(state)
+
+
+class Reducing(Chain):
+    """Pickles nothing but its class."""
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
+
+
+@ways
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("make", [Saving, Reducing])
+def test_a_users_own_way_of_pickling(make: Any, how: str, way: str) -> None:
+    result = made(make(), way)
+    expected = result(batch())
+    twin = copy.deepcopy(result) if how == "deepcopy" else pickle.loads(pickle.dumps(result))
+    assert isinstance(twin, make) and close(twin(batch()), expected)
+    assert cpt_fx.inspect(twin).quantizers

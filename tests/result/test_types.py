@@ -223,3 +223,52 @@ def test_a_bound_method_of_the_result_belongs_to_it(way: str) -> None:
     for method in (result.encode, result.forward):
         assert isinstance(method, types.MethodType)
         assert method.__self__ is result
+
+
+@ways
+def test_a_type_is_equal_to_the_users(way: str) -> None:
+    """`if type(m) == nn.Linear` is what the documentation of `apply` has."""
+    result = made(Net(), way)
+    assert type(result) == Net and nn.Linear == type(result.fc) and type(result.fc) != nn.Conv2d  # noqa: E721
+    assert type(result.fc) in (nn.Conv2d, nn.Linear) and {nn.Linear: 1}[type(result.fc)] == 1
+
+    def ones(module: nn.Module) -> None:
+        if type(module) == nn.Linear:  # noqa: E721
+            nn.init.ones_(module.weight)
+
+    result.apply(ones)
+    assert bool((result.fc.weight == 1).all() and (result.blocks[0].one.weight == 1).all())
+
+
+@ways
+def test_code_that_asks_for_its_own_type(way: str) -> None:
+    class Asking(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = super().forward(x)
+            return y if type(self) == Asking and type(self.fc) in (nn.Linear,) else 100 * y  # noqa: E721
+
+    result = made(Asking(), way, 32)
+    assert torch.equal(result(batch()), Asking()(batch()))
+
+
+@ways
+def test_metaclasses_see_nothing(way: str) -> None:
+    known: dict[str, type] = {}
+
+    class Register(type):
+        def __new__(cls, name: str, bases: Any, body: Any, *, key: str) -> Any:
+            assert key not in known
+            made: Any = super().__new__(cls, name, bases, body)
+            known[key] = made
+            return made
+
+        def __init__(cls, name: str, bases: Any, body: Any, *, key: str) -> None:
+            super().__init__(name, bases, body)
+
+    class Registered(Chain, metaclass=Register, key="registered"):
+        pass
+
+    result = made(Registered(), way)
+    assert known == {"registered": Registered} and type(result).__name__ == "Registered"
+    assert known["registered"] is Registered and isinstance(result, Registered)
+    assert type(type(result)()) is Registered

@@ -1,0 +1,98 @@
+"""Functions of a model that somebody may call by themselves: what they multiply goes through quantizers."""
+
+from __future__ import annotations
+
+import functools
+import types
+from abc import ABCMeta
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from cpt_fx.session import Session
+
+PART = "_cpt_fx_part"
+"""Attribute of a module that runs rewritten graphs: the `Part` it is."""
+
+
+def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _run(self, function, self, *args, **kwargs)
+
+    return functools.update_wrapper(method, function)
+
+
+def watched_method(cls: Any, name: str) -> Callable[..., Any]:
+    """Let what a method multiplies by itself, between modules that it calls, go through quantizers.
+
+    It is the function that the user's class has when it is called: classes are given others.
+    """
+
+    @functools.wraps(getattr(cls, name))
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _run(self, getattr(cls, name), self, *args, **kwargs)
+
+    return method
+
+
+def _run(module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    part = module.__dict__.get(PART)
+    if part is None:
+        return function(*args, **kwargs)
+    session: Session = part.session
+    if session.running if torch.compiler.is_dynamo_compiling() else session.watching > 0 or session.runs_here():
+        return function(*args, **kwargs)
+    return session.watch(function, args, kwargs)
+
+
+def own_function(module: nn.Module, name: str, value: Any) -> Any:
+    """Return what to keep of a function that is set on a module of a result in the place of a method."""
+    theirs = None if name != "forward" and hasattr(nn.Module, name) else getattr(type(module), name, None)
+    if not isinstance(theirs, types.FunctionType) or not callable(value) or isinstance(value, (type, nn.Module)):
+        return value
+    if isinstance(value, types.MethodType):
+        if value.__self__ is not module or is_own_method(value):
+            return value
+        return types.MethodType(_watched(value.__func__), module)
+    return functools.update_wrapper(functools.partial(_run, module, value), value)
+
+
+def is_own_method(value: types.MethodType) -> bool:
+    """Whether a bound method is the one that the object's class has under its name."""
+    return value.__func__ is getattr(type(value.__self__), getattr(value.__func__, "__name__", ""), None)
+
+
+def plain_function(value: functools.partial[Any]) -> Any:
+    """Return the function that `own_function` was given."""
+    return value.args[1] if value.func is _run else value
+
+
+OF = "_cpt_fx_of"
+"""Attribute of a derived class: the user's class that it stands for."""
+
+
+class Look(type):
+    """The class of a derived class, which is equal to the user's: `if type(layer) == nn.Linear` is common code."""
+
+    def __new__(cls, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> Any:
+        """Make it without what a user's own metaclass does: that may keep a register, or ask for more."""
+        maker: Any = ABCMeta if issubclass(cls, ABCMeta) else type
+        return maker.__new__(cls, name, bases, body)
+
+    def __init__(cls, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> None:
+        type.__init__(cls, name, bases, body)
+
+    def __eq__(cls, other: object) -> bool:
+        return cls is other or (isinstance(other, type) and vars(cls).get(OF) is vars(other).get(OF, other))
+
+    def __hash__(cls) -> int:
+        return type.__hash__(vars(cls).get(OF, cls))
+
+
+@functools.cache
+def look_of(metaclass: Any) -> type[Look]:
+    """Return the class of classes derived from those of a metaclass."""
+    return Look if metaclass is type else type("Look", (Look, metaclass), {})
