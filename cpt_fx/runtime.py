@@ -170,6 +170,13 @@ class Precision(_State):
         schedule, (position, digest) = self.schedule, mark.tolist()
         if schedule is None or schedule.position == position:
             return
+        if mark.is_floating_point():
+            warnings.warn(
+                f"the checkpoint of {name} was averaged or cast, its position too (about {position:.0f}); the schedule "
+                f"keeps its own position, {schedule.position}",
+                stacklevel=2,
+            )
+            return
         if schedule.position == 0 and digest and digest == _digest(schedule):
             schedule.position = position
             end = "" if schedule.total_steps is None else f" of {schedule.total_steps}"
@@ -262,8 +269,9 @@ class Precision(_State):
         self._rebind()
 
     def _rebind(self) -> None:
-        # The rest of the model may not be there yet: widths are looked up when they are read.
+        # The rest of the model may not be there yet: widths are looked up when they are read. No `at_bits` ends a copy.
         self.__dict__[_COPIED] = True
+        self.forced = None
         if self.schedule is not None:
             self.schedule.bind(self)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -217,6 +219,16 @@ def test_a_copy_made_before_is_another_model(capture: str) -> None:
     twin = copy.deepcopy(result)
     with cpt_fx.at_bits(result, 6):
         assert (ran(result), ran(twin)) == ((6, 6), (3, 3))
+
+
+@captures
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_made_inside_follows_the_schedule(capture: str, how: Callable[[nn.Module], nn.Module]) -> None:
+    """Nobody would ever end it there."""
+    result = learned(plan(), capture)
+    with cpt_fx.at_bits(result, 6):
+        twin = how(result)
+    assert (ran(twin), ran(twin.eval())) == ((3, 3), (8, 8))
 
 
 @captures

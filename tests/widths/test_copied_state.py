@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -227,3 +229,44 @@ def test_one_filter_strips_what_is_ours(capture: str) -> None:
     plain = [key for key in result.state_dict() if "cpt_fx" not in key]
     assert plain == list(Probe().state_dict())
     assert all(isinstance(value, Tensor) for value in result.state_dict().values())
+
+
+@captures
+@pytest.mark.parametrize("wrap", [lambda one: one, nn.Sequential])
+def test_the_state_dict_of_distributed_checkpoints(capture: str, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    """`get_model_state_dict` looks at the model for every key, also where something is around it."""
+    tools = pytest.importorskip("torch.distributed.checkpoint.state_dict")
+    source_plan, schedule = plan(), plan()
+    source = wrap(learned(source_plan, capture))
+    source_plan.step(4)
+    state = copied(tools.get_model_state_dict(source))
+    tools.set_model_state_dict(wrap(learned(schedule, capture)), state)
+    assert schedule.position == 4
+    compiled = tools.get_model_state_dict(torch.compile(source, backend="eager"))
+    assert compiled.keys() == state.keys()
+
+
+@captures
+def test_keys_that_a_hook_renames_while_they_are_loaded(capture: str) -> None:
+    source_plan, schedule = plan(), plan()
+    source, result = learned(source_plan, capture), learned(schedule, capture)
+    source_plan.step(4)
+
+    def rename(module: nn.Module, state: Any, prefix: str, *rest: Any) -> None:
+        for key in [key for key in state if key.startswith("old.")]:
+            state[key.removeprefix("old.")] = state.pop(key)
+
+    result.register_load_state_dict_pre_hook(rename)
+    result.load_state_dict({f"old.{key}": value for key, value in source.state_dict().items()})
+    assert schedule.position == 4
+
+
+@captures
+@pytest.mark.parametrize("change", [lambda value: 0.9 * value + 0.1 * value, lambda value: value.half()])
+def test_numbers_that_were_averaged_or_cast_are_no_position(capture: str, change: Callable[[Tensor], Tensor]) -> None:
+    source_plan, schedule = plan(), plan()
+    source, result = learned(source_plan, capture), learned(schedule, capture)
+    source_plan.step(4)
+    with pytest.warns(UserWarning, match=r"was averaged or cast, its position too \(about 4\)"):
+        result.load_state_dict({key: change(value) for key, value in source.state_dict().items()})
+    assert schedule.position == 0
