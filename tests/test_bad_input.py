@@ -268,3 +268,11 @@ def test_a_format_that_has_no_meaning() -> None:
         ValueError, match=r"Format\.scheme must be one of .*, got 'symetric'\. Did you mean \"symmetric\"\?"
     ):
         Format(scheme="symetric")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("capture", ["symbolic", "dynamo", "auto"])
+def test_a_part_named_by_a_word_of_python(capture: str) -> None:
+    """As a dict of heads may have it: the code of a graph cannot read such a name."""
+    model = nn.Sequential(nn.ModuleDict({"class": nn.Linear(2, 2)}))
+    with pytest.raises(cpt_fx.TransformError, match=r"part '0\.class': 'class' is a word of Python's"):
+        cpt_fx.transform(model, Static(8), capture=capture)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 from collections.abc import Iterable
 
 import torch
@@ -102,6 +103,13 @@ def refuse_taken_names(root: nn.Module, constants: Iterable[str] = ()) -> None:
             raise CaptureError(
                 f"{type(root).__name__} has a part called {name!r}, a name that torch.fx.GraphModule uses for its own: "
                 "rename it, or wrap the model in another module"
+            )
+    for path in (*dict(root.named_modules()), *dict(root.named_parameters()), *dict(root.named_buffers())):
+        word = next(filter(keyword.iskeyword, path.split(".")), None)
+        if word is not None:
+            raise CaptureError(
+                f"{type(root).__name__} has a part {path!r}: {word!r} is a word of Python's, which the code of a graph "
+                "cannot read as a name: rename it"
             )
 
 
