@@ -206,14 +206,18 @@ class Aliases:
 
     def __init__(self, root: nn.Module | None = None) -> None:
         self.others: dict[str, list[str]] = {}
+        self._containers: set[str] = set()
+        """Lists and dicts of modules: nobody calls them, so a layer is in one only by its name."""
         firsts: dict[nn.Module, str] = {}
         for path, module in () if root is None else root.named_modules(remove_duplicate=False):
             first = firsts.setdefault(module, path)
+            if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+                self._containers.add(path)
             if path != first:
                 self.others.setdefault(first, []).append(path)
 
     def of(self, name: str) -> Iterator[str]:
-        """Return the other names of a module, or of an operator by those of the module it is in."""
+        """Return the other names of a module, or of an operator by those of the module it is in; lists around it."""
         above = name
         while above not in self.others:
             above = above.rpartition(".")[0]
@@ -221,6 +225,8 @@ class Aliases:
                 return
         for other in self.others[above]:
             yield other + name[len(above) :]
+            ends = (end for end, character in enumerate(other) if character == ".")
+            yield from (other[:end] for end in ends if other[:end] in self._containers)
 
 
 class Patterns:

@@ -50,8 +50,10 @@ def _run(module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: 
 
 def own_function(module: nn.Module, name: str, value: Any) -> Any:
     """Return what to keep of a function that is set on a module of a result in the place of a method."""
+    if not isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+        return value
     theirs = None if name != "forward" and hasattr(nn.Module, name) else getattr(type(module), name, None)
-    if not isinstance(theirs, types.FunctionType) or not callable(value) or isinstance(value, (type, nn.Module)):
+    if not isinstance(theirs, types.FunctionType):
         return value
     if isinstance(value, types.MethodType):
         if value.__self__ is not module or is_own_method(value):

@@ -247,3 +247,30 @@ def test_an_alias_of_a_shared_module_is_overridden_or_says_why_not(alias: str, w
     widths = {view.layer: view.bits for view in cpt_fx.inspect(result).quantizers if view.role == "weight"}
     assert widths.pop("fc") == 3 and len(widths) >= 1
     assert set(widths.values()) == {8} or says_why_not(heard, alias)
+
+
+class Listed(nn.Module):
+    """Layers with names, and a list of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two, self.fc = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+        self.layers = nn.ModuleList([self.one, self.two])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        y: Tensor = self.fc(x)
+        return y
+
+
+@ways
+def test_a_list_of_layers_that_have_names_selects_them(way: str) -> None:
+    result = made(Listed(), way, 3, exclude="layers")
+    result(batch())
+    assert {view.layer for view in cpt_fx.inspect(result).quantizers} == {"fc"}
+    result = made(Listed(), way, 3, overrides={"layers": 8})
+    result(batch())
+    widths = {view.layer: view.bits for view in cpt_fx.inspect(result).quantizers if view.role == "weight"}
+    assert widths == {"one": 8, "two": 8, "fc": 3}
