@@ -104,9 +104,11 @@ class Transformed(nn.Module):
         position = state_dict.pop(prefix + POSITION, None) if session.root is self else None
         unexpected_keys[:] = [key for key in unexpected_keys if position is None or key != prefix + POSITION]
         lost = [name for name in own(self) if prefix + name not in state_dict]
-        if lost:
+        theirs = [name for name in (*self._parameters, *self._buffers) if not name.startswith(PREFIX)]
+        is_there = any(prefix + name in state_dict for name in theirs)
+        if lost and (is_there or not theirs):
             missing_keys[:] = [key for key in missing_keys if key.removeprefix(prefix) not in lost]
-            if not given and any(prefix + name in state_dict for name in (*self._parameters, *self._buffers)):
+            if not given and is_there:
                 forget(self)
                 session.lose_ranges()
         if session.root is self and _is_plain(state_dict, prefix, self):

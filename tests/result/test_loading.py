@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from pathlib import Path
 
+import pytest
+import torch
+from torch import Tensor, nn
+
+import cpt_fx
 from tests.result.models import (
     QUIET,
     Chain,
@@ -141,3 +145,31 @@ def test_a_dict_of_tensors_as_safetensors_wants_it(way: str) -> None:
     again = made(Chain(), way, 8)
     again.load_state_dict({key: value.clone() for key, value in state.items()})
     assert close(again.eval()(batch()), result.eval()(batch()))
+
+
+class Twice(nn.Module):
+    """A layer under two names, of which such files keep one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one = nn.Linear(6, 6)
+        self.again = self.one
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.again(self.one(x))
+        return y
+
+
+@ways
+@pytest.mark.parametrize("plain", [True, False])
+def test_safetensors_of_a_layer_with_two_names(plain: bool, way: str, tmp_path: Path) -> None:
+    files = pytest.importorskip("safetensors.torch")
+    result, again = made(Twice(), way, 8), made(Twice(), way, 8)
+    result(batch()), again(100 * batch())
+    files.save_model(cpt_fx.revert(result) if plain else result, tmp_path / "model.safetensors")
+    assert files.load_model(again, tmp_path / "model.safetensors") == (set(), [])
+    if plain:
+        assert not learned(again)
+    else:
+        assert close(again.eval()(batch()), result.eval()(batch()))
