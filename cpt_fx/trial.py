@@ -25,6 +25,10 @@ def eager_model(model: nn.Module) -> nn.Module:
         model = inner
 
 
+def _is_sharded(kind: type) -> bool:
+    return any(base.__name__ == "FSDPModule" for base in kind.__mro__)
+
+
 @contextmanager
 def trial(model: nn.Module) -> Iterator[None]:
     """Put copies in the place of all buffers, and undo on leaving whatever happened inside.
@@ -37,8 +41,14 @@ def trial(model: nn.Module) -> Iterator[None]:
     modules = [(module, module._buffers.copy(), module.training) for module in everything]
     copies: dict[int, Tensor] = {}
     devices = sorted({value.device.index for value in model.parameters() if value.device.type == "cuda"})
+    # What `fully_shard` has gathered for a pass is freed in the next one, and must not be written afterwards.
+    sharded: list[Any] = [one for one in model.modules() if _is_sharded(type(one))]
     with ExitStack() as stack:
+        for one in sharded:
+            one.reshard()
         stack.enter_context(unchanged(model, values=True))
+        for one in sharded:
+            stack.callback(one.reshard)
         stack.enter_context(torch.random.fork_rng(devices=devices))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:

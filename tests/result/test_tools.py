@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+import cpt_fx
 from tests.result.models import (
     QUIET,
     Chain,
@@ -125,6 +126,23 @@ def test_fully_sharded(way: str, group: None) -> None:
         return output
 
     quantized_or_refused(run, Chain()(batch()), expected)
+
+
+@ways
+def test_a_sharded_model_is_looked_at(way: str, group: None) -> None:
+    """What was gathered for a pass is freed in the next: to put its values back would write to memory that is gone."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    result = made(Chain(), way, example_inputs=(batch(),))
+    mesh = init_device_mesh("cpu", (1,))
+    fully_shard(result.backbone, mesh=mesh)
+    fully_shard(result, mesh=mesh)
+    result(batch()).sum().backward()
+    expected = result(batch())
+    assert cpt_fx.inspect(result).verify(batch())
+    assert equal(result(batch()), expected)
+    assert all(bool(value.isfinite().all()) for value in map(torch.Tensor.detach, result.parameters()))
 
 
 @ways
