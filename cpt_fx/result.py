@@ -130,6 +130,10 @@ class Transformed(nn.Module):
             raise AttributeError(POSITION)
         return mark
 
+    @cpt_fx_position.setter
+    def cpt_fx_position(self, value: object) -> None:
+        """Take nothing: `functional_call` puts in what a state_dict has, and then back what it found."""
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle by naming the user's class; what its own way of pickling leaves out of us goes along."""
         made = super().__reduce_ex__(protocol)

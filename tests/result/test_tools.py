@@ -145,6 +145,11 @@ def test_a_sharded_model_is_looked_at(way: str, group: None) -> None:
     assert all(bool(value.isfinite().all()) for value in map(torch.Tensor.detach, result.parameters()))
 
 
+def test_functional_call_with_a_state_dict() -> None:
+    result = made(Chain(), "symbolic")
+    assert equal(torch.func.functional_call(result, result.state_dict(), (batch(),)), result(batch()))
+
+
 @ways
 def test_functional_call(way: str) -> None:
     result, model = made(Chain(), way), Chain()
