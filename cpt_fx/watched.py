@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._guards import TracingContext
 
 if TYPE_CHECKING:
     from cpt_fx.session import Session
@@ -88,7 +89,10 @@ class Look(type):
         type.__init__(cls, name, bases, body)
 
     def __eq__(cls, other: object) -> bool:
-        return cls is other or (isinstance(other, type) and vars(cls).get(OF) is vars(other).get(OF, other))
+        if cls is other or not isinstance(other, type) or TracingContext.try_get() is not None:
+            # Dynamo looks for a class among the bases by this question, and would find the derived one.
+            return cls is other
+        return vars(cls).get(OF) is vars(other).get(OF, other)
 
     def __hash__(cls) -> int:
         return type.__hash__(vars(cls).get(OF, cls))
