@@ -140,7 +140,7 @@ class Transformed(nn.Module):
         assert isinstance(made, tuple)
         function, args, *rest = made
         state, *items = rest or [None]
-        return _rebuilt, (_plain(function), tuple(_plain(arg) for arg in args)), (state, self.__dict__[PART]), *items
+        return _rebuilt, (_plain(function), tuple(map(_plain, args))), (state, self.__dict__[PART]), *items
 
     def __setstate__(self, state: Any) -> None:
         """Take the state in as the user's class does; that may have made a plain module of this one."""
@@ -157,6 +157,10 @@ def _is_plain(state_dict: Any, prefix: str, root: nn.Module) -> bool:
         return False
     names = [name for name, _ in root.named_parameters() if PREFIX not in name]
     return bool(names) and all(prefix + name in state_dict for name in names)
+
+
+def _plain(value: Any) -> Any:
+    return plain_class(value) if isinstance(value, type) and issubclass(value, nn.Module) else value
 
 
 def _rebuilt(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

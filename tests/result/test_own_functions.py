@@ -37,11 +37,11 @@ class FastLayer(Chain):
     def __init__(self) -> None:
         super().__init__()
         plain = self.fc.forward
-        self.fc.forward = lambda x: 3 * plain(x)  # type: ignore[method-assign]
+        self.fc.forward = lambda input: 3 * plain(input)  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("make", [Fast, FastLayer])
-@pytest.mark.parametrize("way", {*CAPTURES, "auto"})
+@pytest.mark.parametrize("way", sorted({*CAPTURES, "auto"}))
 def test_a_forward_that_an_object_had_before(make: type[nn.Module], way: str) -> None:
     if way == "symbolic":
         with pytest.raises(cpt_fx.TransformError, match="given a forward of its own"):
