@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import types
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
