@@ -65,7 +65,7 @@ def _open(module: fx.GraphModule, node: fx.Node) -> bool:
     layer = plain_layer(layer)
     try:
         inner = _OneCall(node).trace(layer)
-    except fx.proxy.TraceError as error:
+    except Exception as error:  # whatever code makes of values that are only traced: a number of one is a TypeError
         raise TransformError(f"the code of {path or type(layer).__name__} cannot be traced: {error}") from error
     stack = node.meta.get("nn_module_stack") or {path: (path, type(layer))}
     values: dict[fx.Node, Any] = {}

@@ -64,6 +64,13 @@ class Branching(nn.Module):
         return weight @ weight if weight.sum() > -1e9 else weight
 
 
+class Numbers(nn.Module):
+    """Makes a number of one, where a stand-in for a tensor raises errors of Python's own."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight @ weight if float(weight.detach().sum()) > -1e9 else weight
+
+
 def by(kind: Callable[[], nn.Module]) -> Callable[[nn.Module], nn.Module]:
     return lambda layer: parametrize.register_parametrization(layer, "weight", kind())
 
@@ -142,12 +149,14 @@ def test_the_weight_that_is_made_is_quantized_as_a_whole(capture: str) -> None:
     assert torch.allclose(result(x), F.linear(first, by_hand(plain[1].weight, 1), plain[1].bias), atol=1e-6)
 
 
-def test_code_that_cannot_be_traced_is_run_by_dynamo() -> None:
+@pytest.mark.parametrize("capture", ["dynamo", "auto"])
+@pytest.mark.parametrize("kind", [Branching, Numbers])
+def test_code_that_cannot_be_traced_is_run_by_dynamo(kind: type[nn.Module], capture: str) -> None:
     torch.manual_seed(0)
-    layer = parametrize.register_parametrization(nn.Linear(4, 4), "weight", Branching())
-    result = cpt_fx.transform(nn.Sequential(layer), Static(4), capture="dynamo")
+    layer = parametrize.register_parametrization(nn.Linear(4, 4), "weight", kind())
+    result = cpt_fx.transform(nn.Sequential(layer), Static(4), capture=capture)
     result(torch.randn(3, 4))
-    assert listed(result) == ["0.parametrizations.weight.0: Branching"]
+    assert listed(result) == [f"0.parametrizations.weight.0: {kind.__name__}"]
 
 
 def test_a_product_of_parameters_in_the_code_of_the_model_is_one_of_the_model() -> None:
