@@ -119,11 +119,13 @@ def test_a_study_that_is_killed_goes_on_where_it_stopped(tmp_path: Path) -> None
 def test_ctrl_c_ends_all_processes_and_says_how_to_go_on(tmp_path: Path) -> None:
     """Ctrl-C reaches every process of the terminal; only the one that runs the study speaks."""
     running = subprocess.Popen(
-        command(tmp_path), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+        command(tmp_path), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        # Tests in the background of a shell ignore it, and so would their children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     both_wait(tmp_path)
     os.killpg(running.pid, signal.SIGINT)
-    out, err = running.communicate()
+    out, err = running.communicate(timeout=60)
     assert running.returncode == 130
     assert out == ""
     assert err.splitlines()[-2:] == [
