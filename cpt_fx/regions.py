@@ -99,6 +99,12 @@ class Regions:
         return self._levels > 0
 
     @property
+    def infers(self) -> bool:
+        """Whether the present operators run in inference mode: nothing flows back through them."""
+        modes = [node.args for node in self._entered if node.target is torch.autograd.grad_mode._enter_inference_mode]
+        return bool(modes) and modes[-1] == (True,)
+
+    @property
     def current(self) -> Hashable:
         """What the present contexts are: equal where they are equal."""
         return self._gradients, self._entered, self._levels

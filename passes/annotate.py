@@ -239,7 +239,7 @@ class _Walk:
             op=spec.name,
             family=family,
             operands=tuple(operands),
-            gradient=rule.gradient,
+            gradient=None if self.regions.infers else rule.gradient,
             dials=tuple(dials.items()),
             gradient_name=output.name,
             return_quantized=rule.return_quantized,
