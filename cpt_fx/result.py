@@ -116,10 +116,12 @@ class Transformed(nn.Module):
             session.lose_ranges()
         if position is None:
             return
-        if position.numel() == 2 and not position.is_meta:
-            session.state.resume(position, session.kind)
-        else:
+        if position.numel() != 2 or position.is_meta:
             error_msgs.append(f"{prefix}{POSITION} holds no position and schedule, but shape {tuple(position.shape)}")
+        elif not position[0] >= 0:
+            error_msgs.append(f"{prefix}{POSITION} holds {position[0].item()}, which is no step of a schedule")
+        else:
+            session.state.resume(position, session.kind)
 
     @property
     def cpt_fx_position(self) -> Tensor:

@@ -288,10 +288,17 @@ def test_what_is_saved_later_is_later(capture: str) -> None:
 
 
 @captures
-def test_a_damaged_position_is_named(capture: str) -> None:
+@pytest.mark.parametrize(
+    "damaged, text",
+    [
+        (torch.tensor(3), "holds no position and schedule"),
+        (torch.tensor([-5, 0]), "holds -5, which is no step"),
+        (torch.tensor([float("nan"), 0.0]), "holds nan, which is no step"),
+    ],
+)
+def test_a_damaged_position_is_named(capture: str, damaged: Tensor, text: str) -> None:
     schedule = plan()
     result = learned(schedule, capture)
-    damaged = {**result.state_dict(), "cpt_fx_position": torch.tensor(3)}
-    with pytest.raises(RuntimeError, match="cpt_fx_position holds no position and schedule"):
-        result.load_state_dict(damaged)
+    with pytest.raises(RuntimeError, match=f"cpt_fx_position {text}"):
+        result.load_state_dict({**result.state_dict(), "cpt_fx_position": damaged})
     assert schedule.position == 0
