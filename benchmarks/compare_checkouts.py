@@ -4,8 +4,10 @@
     python benchmarks/compare_checkouts.py ../before . --models mlp resnet20 bert-small
 
 Each checkout runs in a process of its own, with the packages of this environment. All products that can run on integers
-do: which of them pay is measured once and kept, and one loaded moment must not decide what is compared. Printed is the
-median of the ratios of neighbouring steps, second to first, with its 95 % interval from resampling.
+do: which of them pay is measured once and kept, and one loaded moment must not decide what is compared. Seconds are
+those of the CPU, which a busy machine disturbs less. The allocator keeps the memory it has: whether it gives pages back
+after a step, to fetch them again in the next, is luck of a process and worth up to half a step of `bert-small`. Printed
+is the median of the ratios of neighbouring steps, second to first, with its 95 % interval from resampling.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ CONTENDERS = ("simulated", "simulated-compiled", "integer")
 
 WORKER = """
 import sys
+import time
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -35,8 +38,16 @@ settings = catalog.Settings(contenders=(contender,))
 with preparing.bench(settings):
     trainee, row = preparing.prepare(contender, models.preset(name, int(batch) or None), settings)
     print("ready" if trainee is not None else row, flush=True)
+
+    def step():
+        global spent
+        began = time.process_time()
+        trainee.step()
+        spent = time.process_time() - began
+
     for count, _ in enumerate(sys.stdin):
-        print(measuring.seconds_of(trainee.step, count % 16), flush=True)
+        measuring.seconds_of(step, count % 16)
+        print(spent, flush=True)
 """
 
 
@@ -45,6 +56,8 @@ def start(checkout: Path, *arguments: str) -> subprocess.Popen[str]:
         [sys.executable, "-c", WORKER, *arguments],
         env={
             "CPT_FX_INTEGER": "always",
+            "MALLOC_TRIM_THRESHOLD_": str(2**40),
+            "MALLOC_MMAP_THRESHOLD_": str(2**40),
             **os.environ,
             "PYTHONPATH": os.pathsep.join(str(checkout.resolve() / part) for part in ("", "benchmarks")),
         },
