@@ -3,36 +3,19 @@
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from types import FunctionType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 
-from cpt_fx.aten import COMPUTING, RESHAPING
 from cpt_fx.bodies import calls_of, graphs_of
 from cpt_fx.meta import CALLED
-from cpt_fx.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_LEARNED, FAKE_QUANTIZE_OBSERVED, QUANTIZE_GRADIENT
-from cpt_fx.optable import FUSED, SPECS, is_opaque
-
-VIEWS: frozenset[Any] = frozenset({
-    *RESHAPING, *(getattr(torch, name) for name in RESHAPING), "view", "expand", "expand_as", "view_as", "contiguous",
-    "detach", "to", "float", "half", "type_as", "mT", "T", operator.getitem, getattr, F.dropout, QUANTIZE_GRADIENT,
-})  # fmt: skip
-"""Results that may share memory with their first argument, and with no other."""
-
-_NEW = (*COMPUTING, "true_divide")
-FRESH: frozenset[Any] = frozenset({
-    *(SPECS.keys() - {torch.einsum, torch.chain_matmul}), *FUSED, *_NEW, *(getattr(torch, name) for name in _NEW),
-    FAKE_QUANTIZE, FAKE_QUANTIZE_OBSERVED, FAKE_QUANTIZE_LEARNED, operator.add, operator.sub, operator.mul,
-    operator.truediv, operator.pow, operator.neg, F.relu, F.gelu, F.silu, F.elu, F.leaky_relu, F.softmax, F.log_softmax,
-    F.layer_norm, F.batch_norm, F.group_norm, F.cross_entropy, F.mse_loss, "size", "stride", "storage_offset",
-})  # fmt: skip
-"""Operators whose result is always a new tensor, or a number, unless they are told to write in place."""
+from cpt_fx.operators import form_of, is_opaque, row_for
+from cpt_fx.operators.around import FRESH, VIEWS
+from cpt_fx.ops import QUANTIZE_GRADIENT, QUANTIZERS
 
 _UPDATES = frozenset({"setitem"} | {f"i{name}" for name in (
     "add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul",
@@ -54,6 +37,8 @@ def overwritten(node: fx.Node, modules: Mapping[str, nn.Module]) -> list[fx.Node
     updates = name.strip("_") in _UPDATES or (name.endswith("_") and not name.endswith("__"))
     found = [node.kwargs.get("out"), first if updates else None]
     found += [value for schema in _schemas(target, name) for value in _by_schema(schema, node)]
+    row = row_for(target)
+    found += [node.args[place] for place in (row.mutates if row is not None else ()) if place < len(node.args)]
     return _nodes(found + (_by_signature(target, node) if isinstance(target, FunctionType) else []))
 
 
@@ -97,12 +82,23 @@ def _nodes(values: Any) -> list[fx.Node]:
     return found
 
 
+def _is_fresh(target: Any) -> bool:
+    """Whether a result is always a new tensor, or a number, unless it is told to write in place."""
+    form = form_of(target)
+    return form.row.fresh if form is not None else target in FRESH or (target in QUANTIZERS and not _is_view(target))
+
+
+def _is_view(target: Any) -> bool:
+    """Whether a result may share memory with the first argument, and with no other."""
+    return target in VIEWS or target is QUANTIZE_GRADIENT
+
+
 class Versions:
     """Walks a graph in order and knows, at each node, how often a value's memory has been overwritten so far.
 
     Two reads of a node see the same numbers only if its version is the same. A result counts as sharing memory with
-    everything it is made of, unless its operator is known to make a new tensor (`FRESH`) or to look at its first
-    argument only (`VIEWS`): the mistake that remains is a quantizer too many, never a number that is wrong.
+    everything it is made of, unless its operator is known to make a new tensor (`Row.fresh`, `FRESH`) or to look at its
+    first argument only (`VIEWS`): the mistake that remains is a quantizer too many, never a number that is wrong.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -117,10 +113,10 @@ class Versions:
             return
         written = self._overwritten(node)
         inputs = written or node.all_input_nodes
-        if not written and node.target in VIEWS and node.args and isinstance(node.args[0], fx.Node):
+        if not written and _is_view(node.target) and node.args and isinstance(node.args[0], fx.Node):
             inputs = [node.args[0]]
         # A module's path may be the name of a function: only functions and methods are known by their target.
-        if written or node.op == "call_module" or node.target not in FRESH:
+        if written or node.op == "call_module" or not _is_fresh(node.target):
             for value in inputs:
                 self._join(node, value)
         if written:

@@ -18,7 +18,7 @@ from cpt_fx.graph_module import QuantizedGraphModule, blank
 from cpt_fx.layer_state import place_for_widths
 from cpt_fx.meta import QUANTIZER, STATE, get_attribute
 from cpt_fx.opening.recurrent import scan
-from cpt_fx.optable import ALIASES, FUSED, METHODS, spec_for
+from cpt_fx.operators import form_of
 from cpt_fx.runtime import Held, Precision
 
 OUTER = "_cpt_fx_outer"
@@ -104,8 +104,7 @@ def multiplies(module: fx.GraphModule, node: fx.Node) -> bool:
         if not isinstance(inner, fx.GraphModule):
             continue
         for item in inner.graph.nodes:
-            target = METHODS.get(item.target) if item.op == "call_method" else ALIASES.get(item.target, item.target)
-            if spec_for(target) or target in FUSED or multiplies(inner, item):
+            if form_of(item.target) or multiplies(inner, item):
                 return True
     return False
 

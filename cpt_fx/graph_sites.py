@@ -11,17 +11,18 @@ from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from cpt_fx.meta import module_path
-from cpt_fx.optable import ADDS, DIVIDES, FILLED, MULTIPLIES, SUBTRACTS, SUMS, OpSpec, spec_of
+from cpt_fx.operators import Row, row_of
+from cpt_fx.operators.around import ADDS, DIVIDES, FILLED, MULTIPLIES, SUBTRACTS, SUMS
 from cpt_fx.recipes import Recipe
 
 _TWO_INPUTS = (("input", "other"), ((0, "input"), (1, "input")))
-BIAS_ADD = OpSpec("bias_add", "add", *_TWO_INPUTS)
-SCALE = OpSpec("scale", "mul", *_TWO_INPUTS)
-WEIGHTED_MESSAGES = OpSpec("aggregation", "mul", *_TWO_INPUTS)
-EDGE_SCORE = OpSpec("linear", "mul", ("input", "other"), ((0, "either"), (1, "either")))
+BIAS_ADD = Row("bias_add", "add", *_TWO_INPUTS)
+SCALE = Row("scale", "mul", *_TWO_INPUTS)
+WEIGHTED_MESSAGES = Row("aggregation", "mul", *_TWO_INPUTS)
+EDGE_SCORE = Row("linear", "mul", ("input", "other"), ((0, "either"), (1, "either")))
 """A product with a vector of parameters that is summed over the features: a linear layer, as GAT scores edges."""
-NEIGHBOUR_BAG = OpSpec("aggregation", "embedding_bag", ("indices", "table"), ((1, "input"),))
-NEIGHBOURHOOD_SUM = OpSpec("aggregation", "sum", ("input", "dim"), ((0, "input"),))
+NEIGHBOUR_BAG = Row("aggregation", "embedding_bag", ("indices", "table"), ((1, "input"),))
+NEIGHBOURHOOD_SUM = Row("aggregation", "sum", ("input", "dim"), ((0, "input"),))
 
 
 MAKERS = ("_SpectralNorm", "_Orthogonal", "SpectralNorm")
@@ -43,7 +44,7 @@ def parametrization_of(node: fx.Node, kinds: Mapping[str, type[nn.Module] | None
     return None
 
 
-def elementwise_spec(node: fx.Node, recipe: Recipe, weights: set[fx.Node], trained: set[fx.Node]) -> OpSpec | None:
+def elementwise_spec(node: fx.Node, recipe: Recipe, weights: set[fx.Node], trained: set[fx.Node]) -> Row | None:
     """Return what an addition, product or sum is to a recipe that quantizes such: None for all others."""
     if node.op not in ("call_function", "call_method"):
         return None
@@ -63,20 +64,20 @@ def elementwise_spec(node: fx.Node, recipe: Recipe, weights: set[fx.Node], train
             return WEIGHTED_MESSAGES
         if aggregates and _is_weighted_message(node, trained):
             kinds = ("coefficients" if _is_column(tensor) else "input" for tensor in tensors)
-            return OpSpec("aggregation", "mul", _TWO_INPUTS[0], tuple(enumerate(kinds)))
+            return Row("aggregation", "mul", _TWO_INPUTS[0], tuple(enumerate(kinds)))
         if recipe.scale is not None:
             return SCALE
     return None
 
 
-def bag_spec(node: fx.Node, spec: OpSpec, weights: set[fx.Node]) -> OpSpec:
+def bag_spec(node: fx.Node, spec: Row, weights: set[fx.Node]) -> Row:
     """Return what a node is to quantization: a bag of rows that no parameter is stored in sums up messages."""
     if spec.name != "embedding_bag" or len(node.args) < 2 or node.args[1] in weights:
         return spec
     return NEIGHBOUR_BAG
 
 
-def carries_no_message(node: fx.Node, spec: OpSpec, trained: set[fx.Node]) -> bool:
+def carries_no_message(node: fx.Node, spec: Row, trained: set[fx.Node]) -> bool:
     """Whether an operator of the aggregation family sums no messages: it counts degrees, or sums nothing.
 
     Degrees are sums of a constant, or of one number per edge that nothing is learned from: the weights of the edges.
@@ -95,14 +96,14 @@ def carries_no_message(node: fx.Node, spec: OpSpec, trained: set[fx.Node]) -> bo
     return example.ndim == 1 and value not in trained and not example.requires_grad
 
 
-def message_of(node: fx.Node, spec: OpSpec) -> fx.Node | None:
+def message_of(node: fx.Node, spec: Row) -> fx.Node | None:
     """Return what an aggregation sums up."""
     index = next(index for index, kind in spec.operands if kind == "input")
     value = node.args[index] if index < len(node.args) else None
     return value if isinstance(value, fx.Node) else None
 
 
-def normalizes_softmax(node: fx.Node, spec: OpSpec) -> bool:
+def normalizes_softmax(node: fx.Node, spec: Row) -> bool:
     """Whether an aggregation is part of a softmax over neighbours: the maximum of the scores, or the denominator."""
     value = message_of(node, spec)
     if value is None:
@@ -115,7 +116,7 @@ def normalizes_softmax(node: fx.Node, spec: OpSpec) -> bool:
     return any(_called(user, "exp") for reader in lowered for user in reader.users)
 
 
-def result_of(node: fx.Node, spec: OpSpec, *, aggregates: bool) -> fx.Node:
+def result_of(node: fx.Node, spec: Row, *, aggregates: bool) -> fx.Node:
     """Return the node whose gradient is that of the operator."""
     if spec is EDGE_SCORE:
         return _summed(node) or node
@@ -203,7 +204,7 @@ def _is_weighted_message(node: fx.Node, trained: set[fx.Node]) -> bool:
     if not all(arg in trained for arg in node.args[:2]):
         return False
     users = [user for user in node.users if not _reads_size(user, node)]
-    spec = spec_of(users[0]) if len(users) == 1 else None
+    spec = row_of(users[0]) if len(users) == 1 else None
     return spec is not None and spec.family == "aggregation" and message_of(users[0], spec) is node
 
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from cpt_fx.errors import TransformError
 from cpt_fx.meta import QUANTIZER, SIMULATED, SITE, Uncovered
-from cpt_fx.optable import MULTIPLY
+from cpt_fx.operators import MULTIPLY
 from cpt_fx.pass_base import Report, unique
 
 LOGGER = logging.getLogger("cpt_fx")

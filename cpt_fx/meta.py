@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from cpt_fx.formats import Format
-from cpt_fx.optable import Index
+from cpt_fx.operators.row import Index
 from cpt_fx.schedules.base import Schedule
 
 SITE = "cpt_fx_site"

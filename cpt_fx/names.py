@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import fx, nn
 
 from cpt_fx.meta import NAME, module_path
-from cpt_fx.optable import HIDING, OPERATOR_OF
+from cpt_fx.operators import HIDING, OPERATOR_OF
 
 NAMES = "cpt_fx_names"
 """Key in `GraphModule.meta` of the registry that all captures of one model share."""

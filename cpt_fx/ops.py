@@ -20,7 +20,7 @@ from torch import Tensor
 
 from cpt_fx import numerics
 from cpt_fx.evidence import ARMED, SKIPPED
-from cpt_fx.formats import FULL_PRECISION
+from cpt_fx.formats import FULL_PRECISION, Range
 from cpt_fx.frames import skip_frame
 from cpt_fx.native.simulate import Learner
 from cpt_fx.numerics import Extent, Grid, extent_of, percentile_extent
@@ -374,3 +374,10 @@ FAKE_QUANTIZE_OBSERVED = torch.ops.cpt_fx.fake_quantize_observed.default
 FAKE_QUANTIZE_LEARNED = torch.ops.cpt_fx.fake_quantize_learned.default
 QUANTIZERS = (FAKE_QUANTIZE, FAKE_QUANTIZE_OBSERVED, FAKE_QUANTIZE_LEARNED, QUANTIZE_GRADIENT)
 """Every op that quantizes."""
+OP_OF_RANGE = {
+    Range.DYNAMIC: FAKE_QUANTIZE,
+    Range.OBSERVER: FAKE_QUANTIZE_OBSERVED,
+    Range.PERCENTILE: FAKE_QUANTIZE_OBSERVED,
+    Range.LEARNED: FAKE_QUANTIZE_LEARNED,
+}
+"""The op that quantizes an operand, by where its range comes from. All but the first keep state in the layer."""

@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 
 from cpt_fx.frames import is_one_graph_demanded, skip_frame
 from cpt_fx.layer_state import PREFIX, forget, is_range, moved, own
-from cpt_fx.optable import HIDING, OPENED
+from cpt_fx.operators import HIDING
 from cpt_fx.watched import OF, look_of, own_function, watched_method
 from cpt_fx.watched import PART as PART
 
@@ -33,8 +33,6 @@ CALL_HOOKS = (
 )  # fmt: skip
 POSITION = f"{PREFIX}position"
 """Key in the state_dict under which the root keeps the schedule's position."""
-PRODUCTS: tuple[type[nn.Module], ...] = (*OPENED, *HIDING)
-"""Torch's layers that multiply."""
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _BY_TYPE = ("__dict__", "__weakref__")
 """What `type` puts into every class by itself."""
@@ -368,7 +366,7 @@ def take_in(module: nn.Module, session: Session) -> None:
 
 def may_multiply(module: nn.Module) -> bool:
     """Whether a module has products of its own, or is a place for modules that have: layers of torch are known."""
-    if isinstance(module, (*PRODUCTS, *CONTAINERS)):
+    if isinstance(module, (*HIDING, *CONTAINERS)):
         return True
     return bool(module._modules) or not type(module).__module__.startswith("torch.nn.modules")
 
@@ -393,6 +391,6 @@ def plain_rest(model: nn.Module) -> list[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if PART in module.__dict__:
             inside |= {id(part) for part in module.modules()}
-        if id(module) not in inside and isinstance(module, PRODUCTS):
+        if id(module) not in inside and isinstance(module, HIDING):
             rest.append((name, module))
     return rest

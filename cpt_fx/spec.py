@@ -16,8 +16,8 @@ from cpt_fx.bodies import given_quantized, graphs_of
 from cpt_fx.errors import TransformError
 from cpt_fx.integer.ops import INTEGER_PRODUCTS, TO_INTEGER
 from cpt_fx.meta import CALLED, LEFT, QUANTIZER, SIMULATED, SITE, STATE, Operand, Quantizer, Site, get_attribute
-from cpt_fx.ops import QUANTIZE_GRADIENT, QUANTIZERS
-from cpt_fx.optable import ALIASES, METHODS, OP_OF_RANGE, OPENED, spec_of
+from cpt_fx.operators import OPENED, form_of, row_of
+from cpt_fx.ops import OP_OF_RANGE, QUANTIZE_GRADIENT, QUANTIZERS
 from cpt_fx.pass_base import STAGES
 from cpt_fx.runtime import Precision
 
@@ -80,12 +80,11 @@ def _normalized(module: fx.GraphModule) -> Violations:
             layer = module.get_submodule(str(node.target))
             if isinstance(layer, OPENED) and CALLED not in node.meta:
                 yield f"{node.name} still calls the layer {node.target} ({type(layer).__name__})"
-        elif node.op == "call_method" and node.target in METHODS:
-            yield f"{node.name} still calls the method {node.target}"
-        elif node.op == "call_function" and node.target in ALIASES:
-            yield f"{node.name} still calls {node.target}, another name of {ALIASES[node.target]}"
-        elif spec := spec_of(node):
-            for name in {spec.arguments[index] for index, _ in spec.operands} & node.kwargs.keys():
+        elif node.op in ("call_function", "call_method") and (form := form_of(node.target)) is not None:
+            if form.target not in (None, node.target) and not form.first:
+                kind = "the method " if node.op == "call_method" else ""
+                yield f"{node.name} still calls {kind}{node.target}, another name of {form.target}"
+            for name in {form.row.arguments[index] for index, _ in form.row.operands} & node.kwargs.keys():
                 yield f"{node.name} takes its operand {name} by keyword, where no decision can reach it"
         elif node.op == "get_attr":
             value = get_attribute(module, str(node.target))
@@ -98,7 +97,7 @@ def _annotated(module: fx.GraphModule) -> Violations:
     nodes = {node.name: node for node in module.graph.nodes}
     for node in module.graph.nodes:
         site: Site | None = node.meta.get(SITE)
-        if site is None and LEFT not in node.meta and spec_of(node):
+        if site is None and LEFT not in node.meta and row_of(node):
             yield f"{node.name} came after annotate: nobody decided about it, it would stay in full precision unnoticed"
         for operand in site.operands if site else ():
             if _value(nodes.get(operand.node, node), operand) is None:

@@ -11,7 +11,6 @@ from torch import fx, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from cpt_fx.aliasing import overwritten
-from cpt_fx.aten import hides_product
 from cpt_fx.bodies import AUTHORS_OWN, calls_of, given_quantized, multiplies, outermost, state_of
 from cpt_fx.formats import Format, Group
 from cpt_fx.graph_sites import (
@@ -39,18 +38,9 @@ from cpt_fx.meta import (
     module_stack,
 )
 from cpt_fx.names import NAMES, Names, NamesOfOneGraph, frames_of
-from cpt_fx.optable import (
-    ADDS,
-    FUSED,
-    HIDING,
-    MULTIPLY,
-    Index,
-    OpSpec,
-    einsum_group,
-    group_of,
-    is_opaque,
-    spec_of,
-)
+from cpt_fx.operators import HIDING, MULTIPLY, Index, Row, form_of, row_of, why_left
+from cpt_fx.operators.around import ADDS
+from cpt_fx.operators.groups import einsum_group, group_of
 from cpt_fx.overrides import SELECTED, Aliases, Choices, Pattern, Selected
 from cpt_fx.pass_base import Pass, Report
 from cpt_fx.recipes import Recipe, Rule
@@ -61,6 +51,7 @@ from cpt_fx.schedules import Bits
 from cpt_fx.values import Values, is_read
 
 MAKES_A_WEIGHT = "part of a parametrization: it makes a weight, which is quantized where a layer multiplies it"
+BETWEEN = "it multiplies its operands one after the other: what it makes in between stays in full precision"
 OF_SOFTMAX = "part of a softmax over neighbours, which stays in full precision: it sums scores, not messages"
 
 
@@ -122,7 +113,7 @@ class _Walk:
         self._given |= given_quantized(module)
         for node in module.graph.nodes:
             self.visit(node)
-            if SITE not in node.meta and spec_of(node):
+            if SITE not in node.meta and row_of(node):
                 node.meta[LEFT] = f"{Annotate.name} left it as it is"
             for call in calls_of(module, node):
                 self.values.enter(call)
@@ -137,7 +128,7 @@ class _Walk:
         self.values.visit(node)
         if self._makes_a_weight(node):
             return
-        spec = spec_of(node) or elementwise_spec(node, self.recipe, self.values.weights, self.values.trained)
+        spec = row_of(node) or elementwise_spec(node, self.recipe, self.values.weights, self.values.trained)
         if spec is None:
             self._report_hidden(node)
             return
@@ -174,7 +165,7 @@ class _Walk:
         if found is None:
             return False
         self.values.weights.add(node)
-        if spec_of(node) or node.target in FUSED or found[1] in MAKERS:
+        if form_of(node.target) or found[1] in MAKERS:
             self._list_maker(*found)
         return True
 
@@ -209,9 +200,7 @@ class _Walk:
         inputs = [self._given.get(used, used).meta.get(QUANTIZER) for used in node.all_input_nodes]
         return SITE in node.meta and any(item is not None and item.role != "gradient" for item in inputs)
 
-    def _decide(
-        self, node: fx.Node, spec: OpSpec, family: str, layer: str, rule: Rule, selecting: list[Pattern]
-    ) -> None:
+    def _decide(self, node: fx.Node, spec: Row, family: str, layer: str, rule: Rule, selecting: list[Pattern]) -> None:
         operands = []
         for index, name, kind in self._operands(node, spec):
             operand = self._operand(node, spec, family, index, name, kind, rule)
@@ -219,6 +208,8 @@ class _Walk:
                 operands.append(operand)
             elif operand:
                 self.uncovered.append(Uncovered(layer, spec.name, operand, name, by_choice=rule.messages_only))
+        if spec.between and len(operands) > 2:
+            self.uncovered.append(Uncovered(layer, spec.name, BETWEEN))
         has_bias = any(item.role == "bias" for item in operands)
         complete = spec.family not in ("matmul", "aggregation") and (spec.name != "linear" or has_bias)
         added = self._bias_after(node) if family == "linear" and rule.bias and not complete else None
@@ -259,7 +250,7 @@ class _Walk:
         is_vector = isinstance(value, torch.Tensor) and value.ndim == 1
         return users[0] if self.values.is_weight(other) and is_vector else None
 
-    def _operands(self, node: fx.Node, spec: OpSpec) -> list[tuple[Index, str, str]]:
+    def _operands(self, node: fx.Node, spec: Row) -> list[tuple[Index, str, str]]:
         """List the tensors an operator multiplies, as (index, name, kind)."""
         found: list[tuple[Index, str, str]] = []
         for index, kind in spec.operands:
@@ -277,7 +268,7 @@ class _Walk:
         return found
 
     def _operand(
-        self, node: fx.Node, spec: OpSpec, family: str, index: Index, name: str, kind: str, rule: Rule
+        self, node: fx.Node, spec: Row, family: str, index: Index, name: str, kind: str, rule: Rule
     ) -> Operand | str | None:
         """Return the decision for one operand; a reason where it stays as it is; None where nothing is to say."""
         value = argument(node, index)
@@ -322,7 +313,7 @@ class _Walk:
                 return replace(chosen, group=Group.TENSOR)
         return chosen
 
-    def _family(self, node: fx.Node, spec: OpSpec) -> str:
+    def _family(self, node: fx.Node, spec: Row) -> str:
         """Return the family of an operator: a product with a parameter is a linear layer, however it is written."""
         if FAMILY in node.meta:
             return str(node.meta[FAMILY])
@@ -350,19 +341,15 @@ class _Walk:
                 self._leave(node, str(node.target), type(layer).__name__, reason)
         if node.op != "call_function":
             return
-        name = str(getattr(node.target, "__name__", node.target))
-        if node.target in FUSED:
-            self._leave(node, path, name, node.meta.get(LEFT, FUSED[node.target]))
-        elif node.target in AUTHORS_OWN:
+        if node.target in AUTHORS_OWN:
             if multiplies(self.module, node):
                 place = "".join(f" ({file}:{line})" for file, line, _ in frames_of(node.meta.get("stack_trace"))[-1:])
                 own = f"the backward of a custom autograd.Function is its author's own{place}"
                 self._leave(node, path, "autograd.Function", f"{own}: both passes stay as they are")
-        elif reason := hides_product(node):
-            self._leave(node, path, name, reason)
-        elif is_opaque(node.target):
-            reason = "a Python function the graph calls as a whole; what it multiplies is not seen"
-            self._leave(node, path, name, reason)
+        elif reason := why_left(node.target):
+            form = form_of(node.target)
+            name = form.row.name if form is not None else str(getattr(node.target, "__name__", node.target))
+            self._leave(node, path, name, node.meta.get(LEFT, reason))
 
     def _leave(self, node: fx.Node, layer: str, op: str, reason: str) -> None:
         if not self._is_excluded(node, layer, op):

@@ -11,8 +11,9 @@ from cpt_fx.bodies import OUTER, free_name, given_quantized, nodes_of, outermost
 from cpt_fx.formats import Format, Range, Scheme
 from cpt_fx.layer_state import PARTS, add_range
 from cpt_fx.meta import QUANTIZER, SITE, STATE, Dial, Operand, Quantizer, Site
-from cpt_fx.ops import QUANTIZE_GRADIENT
-from cpt_fx.optable import OP_OF_RANGE, Groups, gradient_groups
+from cpt_fx.operators.groups import gradient_groups
+from cpt_fx.operators.row import Groups
+from cpt_fx.ops import OP_OF_RANGE, QUANTIZE_GRADIENT
 from cpt_fx.pass_base import Pass, Report
 from cpt_fx.runtime import Precision
 

@@ -7,15 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import fx
 
 from cpt_fx.bodies import free_name, given_quantized, nodes_of, outermost, state_of
 from cpt_fx.formats import Format, Range, Rounding, Scheme
 from cpt_fx.integer.ops import INTEGER_CONV, INTEGER_LINEAR, INTEGER_MATMUL, INTEGER_PRODUCTS, TO_INTEGER
 from cpt_fx.meta import PASS, QUANTIZER, SIMULATED, SITE, Operand, Quantizer, Site, get_attribute
+from cpt_fx.operators import MULTIPLY, row_for
 from cpt_fx.ops import FAKE_QUANTIZE, QUANTIZE_GRADIENT
-from cpt_fx.optable import MULTIPLY, spec_for
 from cpt_fx.pass_base import Pass, Report, unique
 from cpt_fx.runtime import Precision
 
@@ -23,13 +22,8 @@ LEFT, RIGHT, ADDED = 0, 2, 3
 """Positions of the two factors and of what is added in an integer product; the width of the gradient is at 1."""
 WIDTH = 1
 
-_FACTORS: dict[Any, tuple[Any, dict[int, int]]] = {
-    F.linear: (INTEGER_LINEAR, {0: LEFT, 1: RIGHT, 2: ADDED}),
-    **dict.fromkeys((torch.matmul, torch.mm, torch.bmm), (INTEGER_MATMUL, {0: LEFT, 1: RIGHT})),
-    torch.addmm: (INTEGER_MATMUL, {0: ADDED, 1: LEFT, 2: RIGHT}),
-    **dict.fromkeys((torch.conv1d, torch.conv2d), (INTEGER_CONV, {0: LEFT, 1: RIGHT, 2: ADDED})),
-}
-"""The operators that have an integer form: which, and where their arguments go."""
+_FORMS: dict[str, Any] = {"linear": INTEGER_LINEAR, "matmul": INTEGER_MATMUL, "conv": INTEGER_CONV}
+"""Integer operators, by what rows say of their form."""
 
 
 class _StaysError(Exception):
@@ -88,9 +82,11 @@ def _plan(module: fx.GraphModule, node: fx.Node) -> _Plan:
     site: Site = node.meta[SITE]
     if site.family not in MULTIPLY:
         raise _StaysError("no product of two tensors")
-    if node.target not in _FACTORS:
+    row = row_for(node.target)
+    if row is None or not row.integer:
         raise _StaysError(f"{site.op} has no integer form")
-    target, places = _FACTORS[node.target]
+    target, factors = _FORMS[row.integer], iter((LEFT, RIGHT))
+    places = {index: ADDED if kind == "bias" else next(factors) for index, kind in row.operands}
     operands = {operand.index: operand for operand in site.operands}
     for index, place in places.items():
         if place == ADDED:
@@ -150,9 +146,9 @@ def _gradient(node: fx.Node, site: Site) -> tuple[fx.Node | None, str]:
 
 def _geometry(module: fx.GraphModule, node: fx.Node) -> tuple[list[int], ...]:
     """Return stride, padding and dilation of a convolution."""
-    spec = spec_for(node.target)
-    assert spec is not None
-    given: dict[str, Any] = dict(zip(spec.arguments, node.args, strict=False)) | dict(node.kwargs)
+    row = row_for(node.target)
+    assert row is not None
+    given: dict[str, Any] = dict(zip(row.arguments, node.args, strict=False)) | dict(node.kwargs)
     if given.pop("groups", 1) != 1:
         raise _StaysError("a grouped convolution has no integer form")
     found = []

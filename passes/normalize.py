@@ -9,16 +9,17 @@ from typing import Any, ClassVar
 import torch
 from torch import fx, nn
 
+from cpt_fx.aten import unify
 from cpt_fx.errors import TransformError
 from cpt_fx.meta import CALLED, get_attribute
-from cpt_fx.optable import ALIASES, METHODS, OPENED, spec_of
+from cpt_fx.operators import OPENED
 from cpt_fx.pass_base import Pass, Report
 from cpt_fx.result import plain_layer
 
 
 @dataclass(frozen=True)
 class Normalize(Pass):
-    """Bring every operator that quantization knows into the form of `cpt_fx.optable.SPECS`.
+    """Bring every operator that quantization knows into its normal form (`cpt_fx.operators`).
 
     Three changes: a call of a layer (`nn.Linear`, convolutions, ...) is replaced by what its own `forward` does,
     traced, so that subclasses, padding modes and hooks keep their meaning; methods and aliases become the one
@@ -31,7 +32,7 @@ class Normalize(Pass):
     def run(self, module: fx.GraphModule) -> Report:
         """Open layers, unify calls, unify parameters."""
         opened = sum(_open(module, node) for node in list(module.graph.nodes))
-        renamed = sum(_unify_call(node) for node in module.graph.nodes)
+        renamed = sum(unify(module.graph, node) for node in list(module.graph.nodes))
         merged = _unify_parameters(module)
         notes = (f"{opened} layers opened, {renamed} calls renamed, {merged} parameter values merged",)
         return Report(self.name, opened + renamed + merged, notes)
@@ -85,48 +86,6 @@ def _open(module: fx.GraphModule, node: fx.Node) -> bool:
     node.replace_all_uses_with(values[result])
     module.graph.erase_node(node)
     return True
-
-
-def _unify_call(node: fx.Node) -> bool:
-    """Turn a method or an alias into its function, and keywords into positions."""
-    before = (node.op, node.target, node.args, node.kwargs)
-    if node.op == "call_method" and node.target in METHODS:
-        node.op, node.target = "call_function", METHODS[str(node.target)]
-    elif node.op == "call_function" and node.target in ALIASES:
-        node.target = ALIASES[node.target]
-    spec = spec_of(node)
-    if spec is None:
-        return (node.op, node.target) != before[:2]
-    kwargs = dict(node.kwargs)
-    for other, name in _KEYWORDS.get(node.target, {}).items():  # type: ignore[arg-type]
-        if other in kwargs:
-            kwargs[name] = kwargs.pop(other)
-    # Operands come first in every signature: whatever is given by keyword after them (stride=, alpha=) stays so.
-    args: list[Any] = list(node.args)
-    while len(args) < len(spec.arguments) and spec.arguments[len(args)] in kwargs:
-        args.append(kwargs.pop(spec.arguments[len(args)]))
-    if node.target is torch.einsum and len(args) == 2 and isinstance(args[1], (list, tuple)):
-        args[1:] = args[1]
-    node.args, node.kwargs = tuple(args), kwargs
-    return (node.op, node.target, node.args, node.kwargs) != before
-
-
-_KEYWORDS: dict[Callable[..., Any], dict[str, str]] = {
-    torch.mm: {"mat2": "other"},
-    torch.bmm: {"mat2": "other"},
-    torch.mv: {"vec": "other"},
-    torch.outer: {"vec2": "other"},
-    torch.dot: {"tensor": "other"},
-    torch.addbmm: {"batch1": "mat1", "batch2": "mat2"},
-    torch.baddbmm: {"batch1": "mat1", "batch2": "mat2"},
-    torch.addmv: {"mat": "mat1", "vec": "mat2"},
-    torch.addr: {"vec1": "mat1", "vec2": "mat2"},
-    torch.tensordot: {"a": "input", "b": "other"},
-    torch.linalg.vecdot: {"x": "input", "y": "other"},
-    torch._grouped_mm: {"mat_a": "input", "mat_b": "other", "mat2": "other", "self": "input"},
-    **{target: {"self": "input"} for target in (torch.matmul, torch.addmm)},
-}
-"""Torch's keyword names where they differ from those of the table."""
 
 
 def _unify_parameters(module: fx.GraphModule) -> int:

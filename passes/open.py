@@ -10,14 +10,16 @@ from torch import fx
 
 from cpt_fx.bodies import outermost
 from cpt_fx.meta import LEFT, around, module_path
-from cpt_fx.opening import attention_graph, recurrent_graph
+from cpt_fx.opening import attention_graph, losses_graph, recurrent_graph
 from cpt_fx.opening.building import Builder, Opener, StaysFusedError
 from cpt_fx.overrides import Aliases, Choices, Pattern
 from cpt_fx.pass_base import Pass, Report
 from cpt_fx.recipes import Recipe
 from cpt_fx.regions import Regions
 
-OPENERS: dict[Any, Opener] = {**attention_graph.OPENERS, **recurrent_graph.OPENERS}
+OPENERS: dict[Any, Opener] = {
+    **attention_graph.OPENERS, **recurrent_graph.OPENERS, **losses_graph.OPENERS,
+}  # fmt: skip
 """The operators that can be opened, and how."""
 
 

@@ -16,7 +16,7 @@ from cpt_fx import recipes
 from cpt_fx.formats import Rounding
 from cpt_fx.integer import choice
 from cpt_fx.integer.counts import RATIO
-from cpt_fx.optable import MULTIPLY
+from cpt_fx.operators import MULTIPLY
 from cpt_fx.recipes import Recipe
 from cpt_fx.schedules import Bits, Static
 from cpt_fx.standalone import precision_of

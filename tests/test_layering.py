@@ -34,7 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cpt_fx.ops",
         "cpt_fx.functional",
         "cpt_fx.recipes",
-        "cpt_fx.optable",
+        "cpt_fx.operators",
         "cpt_fx.meta",
         "cpt_fx.graph_sites",
         "cpt_fx.overrides",

@@ -17,7 +17,7 @@ from cpt_fx.capture.watch import Watch, is_hooked
 from cpt_fx.errors import check_choice
 from cpt_fx.graph_module import ROOT, QuantizedGraphModule
 from cpt_fx.meta import CALLED, STATE, get_attribute
-from cpt_fx.optable import HIDING, is_opaque
+from cpt_fx.operators import HIDING, is_opaque
 
 if TYPE_CHECKING:
     from cpt_fx.session import Session

@@ -15,7 +15,7 @@ from cpt_fx.history import LOGGER
 from cpt_fx.layer_state import ranges
 from cpt_fx.meta import QUANTIZER
 from cpt_fx.names import Names
-from cpt_fx.optable import OPENED
+from cpt_fx.operators import OPENED
 from cpt_fx.overrides import SELECTED, Selected
 from cpt_fx.pass_base import Pass
 from cpt_fx.pipeline import Pipeline

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from cpt_fx.capture.refusals import callers, is_traced_code, place_of, refuse
 from cpt_fx.capture.traced import TracedAttribute, is_traced
 from cpt_fx.meta import CALLED
-from cpt_fx.optable import is_opaque
+from cpt_fx.operators import is_opaque
 
 
 class Operand(NamedTuple):

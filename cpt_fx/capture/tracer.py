@@ -23,11 +23,9 @@ from cpt_fx.capture.refusals import note, place_of, place_of_forward, refuse
 from cpt_fx.capture.traced import Traced
 from cpt_fx.capture.watch import is_hooked
 from cpt_fx.meta import CALLED, module_path
-from cpt_fx.optable import OPENED
+from cpt_fx.operators import OPENED
+from cpt_fx.operators.around import FACTORIES
 from cpt_fx.result import PART
-
-FACTORIES = ("zeros", "ones", "full", "empty", "rand", "randn", "randint", "randperm", "arange", "linspace", "eye")
-"""Functions of torch that make a tensor from nothing: they run in the graph, not once while tracing."""
 
 
 class Tracer(fx.Tracer):

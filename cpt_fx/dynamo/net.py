@@ -19,15 +19,13 @@ from cpt_fx.dynamo.callers import Caller, caller_of
 from cpt_fx.graph_module import QuantizedGraphModule
 from cpt_fx.meta import WEIGHT, is_transposed
 from cpt_fx.names import NTH
-from cpt_fx.optable import ALIASES, FUSED, SPECS
+from cpt_fx.operators import multiplies
 from cpt_fx.regions import TRANSFORMED
 from cpt_fx.transformed import is_transformed
 
 if TYPE_CHECKING:
     from cpt_fx.dynamo.engine import Engine
 
-KNOWN: frozenset[Any] = frozenset({*SPECS, *ALIASES, *FUSED})
-"""Functions that multiply: calls of them in eager code are rewritten, all others go through."""
 VARIANTS = 32
 """Graphs that are kept for one call in the code. One with ever new numbers among its arguments makes new ones."""
 
@@ -56,7 +54,7 @@ class Net(TorchFunctionMode):
         """Rewrite calls that multiply."""
         if torch.compiler.is_compiling() or self.resting:
             return func(*args, **(kwargs or {}))
-        result = _quantized(self, func, args, kwargs or {}) if func in KNOWN else func(*args, **(kwargs or {}))
+        result = _quantized(self, func, args, kwargs or {}) if multiplies(func) else func(*args, **(kwargs or {}))
         self._note(result, args, kwargs)
         return result
 

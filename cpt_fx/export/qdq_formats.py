@@ -12,11 +12,10 @@ from cpt_fx.errors import ExportError
 from cpt_fx.export.qdq_probe import Seen, Tagged
 from cpt_fx.formats import Format, Range, Rounding, Scheme
 from cpt_fx.numerics import Extent, amplitude, extent_of, reduced_dims
-from cpt_fx.optable import SPECS
+from cpt_fx.operators import ROWS
 
 EXACT, CONVERTED, FLOAT = "exact", "converted", "float"
 MOST_BITS = 8
-_CHANNELS = {spec.name: dict(spec.channels) for spec in SPECS.values()}
 
 
 @dataclass(frozen=True)
@@ -182,7 +181,8 @@ def _what(format: Format) -> str:
 
 def _output_axis(tag: Tagged, ndim: int) -> int | None:
     """Return the dim of a weight that is the output's, as far as there is one."""
-    for keep, over in _CHANNELS.get(tag.quantizer.op, {}).values():
+    channels = next((row.channels for row in ROWS if row.name == tag.quantizer.op and not row.left), ())
+    for _, (keep, over) in channels:
         kept = [dim for dim in range(ndim) if dim not in reduced_dims(ndim, keep, over)]
         if kept:
             return kept[-1]

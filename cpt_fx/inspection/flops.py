@@ -18,6 +18,7 @@ from cpt_fx.capture.memory import run_aside
 from cpt_fx.inspection.digraph import module_of
 from cpt_fx.inspection.views import named_below
 from cpt_fx.meta import SITE, Site
+from cpt_fx.operators import FLOPS
 from cpt_fx.result import plain_rest
 from cpt_fx.standalone import transformed_in
 from cpt_fx.trial import eager_model, trial
@@ -50,11 +51,16 @@ def _counting(model: nn.Module) -> Iterator[FlopCounterMode]:
         for module in model.modules():
             # Flags only: a model may have its own idea of a mode.
             module.training = False
-        ours = {torch.ops.cpt_fx._multiply: _integer_flops}
+        ours = {torch.ops.cpt_fx._multiply: _integer_flops} | {_operator(name): cost for name, cost in FLOPS.items()}
         counter = FlopCounterMode(display=False, custom_mapping=ours)
         # It would set hooks for all modules, which want to be called as modules then.
         counter.mod_tracker = _NoModules()  # type: ignore[assignment]
         yield stack.enter_context(counter)
+
+
+def _operator(name: str) -> Any:
+    namespace, _, packet = name.partition("::")
+    return getattr(getattr(torch.ops, namespace), packet)
 
 
 class _NoModules(nullcontext[None]):

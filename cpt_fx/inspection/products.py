@@ -16,7 +16,7 @@ from cpt_fx.integer.counts import COUNTS, DIRECTIONS, RATIO, REASONS, Outcome
 from cpt_fx.integer.ops import INTEGER_PRODUCTS
 from cpt_fx.layer_state import has_value
 from cpt_fx.meta import SIMULATED, SITE, Site, get_attribute
-from cpt_fx.optable import MULTIPLY
+from cpt_fx.operators import MULTIPLY
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,110 @@
+"""What stands around products: operators that multiply no matrices, as far as passes have to know them."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from cpt_fx.operators.row import Call, Convert, Target
+
+RESHAPING = (
+    "reshape", "transpose", "permute", "t", "flatten", "unflatten", "squeeze", "unsqueeze", "chunk", "split", "unbind",
+    "narrow", "select", "swapaxes", "movedim",
+)  # fmt: skip
+"""Functions and methods whose results may share memory with their argument."""
+
+COMPUTING = (
+    "add", "sub", "rsub", "mul", "div", "pow", "neg", "exp", "log", "sqrt", "rsqrt", "abs", "clamp", "sin", "cos",
+    "tanh", "sigmoid", "relu", "softmax", "log_softmax", "sum", "mean", "var", "std", "cat", "stack", "where", "clone",
+    "masked_fill", "square", "maximum", "minimum",
+)  # fmt: skip
+"""Functions and methods whose results are new tensors."""
+
+VIEWS: frozenset[Any] = frozenset({
+    *RESHAPING, *(getattr(torch, name) for name in RESHAPING), "view", "expand", "expand_as", "view_as", "contiguous",
+    "detach", "to", "float", "half", "type_as", "mT", "T", operator.getitem, getattr, F.dropout,
+})  # fmt: skip
+"""Results that may share memory with their first argument, and with no other."""
+
+_NEW = (*COMPUTING, "true_divide")
+FRESH: frozenset[Any] = frozenset({
+    *_NEW, *(getattr(torch, name) for name in _NEW), operator.add, operator.sub, operator.mul,
+    operator.truediv, operator.pow, operator.neg, F.relu, F.gelu, F.silu, F.elu, F.leaky_relu, F.softmax, F.log_softmax,
+    F.layer_norm, F.batch_norm, F.group_norm, F.cross_entropy, F.mse_loss, "size", "stride", "storage_offset",
+})  # fmt: skip
+"""Operators whose result is always a new tensor, or a number, unless they are told to write in place."""
+
+ADDS: frozenset[Any] = frozenset({operator.add, operator.iadd, torch.add, "add", "add_", "iadd"})
+MULTIPLIES: frozenset[Any] = frozenset(
+    {operator.mul, operator.imul, torch.mul, torch.multiply, "mul", "mul_", "multiply", "imul"}
+)
+DIVIDES: frozenset[Any] = frozenset({operator.truediv, torch.div, torch.divide, "div", "divide", "itruediv"})
+SUBTRACTS: frozenset[Any] = frozenset({operator.sub, operator.isub, torch.sub, torch.subtract, "sub", "sub_", "isub"})
+SUMS: frozenset[Any] = frozenset({torch.sum, "sum"})
+
+FILLED: frozenset[Any] = frozenset(
+    {torch.zeros, torch.ones, torch.full, torch.zeros_like, torch.ones_like, torch.full_like,
+     "new_zeros", "new_ones", "new_full"}
+)  # fmt: skip
+"""Tensors of one value: summed over neighbours they count degrees, they carry no message."""
+
+FACTORIES = ("zeros", "ones", "full", "empty", "rand", "randn", "randint", "randperm", "arange", "linspace", "eye")
+"""Functions of torch that make a tensor from nothing: they run in the graph, not once while tracing."""
+
+SAME_METHOD = ("view", "expand", "expand_as", "view_as", "contiguous", "detach", "type_as", "new_zeros", "new_ones",
+               "new_full")  # fmt: skip
+"""Operators of ATen that only tensors have, with the same arguments in the same order."""
+
+SAME: dict[str, Target] = {
+    **{name: getattr(F, name) for name in ("gelu", "silu", "leaky_relu", "dropout")},
+    **{
+        name: getattr(torch, name)
+        for name in (*COMPUTING, *RESHAPING, "zeros", "ones", "full", "zeros_like", "ones_like", "full_like",
+                     "index_select", "gather")
+    },
+}  # fmt: skip
+"""Operators of ATen, whatever the overload, and the function that takes the same positional arguments."""
+
+
+def _batch_norm(input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: Any, momentum: Any,
+                eps: Any, cudnn_enabled: Any) -> Call:  # fmt: skip
+    return F.batch_norm, (input, running_mean, running_var, weight, bias, training, momentum, eps), {}
+
+
+def _instance_norm(input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, use_input_stats: Any,
+                   momentum: Any, eps: Any, cudnn_enabled: Any) -> Call:  # fmt: skip
+    return F.instance_norm, (input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps), {}
+
+
+def _layer_norm(input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: Any = 1e-5,
+                cudnn_enable: Any = True) -> Call:  # fmt: skip
+    return F.layer_norm, (input, normalized_shape, weight, bias, eps), {}
+
+
+def _group_norm(input: Any, num_groups: Any, weight: Any = None, bias: Any = None, eps: Any = 1e-5,
+                cudnn_enabled: Any = True) -> Call:  # fmt: skip
+    return F.group_norm, (input, num_groups, weight, bias, eps), {}
+
+
+def _size(self: Any, dim: Any) -> Call:
+    return "size", (self, dim), {}
+
+
+def _dropout(input: Any, p: Any, train: Any) -> Call:
+    return F.dropout, (input, p, train), {}
+
+
+CONVERTED: dict[str, Convert] = {
+    "aten.batch_norm.default": _batch_norm,
+    "aten.instance_norm.default": _instance_norm,
+    "aten.layer_norm.default": _layer_norm,
+    "aten.group_norm.default": _group_norm,
+    "aten.sym_size.int": _size,
+    "aten.native_dropout.default": _dropout,
+}
+"""Operators of ATen whose arguments stand in another order, or are spelled differently."""
+FIRST_RESULT = ("aten.native_dropout.default",)
+"""Those of them that return several tensors, of which the function of torch returns the first."""

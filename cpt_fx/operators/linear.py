@@ -1,0 +1,42 @@
+"""Linear layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from cpt_fx.operators.row import FIRST_DIM, Row, left
+
+
+def _linear(name: str, *inputs: str, **more: Any) -> Row:
+    kinds = (*["input"] * len(inputs), "weight", "bias")
+    arguments = (*inputs, "weight", "bias")
+    return Row("linear", name, arguments, tuple(enumerate(kinds)), ((len(inputs), FIRST_DIM),), names=(name,), **more)
+
+
+def _trilinear_flops(i1: Any, i2: Any, i3: Any, *rest: Any, out_shape: Any) -> int:
+    """Count both products of `x1 W x2`, from its operands as they are broadcast to each other."""
+    return 2 * torch.Size(i2).numel() * max(int(i1[0]), 1) if i2 else 0
+
+
+ROWS = (
+    _linear(
+        "linear", "input", modules=(nn.Linear,), integer="linear",
+        kernels={"linear_backward": (0, 1, 2), "mkldnn_linear": (0, 1), "mkldnn_linear_backward": (0, 1, 2)},
+    ),
+    _linear("bilinear", "input1", "input2", modules=(nn.Bilinear,), kernels={"_trilinear": (0, 1, 2)}),
+    Row(
+        "", "linear_cross_entropy", function=F.linear_cross_entropy, modules=(nn.LinearCrossEntropyLoss,),
+        left="a linear layer and its loss in one: the product is not a separate operator in this graph",
+    ),
+    left(
+        "a linear layer of one backend: call torch.nn.functional.linear", "mkldnn_linear", "_mixed_dtypes_linear",
+        "fbgemm_linear_fp16_weight", "fbgemm_linear_fp16_weight_fp32_activation", "fbgemm_linear_int8_weight",
+        "fbgemm_linear_int8_weight_fp32_activation", "_wrapped_quantized_linear_prepacked",
+        "_sparse_semi_structured_linear", name="linear",
+    ),
+    left("a product of three tensors: call torch.bilinear", "_trilinear"),
+)  # fmt: skip

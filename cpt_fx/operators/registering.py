@@ -1,0 +1,204 @@
+"""The public way to add a row: an operator of your own is quantized, costed and shown as torch's own are."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import handle_torch_function, has_torch_function
+
+from cpt_fx.errors import check_choice, nearest
+from cpt_fx.operators import table
+from cpt_fx.operators.row import MULTIPLY, Row
+from cpt_fx.recipes import FAMILIES
+
+KINDS = ("input", "weight", "either", "bias")
+
+
+@dataclass(frozen=True)
+class Registration:
+    """What `register` returns: `remove()` takes the operator out of the list again."""
+
+    rows: tuple[Row, ...]
+
+    def remove(self) -> None:
+        """Forget the operator. Models that were transformed before keep their quantizers."""
+        for row in self.rows:
+            if row in table.ROWS:
+                table.remove(row)
+
+
+def register(
+    function: Any,
+    *,
+    family: str = "matmul",
+    operands: Mapping[str, str] | None = None,
+    output_axes: Mapping[str, int] | None = None,
+    name: str = "",
+    flops: Callable[..., int] | None = None,
+    mutates: tuple[str, ...] = (),
+    left: str = "",
+) -> Registration:
+    """Add an operator to the list, so that every frontend quantizes it, or says why it does not.
+
+    Args:
+        function: an operator made by `torch.library`, one of its overloads, its name ("mine::product"), or a Python
+            function that is kept whole (`whole`).
+        family: whose rule of the recipe its operands follow: "linear", "matmul", "conv", ...
+        operands: the arguments that are multiplied, by name, each with its kind: "input", "weight", "bias", or
+            "either" for one that may be an activation or a weight.
+        output_axes: of weights, the dim that `group="channel"` gives a range each. Others have one range.
+        name: what its layers are called; the operator's own name by default.
+        flops: floating point operations of one call, from the shapes of its arguments and `out_shape`.
+        mutates: arguments that a Python function overwrites. The schema of an operator says it itself.
+        left: why it stays in full precision, instead of `operands`.
+
+    Raises:
+        ValueError: an operand is no argument of it, a family or kind is unknown, or it is registered as something else.
+    """
+    if bool(operands) is bool(left):
+        raise ValueError("register needs either operands=, the arguments that are multiplied, or left=, a reason")
+    check_choice("family", family, FAMILIES)
+    for kind in (operands or {}).values():
+        check_choice("operands", kind, KINDS)
+    title, calls = _calls(function)
+    known = list(dict.fromkeys(argument for call in calls for argument in call.arguments))
+    for given in (*(operands or {}), *(output_axes or {}), *mutates):
+        if given not in known:
+            more = nearest(given, known)
+            raise ValueError(f"{title} has no argument {given!r} that has a position, only {', '.join(known)}.{more}")
+    short = name or title.rpartition("::")[2]
+    costs = _costs(title, calls[-1].target, flops, multiplies=family in MULTIPLY and not left)
+    rows = tuple(
+        Row(
+            "" if left else family, short, call.arguments, call.operands(operands or {}), call.axes(output_axes or {}),
+            call.variadic(operands or {}), call.target, flops=costs, left=left,
+            mutates=tuple(call.arguments.index(argument) for argument in mutates),
+        )
+        for call in calls
+    )  # fmt: skip
+    _check_agreement(title, calls, operands or {})
+    for row in rows:
+        present = table.FORMS.get(row.function)
+        if present is not None and present.row != row:
+            raise ValueError(f"{title} is in the list of operators already, as another {present.row.name!r}")
+    for row in rows:
+        if row.function not in table.FORMS:
+            table.add(row)
+    return Registration(rows)
+
+
+class _Call(NamedTuple):
+    """One thing that a graph may call: a function, an overload, or an operator with all its overloads."""
+
+    target: Any
+    arguments: tuple[str, ...]
+    """Those with a position, in order."""
+    kinds: Mapping[str, str]
+    """Of arguments that a schema gives a type."""
+
+    def operands(self, given: Mapping[str, str]) -> tuple[tuple[int, str], ...]:
+        places = ((self.arguments.index(name), kind) for name, kind in given.items() if name in self.arguments)
+        return tuple(sorted(pair for pair in places if self._is(pair[0], "Tensor", "Optional[Tensor]")))
+
+    def axes(self, given: Mapping[str, int]) -> Any:
+        return tuple((self.arguments.index(name), ((axis,), None)) for name, axis in given.items()
+                     if name in self.arguments)  # fmt: skip
+
+    def variadic(self, given: Mapping[str, str]) -> int | None:
+        places = [self.arguments.index(name) for name in given if name in self.arguments]
+        lists = [place for place in places if self._is(place, "List[Tensor]") and self.kinds]
+        if len(lists) > 1:
+            raise ValueError(f"{self.target} has more than one list of tensors among its operands")
+        return lists[0] if lists else None
+
+    def _is(self, place: int, *kinds: str) -> bool:
+        return not self.kinds or self.kinds[self.arguments[place]] in kinds
+
+
+def _calls(function: Any) -> tuple[str, list[_Call]]:
+    """Return the name of an operator or function, and everything that it is called by."""
+    function = getattr(function, "_opoverload", function)  # as torch.library.custom_op returns it
+    if isinstance(function, str):
+        namespace, _, name = function.partition("::")
+        if not name or not hasattr(getattr(torch.ops, namespace), name):
+            raise ValueError(f"there is no operator {function!r}: import what defines it first")
+        function = getattr(getattr(torch.ops, namespace), name)
+    if isinstance(function, torch._ops.OpOverload) and function._overloadpacket.overloads() == ["default"]:
+        function = function._overloadpacket
+    if isinstance(function, torch._ops.OpOverload):
+        return function._schema.name, [_overload(function)]
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        calls = [_overload(getattr(function, overload)) for overload in function.overloads()]
+        places = zip(*(call.arguments for call in calls), strict=False)
+        shared = tuple(names[0] for names in takewhile(lambda names: len(set(names)) == 1, places))
+        widest = max(calls, key=lambda call: sum("Tensor" in kind for kind in call.kinds.values()))
+        return function._qualified_op_name, [*calls, _Call(function, shared, widest.kinds)]
+    title = str(getattr(function, "__qualname__", None) or getattr(function, "__name__", function))
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        raise ValueError(f"{title} does not say what its arguments are: pass an operator or a function") from None
+    placed = (given for given in parameters if given.kind in (given.POSITIONAL_ONLY, given.POSITIONAL_OR_KEYWORD))
+    return title, [_Call(function, tuple(given.name for given in placed), {})]
+
+
+def _overload(target: torch._ops.OpOverload) -> _Call:
+    placed = [argument for argument in target._schema.arguments if not argument.kwarg_only]
+    return _Call(target, tuple(given.name for given in placed), {given.name: str(given.type) for given in placed})
+
+
+def _check_agreement(title: str, calls: list[_Call], operands: Mapping[str, str]) -> None:
+    """Refuse operands that are no tensors, and overloads that have them at different places."""
+    for operand in operands:
+        holders = [call for call in calls if operand in call.arguments]
+        if all(call.kinds and "Tensor" not in call.kinds[operand] for call in holders):
+            raise ValueError(f"operand {operand!r} of {title} is no tensor")
+        if len({call.arguments.index(operand) for call in holders}) > 1 or operand not in calls[-1].arguments:
+            raise ValueError(
+                f"the overloads of {title} do not have {operand!r} at one place: register each of them, "
+                "torch.ops.<namespace>.<name>.<overload>"
+            )
+
+
+def _costs(
+    title: str, target: Any, flops: Callable[..., int] | None, *, multiplies: bool
+) -> dict[str, Callable[..., int]]:
+    if not isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        if flops is not None:
+            raise ValueError(f"{title} is a function: what it calls is counted, it needs no flops=")
+        return {}
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(title, "CompositeImplicitAutograd")
+    if flops is not None or not multiplies or composite:
+        return {title: flops} if flops is not None else {}
+    return {title: _unknown(title)}
+
+
+@functools.cache
+def _unknown(title: str) -> Callable[..., int]:
+    return functools.partial(_refuse_to_count, title)
+
+
+def _refuse_to_count(title: str, *shapes: Any, **options: Any) -> int:
+    raise ValueError(f"{title} does not say what it costs: pass flops= to cpt_fx.operators.register")
+
+
+def whole(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a Python function that every frontend keeps as one call, so that it can be registered.
+
+    Its code is not looked into: torch.fx and Dynamo record the call, and between graphs it is rewritten as a whole.
+    """
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        given = (*args, *kwargs.values())
+        if has_torch_function(given):
+            return handle_torch_function(called, given, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    return torch.compiler.allow_in_graph(called)  # type: ignore[no-any-return]

@@ -1,0 +1,82 @@
+"""What an operator is to quantization: one row, from which every table of operators is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+Target = Callable[..., Any]
+Call = tuple[Target | str, tuple[Any, ...], dict[str, Any]]
+"""A function, or the name of a method, and its arguments."""
+Convert = Callable[..., Call]
+"""Takes the arguments of one spelling and returns the call in normal form."""
+Index = int | tuple[int, int]
+Groups = tuple[tuple[int, ...], tuple[int, ...] | None]
+Places = tuple[int, ...]
+
+FIRST_DIM: Groups = ((0,), None)
+
+MULTIPLY = ("conv", "linear", "matmul", "attention", "recurrent")
+"""Families of products. The operators of the others multiply nothing by themselves: they look up, add, or scale."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operator: its family, its argument names in order, which of them are multiplied, and all its names."""
+
+    family: str
+    name: str
+    arguments: tuple[str, ...] = ()
+    operands: tuple[tuple[int, str], ...] = ()
+    """An argument's position and its kind: `input`, `weight`, `bias`, `either` where a product takes two tensors of
+    which each may be a weight, `sparse` for one that is passed on as it is."""
+    channels: tuple[tuple[int, Groups], ...] = ()
+    """By position, what `group="channel"` means for a weight there, as `(keep, over)`: its output axis is kept, or all
+    that a product sums over shares a range."""
+    variadic: int | None = None
+    """Position from which all further arguments are operands (einsum, multi_dot)."""
+    function: Target | None = None
+    """The function it is called by in normal form; None for what is recognised in several operators (graph_sites)."""
+    names: tuple[str, ...] = ()
+    """Its names in torch, as ATen writes them: `mm`, `linalg_matmul`. Each is looked for among the functions and the
+    methods of torch, and as an operator of ATen; all take the same arguments in the same order. With `::`: that."""
+    others: tuple[Target, ...] = ()
+    """Functions with the same arguments that are not found by a name."""
+    keywords: tuple[tuple[str, str], ...] = ()
+    """Keywords of torch where they differ from `arguments`."""
+    converts: Mapping[Target | str, Convert] = field(default_factory=dict)
+    """Spellings with other arguments: a function, the name of a method, or that of an operator with `::`."""
+    firsts: tuple[Target | str, ...] = ()
+    """Those of `converts` that return several tensors, of which `function` returns the first."""
+    modules: tuple[type[nn.Module], ...] = ()
+    """Torch's layers that are this one operator, or that have it inside."""
+    integer: str = ""
+    """Its form on integers, if it has one: `linear`, `matmul` or `conv`."""
+    kernels: Mapping[str, Places] = field(default_factory=dict)
+    """What it becomes below autograd, forward and backward: operators, and the positions of what they multiply."""
+    flops: Mapping[str, Callable[..., int]] = field(default_factory=dict)
+    """Operations of those that torch's counter does not know, from the shapes of their arguments and `out_shape`."""
+    left: str = ""
+    """Why it stays in full precision, unless something opens it."""
+    between: bool = False
+    """Whether it multiplies more than two operands, so that it has products of which nobody sees the factors."""
+    mutates: Places = ()
+    """Arguments it overwrites, where its schema does not say."""
+    fresh: bool = True
+    """Whether its result is always a new tensor."""
+
+    @property
+    def factors(self) -> Places:
+        """The positions of the tensors it multiplies."""
+        if self.family not in MULTIPLY and not any(kind == "sparse" for _, kind in self.operands):
+            return ()
+        places = tuple(place for place, kind in self.operands if kind != "bias")
+        return places if self.variadic is None else (*places, self.variadic)
+
+
+def left(reason: str, *names: str, name: str = "", **more: Any) -> Row:
+    """Return the row of an operator that multiplies and stays as it is."""
+    return Row("", name or names[0], names=names, left=reason, **more)

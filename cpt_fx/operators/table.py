@@ -1,0 +1,205 @@
+"""All rows by all names: what passes and frontends look up. Rows that come later are found in the same tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from cpt_fx.operators.row import Call, Convert, Places, Row
+
+
+class Form(NamedTuple):
+    """One spelling of an operator: its row, the function it stands for, and how, if its arguments are others."""
+
+    row: Row
+    target: Any
+    """None where it stays what it is."""
+    convert: Convert | None = None
+    first: bool = False
+    """Whether it returns several tensors, of which the function returns the first."""
+
+
+FORMS: dict[Any, Form] = {}
+"""Every function, the name of every method, and of every operator with `::`."""
+ROWS: list[Row] = []
+KERNELS: dict[str, Places | None] = {}
+"""What operators below autograd multiply; None for all their tensors."""
+FLOPS: dict[str, Callable[..., int]] = {}
+WRITES = "it writes its result to a tensor it is given (out=), in a form that is not in the list of operators"
+
+_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_C: Any = torch._C
+_PLACES: tuple[tuple[str, Any, str], ...] = (
+    ("", torch, ""), ("", _C._VariableFunctions, ""), ("", _C._nn, ""), ("linalg_", torch.linalg, ""),
+    ("linalg_", _C._linalg, "linalg_"), ("special_", torch.special, ""), ("sparse_", torch.sparse, ""),
+    ("_sparse_", torch.sparse, ""), ("sparse_", _C._sparse, "sparse_"),
+)  # fmt: skip
+"""Where functions of torch lie: the beginning of ATen's name, and what stands there instead."""
+
+
+def spelled(name: str) -> Iterator[Any]:
+    """Find the functions of a name of ATen, and the names under which its methods and itself are looked up."""
+    if "::" in name:
+        yield name
+        return
+    for start, holder, instead in _PLACES:
+        if name.startswith(start):
+            found = getattr(holder, instead + name.removeprefix(start), None)
+            if callable(found):
+                yield found
+    method = getattr(torch.Tensor, name, None)
+    if callable(method):
+        yield from (method, name)
+    yield f"aten::{name}"
+
+
+def forms_of(row: Row) -> dict[Any, Form]:
+    """Return every spelling of a row."""
+    spellings = [*row.others, *(found for name in row.names for found in spelled(name))]
+    function = row.function
+    if function is None and not row.left:
+        function = next(found for found in spellings if not isinstance(found, str))
+    forms = {key: Form(row, function or _method(key)) for key in spellings}
+    # Operators of other packages stay what they are, too.
+    forms |= {name: Form(row, None) for name in row.names if "::" in name}
+    if function is not None:
+        forms[function] = Form(row, function)
+    for key, convert in row.converts.items():
+        forms[key] = Form(row, function, convert, key in row.firsts)
+    return forms
+
+
+def _method(key: Any) -> Any:
+    """Return what an operator that stays as it is is called by: itself, a method by the function that it is."""
+    return getattr(torch.Tensor, key) if isinstance(key, str) and "::" not in key else None
+
+
+def add(row: Row) -> None:
+    """Take in a row, or raise where one of its names is another's."""
+    made = forms_of(row)
+    for key in made:
+        if key in FORMS:
+            raise ValueError(f"{key} is in the list already, as {FORMS[key].row.name!r}")
+    FORMS.update(made)
+    ROWS.append(row)
+    KERNELS.update(_kernels_of(row))
+    FLOPS.update(row.flops)
+
+
+def remove(row: Row) -> None:
+    """Take a row out again."""
+    for key in forms_of(row):
+        del FORMS[key]
+    for name in _kernels_of(row):
+        KERNELS.pop(name, None)
+    for name in row.flops:
+        FLOPS.pop(name, None)
+    ROWS.remove(row)
+
+
+def _kernels_of(row: Row) -> dict[str, Places | None]:
+    """Return what the operators of a row multiply; operators of ATen are named without their namespace."""
+    names = [key for key in row.names if not key.endswith("::")]
+    own: Places | None = None if row.left else row.factors
+    whole = {name if "::" in name else f"aten::{name}": own for name in names}
+    return {**whole, **{f"aten::{name}": places for name, places in row.kernels.items()}}
+
+
+def form_of(target: Any) -> Form | None:
+    """Return what a function, or the name of a method, is to quantization."""
+    form = FORMS.get(target)
+    if form is not None or not isinstance(target, _OPERATORS):
+        return form
+    form = FORMS.get(_name(target))
+    if form is None or not (isinstance(target, torch._ops.OpOverload) and target._overloadname.endswith("out")):
+        return form
+    # No function of torch takes `out` at such a place: the operator stays itself.
+    return Form(form.row if form.convert is None else replace(form.row, operands=(), left=WRITES), target)
+
+
+def _name(target: Any) -> str:
+    return str(target._schema.name if isinstance(target, torch._ops.OpOverload) else target._qualified_op_name)
+
+
+def row_for(target: Any) -> Row | None:
+    """Return the row of a function in normal form, if its operands are quantized."""
+    form = form_of(target)
+    return form.row if form is not None and form.convert is None and not form.row.left else None
+
+
+def row_of(node: fx.Node) -> Row | None:
+    """Return the operator a normalized node is, if quantization knows it."""
+    return row_for(node.target) if node.op == "call_function" else None
+
+
+def why_left(target: Any) -> str:
+    """Return why what a function multiplies stays in full precision, or an empty string."""
+    form = form_of(target)
+    if form is not None:
+        return form.row.left or (WHOLE if form.first else "")
+    if isinstance(target, _OPERATORS):
+        namespace = _name(target).partition("::")[0]
+        return "" if namespace in _KNOWN_INSIDE else "a custom operator; what it multiplies is not seen"
+    return "a Python function the graph calls as a whole; what it multiplies is not seen" if is_opaque(target) else ""
+
+
+WHOLE = "it returns several tensors, and more than the first is used"
+_KNOWN_INSIDE = ("aten", "prims", "prim", "cpt_fx", "profiler", "_c10d_functional", "c10d", "inductor")
+"""Namespaces whose operators that multiply all have a row."""
+
+
+def multiplies(func: Any) -> bool:
+    """Whether a function that eager code calls multiplies, or may: there is something to quantize, or to list."""
+    return func in FORMS or (isinstance(func, _OPERATORS) and (form_of(func) is not None or bool(why_left(func))))
+
+
+def is_opaque(target: Any) -> bool:
+    """Whether a target is a function of somebody else's, kept whole in a graph: what is inside is not seen."""
+    if isinstance(target, torch.jit.ScriptFunction):
+        return True
+    package = (getattr(target, "__module__", None) or "").partition(".")[0]
+    return isinstance(target, FunctionType) and package not in ("torch", "cpt_fx") and target not in FORMS
+
+
+def respelled(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    """Return a call of an operator by its function, with its operands by position; None for other operators."""
+    form = form_of(target)
+    if form is None:
+        return None
+    if form.convert is not None:
+        target, args, kwargs = form.convert(*args, **kwargs)
+    else:
+        target = form.target or target
+    row, args, kwargs = form.row, list(args), dict(kwargs)  # type: ignore[assignment]
+    if row.left:
+        return target, tuple(args), kwargs
+    for other, name in row.keywords:
+        if other in kwargs:
+            kwargs[name] = kwargs.pop(other)
+    # Operands come first in every signature: whatever is given by keyword after them (stride=, alpha=) stays so.
+    while len(args) < len(row.arguments) and row.arguments[len(args)] in kwargs:
+        args.append(kwargs.pop(row.arguments[len(args)]))  # type: ignore[attr-defined]
+    if row.name == "einsum" and len(args) == 2 and isinstance(args[1], (list, tuple)):
+        args[1:] = args[1]  # type: ignore[index]
+    return target, tuple(args), kwargs
+
+
+def factors(func: torch._ops.OpOverload) -> Places:
+    """Return the positions, in its schema, of the tensors that an operator multiplies, as it is seen below autograd.
+
+    Empty for what multiplies nothing. A position may hold a list of tensors, all of which are multiplied; None may
+    stand at one that is optional.
+    """
+    known: Places | None = ()
+    if func in FORMS:
+        known = None if FORMS[func].row.left else FORMS[func].row.factors
+    else:
+        known = KERNELS.get(func._schema.name, ())
+    if known is not None:
+        return known
+    return tuple(place for place, given in enumerate(func._schema.arguments) if "Tensor" in str(given.type))
