@@ -339,14 +339,14 @@ class _Walk:
                 self.layers.append(str(node.target))
                 reason = f"{type(layer).__name__} is called as a whole; inside it: {', '.join(inside)}"
                 self._leave(node, str(node.target), type(layer).__name__, reason)
-        if node.op != "call_function":
+        if node.op not in ("call_function", "call_method"):
             return
         if node.target in AUTHORS_OWN:
             if multiplies(self.module, node):
                 place = "".join(f" ({file}:{line})" for file, line, _ in frames_of(node.meta.get("stack_trace"))[-1:])
                 own = f"the backward of a custom autograd.Function is its author's own{place}"
                 self._leave(node, path, "autograd.Function", f"{own}: both passes stay as they are")
-        elif reason := why_left(node.target):
+        elif reason := why_left(node.target, node.args, node.kwargs):
             form = form_of(node.target)
             name = form.row.name if form is not None else str(getattr(node.target, "__name__", node.target))
             self._leave(node, path, name, node.meta.get(LEFT, reason))

@@ -54,7 +54,8 @@ class Net(TorchFunctionMode):
         """Rewrite calls that multiply."""
         if torch.compiler.is_compiling() or self.resting:
             return func(*args, **(kwargs or {}))
-        result = _quantized(self, func, args, kwargs or {}) if multiplies(func) else func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = _quantized(self, func, args, kwargs) if multiplies(func, args, kwargs) else func(*args, **kwargs)
         self._note(result, args, kwargs)
         return result
 

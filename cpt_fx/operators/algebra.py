@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 
 from cpt_fx.operators.row import left
 
 _FACTORED = "linear algebra in full precision: rounding inside a decomposition or a solution has no meaning of its own"
 _POWERS = "it multiplies a matrix with itself, and what it makes on the way is not seen: write the products"
 _STATISTICS = "a product of deviations from a mean, which are made inside"
+_NORM = "a norm that decomposes its matrix"
+_LOW_RANK = (
+    torch.svd_lowrank, torch.pca_lowrank, torch._lowrank.get_approximate_basis, torch._lowrank._svd_lowrank,
+    torch._linalg_utils.matmul, torch._linalg_utils.bform, torch._linalg_utils.qform, torch._linalg_utils.basis,
+    torch._linalg_utils.symeig,
+)  # fmt: skip
+
+
+def _is_nuclear(input: Any, p: Any = "fro", *rest: Any, **more: Any) -> bool:
+    return bool(p == "nuc")
+
+
+def _decomposes(input: Any, ord: Any = None, dim: Any = None, *rest: Any, **more: Any) -> bool:
+    """Whether a norm may be that of singular values: the nuclear one, and the spectral one of a matrix."""
+    return ord == "nuc" or (ord in (2, -2) and not isinstance(dim, int))
+
 
 ROWS = (
     left(_POWERS, "matrix_power", "linalg_matrix_power"),
@@ -18,7 +37,7 @@ ROWS = (
     left("distances are not quantized", "cdist", "_cdist_forward", "_cdist_backward", "_euclidean_dist"),
     left("distances are not quantized", "pdist", "_pdist_forward", "_pdist_backward"),
     left("a product of as many factors as there are columns", "linalg_vander", "vander", name="vander"),
-    left(_FACTORED, "inverse", "linalg_inv", "linalg_inv_ex", others=(torch.linalg.inv,)),
+    left(_FACTORED, "inverse", "linalg_inv", "linalg_inv_ex"),
     left(_FACTORED, "pinverse", "linalg_pinv", name="pinv"),
     left(_FACTORED, "linalg_tensorinv", name="tensorinv"),
     left(
@@ -31,22 +50,20 @@ ROWS = (
         _FACTORED, "cholesky", "linalg_cholesky", "linalg_cholesky_ex", "cholesky_inverse", "linalg_ldl_factor",
         "linalg_ldl_factor_ex",
     ),
-    left(
-        _FACTORED, "svd", "linalg_svd", "linalg_svdvals", "_linalg_svd",
-        others=(torch.svd_lowrank, torch.pca_lowrank),
-    ),
+    left(_FACTORED, "svd", "linalg_svd", "linalg_svdvals", "_linalg_svd"),
     left(
         _FACTORED, "linalg_eigh", "linalg_eig", "linalg_eigvals", "linalg_eigvalsh", "_linalg_eigh", "_linalg_eigvals",
-        name="eig", others=(torch.lobpcg,),
+        "lobpcg", name="eig",
     ),
     left(_FACTORED, "qr", "linalg_qr", "geqrf"),
     left(
-        _FACTORED, "linalg_lu", "linalg_lu_factor", "linalg_lu_factor_ex", "_lu_with_info", "lu_unpack", name="lu",
-        others=(torch.lu, torch.Tensor.lu),
+        _FACTORED, "linalg_lu", "linalg_lu_factor", "linalg_lu_factor_ex", "_lu_with_info", "lu_unpack", "lu",
+        name="lu",
     ),
     left(_FACTORED, "linalg_householder_product", "orgqr", "ormqr", name="householder_product"),
-    left(
-        "a norm that decomposes its matrix", "linalg_cond", "linalg_matrix_rank", "nuclear_norm",
-        name="matrix_norm",
-    ),
+    left(_NORM, "linalg_cond", "linalg_matrix_rank", "nuclear_norm", name="condition"),
+    left(_NORM, "linalg_matrix_norm", "linalg_norm", name="norm", when=_decomposes),
+    left(_NORM, name="norm", when=_is_nuclear, others=(torch.norm, torch.Tensor.norm, "norm")),
+    left("it multiplies a grid by a matrix inside", "affine_grid_generator", others=(F.affine_grid,)),
+    left("a function of torch that the graph calls as a whole; it multiplies inside", name="lowrank", others=_LOW_RANK),
 )  # fmt: skip

@@ -36,7 +36,7 @@ ROWS = (
         "a linear layer of one backend: call torch.nn.functional.linear", "mkldnn_linear", "_mixed_dtypes_linear",
         "fbgemm_linear_fp16_weight", "fbgemm_linear_fp16_weight_fp32_activation", "fbgemm_linear_int8_weight",
         "fbgemm_linear_int8_weight_fp32_activation", "_wrapped_quantized_linear_prepacked",
-        "_sparse_semi_structured_linear", name="linear",
+        "_sparse_semi_structured_linear",
     ),
     left("a product of three tensors: call torch.bilinear", "_trilinear"),
 )  # fmt: skip

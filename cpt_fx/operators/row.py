@@ -43,7 +43,7 @@ class Row:
     names: tuple[str, ...] = ()
     """Its names in torch, as ATen writes them: `mm`, `linalg_matmul`. Each is looked for among the functions and the
     methods of torch, and as an operator of ATen; all take the same arguments in the same order. With `::`: that."""
-    others: tuple[Target, ...] = ()
+    others: tuple[Target | str, ...] = ()
     """Functions with the same arguments that are not found by a name."""
     keywords: tuple[tuple[str, str], ...] = ()
     """Keywords of torch where they differ from `arguments`."""
@@ -61,6 +61,8 @@ class Row:
     """Operations of those that torch's counter does not know, from the shapes of their arguments and `out_shape`."""
     left: str = ""
     """Why it stays in full precision, unless something opens it."""
+    when: Callable[..., bool] | None = None
+    """Whether a call of it multiplies, by its arguments; None where every call does."""
     between: bool = False
     """Whether it multiplies more than two operands, so that it has products of which nobody sees the factors."""
     mutates: Places = ()

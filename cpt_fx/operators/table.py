@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -64,7 +64,7 @@ def forms_of(row: Row) -> dict[Any, Form]:
     function = row.function
     if function is None and not row.left:
         function = next(found for found in spellings if not isinstance(found, str))
-    forms = {key: Form(row, function or _method(key)) for key in spellings}
+    forms = {key: Form(row, function) for key in spellings}
     # Operators of other packages stay what they are, too.
     forms |= {name: Form(row, None) for name in row.names if "::" in name}
     if function is not None:
@@ -72,11 +72,6 @@ def forms_of(row: Row) -> dict[Any, Form]:
     for key, convert in row.converts.items():
         forms[key] = Form(row, function, convert, key in row.firsts)
     return forms
-
-
-def _method(key: Any) -> Any:
-    """Return what an operator that stays as it is is called by: itself, a method by the function that it is."""
-    return getattr(torch.Tensor, key) if isinstance(key, str) and "::" not in key else None
 
 
 def add(row: Row) -> None:
@@ -137,14 +132,19 @@ def row_of(node: fx.Node) -> Row | None:
     return row_for(node.target) if node.op == "call_function" else None
 
 
-def why_left(target: Any) -> str:
-    """Return why what a function multiplies stays in full precision, or an empty string."""
+def why_left(target: Any, args: tuple[Any, ...] | None = None, kwargs: Mapping[str, Any] | None = None) -> str:
+    """Return why what a function, or a call of it, multiplies stays in full precision, or an empty string."""
     form = form_of(target)
     if form is not None:
+        if args is not None and form.row.when is not None and not form.row.when(*args, **(kwargs or {})):
+            return ""
         return form.row.left or (WHOLE if form.first else "")
     if isinstance(target, _OPERATORS):
         namespace = _name(target).partition("::")[0]
         return "" if namespace in _KNOWN_INSIDE else "a custom operator; what it multiplies is not seen"
+    if type(target).__module__ == "torch._dynamo.utils":  # a function of numpy, as Dynamo writes it
+        name = target.__name__.removeprefix("wrapped_").strip("_").removeprefix("linalg.")
+        return "a product of numpy, which the graph calls as a whole" if {name, f"aten::{name}"} & FORMS.keys() else ""
     return "a Python function the graph calls as a whole; what it multiplies is not seen" if is_opaque(target) else ""
 
 
@@ -153,9 +153,12 @@ _KNOWN_INSIDE = ("aten", "prims", "prim", "cpt_fx", "profiler", "_c10d_functiona
 """Namespaces whose operators that multiply all have a row."""
 
 
-def multiplies(func: Any) -> bool:
-    """Whether a function that eager code calls multiplies, or may: there is something to quantize, or to list."""
-    return func in FORMS or (isinstance(func, _OPERATORS) and (form_of(func) is not None or bool(why_left(func))))
+def multiplies(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call in eager code multiplies, or may: there is something to quantize, or to list."""
+    form = FORMS.get(func)
+    if form is None:
+        return isinstance(func, _OPERATORS) and (form_of(func) is not None or bool(why_left(func)))
+    return form.row.when is None or form.row.when(*args, **kwargs)
 
 
 def is_opaque(target: Any) -> bool:

@@ -85,7 +85,7 @@ def transformed(call: Call, frontend: str, **options: Any) -> nn.Module:
 
 
 def verdict(result: nn.Module) -> dict[str, Any]:
-    """Return what was decided: for each operator its operands and gradient, and what stays as it is, with the reason."""
+    """Return what was decided: operators with their operands and gradients, and what stays as it is, and why."""
     sites = [
         node.meta[SITE] for graph in cpt_fx.graphs(result) for node in graph.graph.nodes
         if SITE in node.meta and "beside" not in node.meta[SITE].layer

@@ -21,7 +21,7 @@ def positive(size: int) -> Tensor:
 X, W = tensor(3, 3), tensor(3, 3) * 0.5 + torch.eye(3)
 VECTOR = tensor(3)
 CLASSES = torch.tensor([0, 2, 1])
-OFFSETS = torch.tensor([3], dtype=torch.int32)
+PLACES = torch.zeros(3, 3, dtype=torch.int64)
 
 CALLS: dict[str, tuple[Any, ...]] = {
     "conv1d": (tensor(1, 2, 5), tensor(3, 2, 2)),
@@ -56,8 +56,8 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "chain_matmul": (X, W, X),
     "scaled_dot_product_attention": (X[None], W[None], X[None]),
     "index_add": (X, 0, CLASSES, W), "index_add_": (X, 0, CLASSES, W),
-    "scatter_add": (X, 0, torch.zeros(3, 3, dtype=torch.int64), W),
-    "scatter_add_": (X, 0, torch.zeros(3, 3, dtype=torch.int64), W),
+    "scatter_add": (X, 0, PLACES, W),
+    "scatter_add_": (X, 0, PLACES, W),
     "matrix_power": (W, 2),
     "matrix_exp": (W,),
     "cov": (X,),
@@ -72,6 +72,44 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "svd": (W,),
     "lstm_cell": (X, (X, X), tensor(12, 3), tensor(12, 3)),
     "gru_cell": (X, X, tensor(9, 3), tensor(9, 3)),
+    "rnn_tanh_cell": (X, X, W, W),
+    "rnn_relu_cell": (X, X, W, W),
+    "lstm": (X[None], (X[None], X[None]), [tensor(12, 3), tensor(12, 3)], False, 1, 0.0, False, False, False),
+    "gru": (X[None], X[None], [tensor(9, 3), tensor(9, 3)], False, 1, 0.0, False, False, False),
+    "rnn_tanh": (X[None], X[None], [W, W], False, 1, 0.0, False, False, False),
+    "rnn_relu": (X[None], X[None], [W, W], False, 1, 0.0, False, False, False),
+    "multi_head_attention_forward": (
+        X, X, X, 3, 1, tensor(9, 3), None, None, None, False, 0.0, W, None, True, None, False,
+    ),
+    "_native_multi_head_attention": (
+        X[None], X[None], X[None], 3, 1, tensor(9, 3), tensor(9), W, VECTOR, None, False,
+    ),
+    "_transformer_encoder_layer_fwd": (
+        X[None], 3, 1, tensor(9, 3), tensor(9), W, VECTOR, False, False, 1e-5, VECTOR, VECTOR, VECTOR, VECTOR, W,
+        VECTOR, W, VECTOR,
+    ),
+    "flex_attention": (tensor(1, 1, 4, 8), tensor(1, 1, 4, 8), tensor(1, 1, 4, 8)),
+    "grouped_mm": (tensor(4, 16), tensor(2, 16, 8), torch.tensor([2, 4], dtype=torch.int32)),
     "embedding": (CLASSES, W),
+    "embedding_bag": (CLASSES[None], W),
+    "scatter_reduce": (X, 0, PLACES, W, "sum"), "scatter_reduce_": (X, 0, PLACES, W, "sum"),
+    "index_reduce": (X, 0, CLASSES, W, "mean"), "index_reduce_": (X, 0, CLASSES, W, "mean"),
+    "scatter": (X, 0, PLACES, W), "scatter_": (X, 0, PLACES, W),
+    "index_put": (X, (CLASSES,), W, True), "index_put_": (X, (CLASSES,), W, True),
+    "sparse_mm": (torch.eye(3).to_sparse(), W),
+    "sparse_addmm": (X, torch.eye(3).to_sparse(), W),
+    "segment_reduce": (VECTOR, "sum"),
+    "hspmm": (torch.eye(3).to_sparse(), W),
+    "sspaddmm": (torch.eye(3).to_sparse(), torch.eye(3).to_sparse(), W),
+    "vander": (VECTOR,),
+    "tensorinv": (positive(4).reshape(2, 2, 2, 2),),
+    "solve": (W, X),
+    "eig": (positive(3),),
+    "lu": (W,),
+    "householder_product": (X, VECTOR),
+    "matrix_norm": (W,),
 }  # fmt: skip
 """By the name of the row: positional arguments. What is floating point is given as an input or as a parameter."""
+
+NO_PROGRAM = {"cov", "corrcoef"}
+"""What torch.export itself cannot export."""
