@@ -19,6 +19,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from cpt_fx import export as export
     from cpt_fx import functional as functional
+    from cpt_fx import operators as operators
     from cpt_fx import ort as ort
     from cpt_fx import passes as passes
     from cpt_fx import recipes as recipes
@@ -58,7 +59,10 @@ _HOMES = {
     "revert": "cpt_fx.api",
     "single_graph": "cpt_fx.api",
     "transform": "cpt_fx.api",
-    **{name: f"cpt_fx.{name}" for name in ("export", "functional", "ort", "passes", "recipes", "schedules", "study")},
+    **{
+        name: f"cpt_fx.{name}"
+        for name in ("export", "functional", "operators", "ort", "passes", "recipes", "schedules", "study")
+    },
 }
 
 __all__ = sorted(_HOMES)  # pyright: ignore

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import cpt_fx
-from cpt_fx import functional, recipes, schedules
+from cpt_fx import functional, operators, recipes, schedules
 
 SIGNATURES: dict[str, tuple[Callable[..., Any], str]] = {
     "transform": (
@@ -48,6 +48,10 @@ SIGNATURES: dict[str, tuple[Callable[..., Any], str]] = {
     "recalibrate": (cpt_fx.recalibrate, "(model, batches, bits=None, *, call=None, exclude=())"),
     "revert": (cpt_fx.revert, "(model)"),
     "graphs": (cpt_fx.graphs, "(model)"),
+    "register": (
+        operators.register,
+        "(function, *, family='matmul', operands=None, output_axes=None, name='', flops=None, mutates=(), left='')",
+    ),
     "single_graph": (
         cpt_fx.single_graph,
         "(result, example_inputs=None, example_kwargs=None, *, dynamic=True)",
@@ -66,7 +70,7 @@ def test_signatures(name: str) -> None:
 def test_names() -> None:
     assert cpt_fx.__all__ == [
         "Bits", "CaptureError", "ExportError", "Format", "Override", "Pipeline", "TransformError",
-        "VerificationError", "at_bits", "cost", "export", "functional", "graphs", "inspect", "ort", "passes",
+        "VerificationError", "at_bits", "cost", "export", "functional", "graphs", "inspect", "operators", "ort", "passes",
         "recalibrate", "recipes", "revert", "schedules", "single_graph", "study", "transform",
     ]  # fmt: skip
     assert schedules.NAMES == ("CR", "LR", "ER", "RR", "CT", "LT", "ETV", "ETH", "RTV", "RTH")

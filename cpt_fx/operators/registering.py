@@ -84,7 +84,7 @@ def register(
     )  # fmt: skip
     _check_agreement(title, calls, operands or {})
     for row in rows:
-        present = table.FORMS.get(row.function)
+        present = table.form_of(row.function)
         if present is not None and present.row != row:
             raise ValueError(f"{title} is in the list of operators already, as another {present.row.name!r}")
     for row in rows:

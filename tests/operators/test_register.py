@@ -1,0 +1,215 @@
+"""An operator of another package, registered from outside: quantized, excluded, costed, shown and proven as torch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+import cpt_fx
+from cpt_fx import operators
+from cpt_fx.aliasing import overwritten
+from tests.operators.row_verdicts import FRONTENDS, SCHEDULE, Call, transformed, verdict
+
+LIBRARY = torch.library.Library("outside", "DEF")
+LIBRARY.define("gated(Tensor x, Tensor weight, *, float gate=1.0) -> Tensor")
+LIBRARY.define("gated.shifted(Tensor x, Tensor weight, Tensor shift) -> Tensor")
+LIBRARY.define("swapped(Tensor x, Tensor weight) -> Tensor")
+LIBRARY.define("swapped.other(Tensor weight, Tensor x) -> Tensor")
+for _name in ("gated", "gated.shifted"):
+    LIBRARY.impl(_name, lambda x, weight, shift=0.0, gate=1.0: (x @ weight + shift) * gate, "CPU")
+    torch.library.register_fake(f"outside::{_name}")(
+        lambda x, weight, shift=0.0, gate=1.0: x.new_empty(x.shape[0], weight.shape[1])
+    )
+
+
+def _keep(ctx: Any, inputs: Any, keyword_only_inputs: Any = None, output: Any = None) -> None:
+    ctx.save_for_backward(*inputs[:2])
+
+
+def _backward(ctx: Any, grad: Tensor) -> Any:
+    x, weight = ctx.saved_tensors
+    return grad @ weight.T, x.T @ grad
+
+
+torch.library.register_autograd("outside::gated", _backward, setup_context=_keep, lib=LIBRARY)
+GATED = torch.ops.outside.gated
+FLOPS = 2 * 3 * 3 * 3
+
+
+def count(x: Any, weight: Any, *rest: Any, out_shape: Any, **options: Any) -> int:
+    return 2 * int(x[0]) * int(x[1]) * int(weight[1])
+
+
+@operators.whole
+def doubled(x: Tensor, weight: Tensor) -> Tensor:
+    """A function of a package, kept whole."""
+    return (x @ weight) * 2
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """Register as a package would when it is imported, and take it back."""
+    handles = [
+        operators.register(GATED, family="linear", operands={"x": "input", "weight": "weight"},
+                           output_axes={"weight": 1}, flops=count),
+        operators.register(doubled, operands={"x": "either", "weight": "either"}),
+    ]  # fmt: skip
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+def call(function: Any, **more: Any) -> Call:
+    weight = torch.eye(3) + torch.linspace(0, 1, 9).reshape(3, 3)
+    return Call(function, torch.linspace(-1, 1, 9).sin().reshape(3, 3), weight, **more)
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS)
+@pytest.mark.parametrize("function", [GATED, GATED.default, doubled], ids=["packet", "overload", "function"])
+def test_it_is_quantized(function: Any, frontend: str, registered: None) -> None:
+    if frontend == "program" and function is doubled:
+        pytest.skip("torch.export looks into functions: their products are the program's")
+    found = verdict(transformed(call(function), frontend))
+    ((op, family, has_gradient, operands),) = found["quantized"]
+    assert (op, family, has_gradient) == ("doubled" if function is doubled else "gated", "linear", True)
+    assert [(name, role) for name, role, *_ in operands] == [("x", "activation"), ("weight", "weight")]
+    assert function is doubled or operands[1][3] == (1,)
+    assert not found["left"]
+
+
+def test_auto_and_keywords_and_other_overloads(registered: None) -> None:
+    assert len(verdict(transformed(call(GATED, gate=2.0), "auto"))["quantized"]) == 1
+    shifted = Call(GATED.shifted, torch.randn(3, 3), torch.eye(3), torch.randn(3))
+    for frontend in FRONTENDS:
+        assert len(verdict(transformed(shifted, frontend))["quantized"]) == 1
+    by_name = call(lambda x, weight: GATED(weight=weight, x=x))
+    assert len(verdict(transformed(by_name, "symbolic"))["quantized"]) == 1
+
+
+def test_it_trains_and_the_proof_sees_it(registered: None) -> None:
+    model = call(GATED)
+    result = cpt_fx.transform(model, SCHEDULE, capture="symbolic", example_inputs=(model.example,))
+    result(model.example)[0].sum().backward()
+    assert model.get_parameter("w1").grad is not None
+    proof = cpt_fx.inspect(result).verify(model.example, gradients=False)
+    assert proof.proven and "gated" in str(cpt_fx.inspect(result))
+    with cpt_fx.at_bits(result, 32):
+        assert torch.equal(result(model.example)[0], model(model.example)[0])
+
+
+def test_it_is_excluded_by_name(registered: None) -> None:
+    found = verdict(transformed(call(GATED), "symbolic", exclude=["gated"]))
+    assert not found["quantized"] and found["left"] == [("gated", "", "excluded by 'gated'")]
+
+
+def test_it_is_costed(registered: None) -> None:
+    model = call(GATED)
+    result = cpt_fx.transform(model, SCHEDULE, capture="symbolic")
+    priced = cpt_fx.cost(result, SCHEDULE, (model.example,))
+    assert {layer.name: layer.flops for layer in priced.layers}["gated"] == FLOPS
+    assert operators.factors(GATED.default) == operators.factors(GATED.shifted) == (0, 1)
+
+
+def test_one_that_does_not_say_what_it_costs_is_no_zero() -> None:
+    handle = operators.register(GATED, operands={"x": "either", "weight": "either"})
+    try:
+        model = call(GATED)
+        result = cpt_fx.transform(model, SCHEDULE, capture="symbolic")
+        with pytest.raises(ValueError, match="outside::gated does not say what it costs: pass flops="):
+            cpt_fx.cost(result, SCHEDULE, (model.example,))
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS)
+def test_one_that_is_left_shows_its_reason(frontend: str) -> None:
+    handle = operators.register("outside::gated", left="its codes are packed")
+    try:
+        assert verdict(transformed(call(GATED), frontend)) == {
+            "quantized": [], "left": [("gated", "", "its codes are packed")],
+        }  # fmt: skip
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS)
+def test_one_that_nobody_registered_is_listed(frontend: str) -> None:
+    ((_, _, reason),) = verdict(transformed(call(GATED), frontend))["left"]
+    assert reason == "a custom operator; what it multiplies is not seen"
+
+
+def test_removing_forgets_it() -> None:
+    before = set(operators.FORMS)
+    handle = operators.register(GATED, operands={"x": "input"}, flops=count)
+    assert set(operators.FORMS) > before
+    handle.remove()
+    handle.remove()
+    assert set(operators.FORMS) == before and operators.factors(GATED.default) == ()
+
+
+@pytest.mark.parametrize(("function", "options", "message"), [
+    (GATED, {"operands": {"y": "input"}}, "outside::gated has no argument 'y' that has a position, only x, weight"),
+    (GATED, {"operands": {"gate": "input"}}, "no argument 'gate' that has a position"),
+    (GATED, {"operands": {"x": "inputs"}}, '"input"'),
+    (GATED, {"operands": {"x": "input"}, "family": "linaer"}, 'Did you mean "linear"'),
+    (GATED, {}, "either operands=.*or left="),
+    (GATED, {"operands": {"x": "input"}, "left": "no"}, "either operands=.*or left="),
+    (torch.mm, {"left": "no"}, "does not say what its arguments are"),
+    (torch.ops.aten.mm, {"operands": {"self": "input"}}, "in the list of operators already"),
+    ("outside::nothing", {"left": "no"}, "no operator 'outside::nothing': import what defines it"),
+    (torch.ops.outside.swapped, {"operands": {"x": "input"}}, "do not have 'x' at one place: register each"),
+    (lambda x, n: x, {"operands": {"x": "input"}, "flops": count}, "is a function"),
+])  # fmt: skip
+def test_errors_say_what_is_wrong(function: Any, options: dict[str, Any], message: str) -> None:
+    before = set(operators.FORMS)
+    with pytest.raises((ValueError, TypeError), match=message):
+        operators.register(function, **options)
+    assert set(operators.FORMS) == before
+
+
+def test_twice_the_same_is_one_and_something_else_is_an_error(registered: None) -> None:
+    operators.register(doubled, operands={"x": "either", "weight": "either"})
+    with pytest.raises(ValueError, match="doubled is in the list of operators already, as another 'doubled'"):
+        operators.register(doubled, operands={"x": "either"})
+
+
+def test_overloads_of_other_order_are_registered_one_by_one() -> None:
+    packet = torch.ops.outside.swapped
+    handles = [
+        operators.register(overload, operands={"x": "input", "weight": "weight"}, flops=count)
+        for overload in (packet.default, packet.other)
+    ]
+    assert operators.row_for(packet.other).operands == ((0, "weight"), (1, "input"))  # type: ignore[union-attr]
+    for handle in handles:
+        handle.remove()
+
+
+def test_a_list_of_tensors_is_an_operand() -> None:
+    LIBRARY.define("joined(Tensor[] parts, float scale) -> Tensor")
+    LIBRARY.impl("joined", lambda parts, scale: torch.linalg.multi_dot(parts) * scale, "CompositeImplicitAutograd")
+    handle = operators.register("outside::joined", operands={"parts": "either"})
+    model = Call(torch.ops.outside.joined, [torch.randn(3, 3), torch.eye(3)], 2.0)
+    ((_, _, _, operands),) = verdict(transformed(model, "symbolic"))["quantized"]
+    assert [name for name, *_ in operands] == ["operand0", "operand1"]
+    handle.remove()
+
+
+@operators.whole
+def _fills(target: Tensor, source: Tensor) -> Tensor:
+    return target.copy_(source @ source)
+
+
+def test_a_function_that_overwrites_says_so(registered: None) -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    node = graph.call_function(doubled, (x, x))
+    assert not overwritten(node, {})
+    handle = operators.register(_fills, operands={"source": "either"}, mutates=("target",))
+    assert overwritten(graph.call_function(_fills, (x, node)), {}) == [x]
+    handle.remove()
+
+
