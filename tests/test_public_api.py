@@ -70,8 +70,8 @@ def test_signatures(name: str) -> None:
 def test_names() -> None:
     assert cpt_fx.__all__ == [
         "Bits", "CaptureError", "ExportError", "Format", "Override", "Pipeline", "TransformError",
-        "VerificationError", "at_bits", "cost", "export", "functional", "graphs", "inspect", "operators", "ort", "passes",
-        "recalibrate", "recipes", "revert", "schedules", "single_graph", "study", "transform",
+        "VerificationError", "at_bits", "cost", "export", "functional", "graphs", "inspect", "operators", "ort",
+        "passes", "recalibrate", "recipes", "revert", "schedules", "single_graph", "study", "transform",
     ]  # fmt: skip
     assert schedules.NAMES == ("CR", "LR", "ER", "RR", "CT", "LT", "ETV", "ETH", "RTV", "RTH")
     assert schedules.Bits._fields == ("weight", "activation", "gradient")

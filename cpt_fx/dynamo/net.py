@@ -19,13 +19,15 @@ from cpt_fx.dynamo.callers import Caller, caller_of
 from cpt_fx.graph_module import QuantizedGraphModule
 from cpt_fx.meta import WEIGHT, is_transposed
 from cpt_fx.names import NTH
-from cpt_fx.operators import multiplies
+from cpt_fx.operators import multiplies, why_left
 from cpt_fx.regions import TRANSFORMED
 from cpt_fx.transformed import is_transformed
 
 if TYPE_CHECKING:
     from cpt_fx.dynamo.engine import Engine
 
+_HELD = (Tensor, *fx.node.base_types, type(None), type(...), slice, range)
+"""What may stand among the arguments of a node."""
 VARIANTS = 32
 """Graphs that are kept for one call in the code. One with ever new numbers among its arguments makes new ones."""
 
@@ -84,6 +86,10 @@ class Net(TorchFunctionMode):
             self.owner.leave(caller.path, func.__name__, TRANSFORMED)
             return func(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
+        if not all(isinstance(leaf, _HELD) for leaf in leaves):
+            name = str(getattr(func, "__name__", func))
+            self.owner.leave(caller.path, name, why_left(func) or "it is called with what no graph can hold")
+            return func(*args, **kwargs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         graphs = self._graphs.setdefault((func, caller), {})
         key = (spec, tuple(self._kind(leaf, places) for leaf in leaves))

@@ -37,7 +37,9 @@ def _added(name: str, *keywords: tuple[str, str], **more: Any) -> tuple[Row, Row
 
 def _either(name: str, **more: Any) -> Row:
     """A product whose output axes depend on how it is called: no operand has channels."""
-    return Row("matmul", name, ("input", "other"), ((0, "either"), (1, "either")), names=(name,), **more)
+    return Row(
+        "matmul", name, ("input", "other"), ((0, "either"), (1, "either")), names=(name,), keywords=_SELF, **more
+    )
 
 
 def _several(name: str, argument: str, start: int = 0, **more: Any) -> Row:
@@ -72,6 +74,7 @@ def _grouped_flops(a: Any, b: Any, *rest: Any, out_shape: Any, **options: Any) -
     return 2 * torch.Size(out_shape).numel() * int(a[-1])
 
 
+_SELF = (("self", "input"),)
 _GROUPED = (("mat_a", "input"), ("mat_b", "other"), ("mat2", "other"), ("self", "input"))
 _SCALED = tuple(getattr(F, name) for name in ("scaled_mm", "scaled_grouped_mm") if hasattr(F, name))
 _PACKED = "a product of a backend, whose operands are packed or have scales of their own"

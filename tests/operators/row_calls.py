@@ -100,14 +100,15 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "sparse_addmm": (X, torch.eye(3).to_sparse(), W),
     "segment_reduce": (VECTOR, "sum"),
     "hspmm": (torch.eye(3).to_sparse(), W),
-    "sspaddmm": (torch.eye(3).to_sparse(), torch.eye(3).to_sparse(), W),
     "vander": (VECTOR,),
     "tensorinv": (positive(4).reshape(2, 2, 2, 2),),
     "solve": (W, X),
     "eig": (positive(3),),
     "lu": (W,),
     "householder_product": (X, VECTOR),
-    "matrix_norm": (W,),
+    "condition": (W,),
+    "norm": (W, "nuc"),
+    "affine_grid_generator": (tensor(1, 2, 3), [1, 1, 2, 2], True),
 }  # fmt: skip
 """By the name of the row: positional arguments. What is floating point is given as an input or as a parameter."""
 

@@ -1,8 +1,8 @@
-"""What is decided about one call of an operator, in each frontend."""
+"""What is decided about calls of operators, in each frontend."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,9 @@ class Call(nn.Module):
         self.function = function
         leaves, self.spec = pytree.tree_flatten((args, kwargs))
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        first = next((place for place in places if leaves[place].is_floating_point()), places[0])
+        # A tensor without storage cannot be a parameter here.
+        sparse = [place for place in places if leaves[place].layout is not torch.strided]
+        first = next((place for place in (*sparse, *places) if leaves[place].is_floating_point()), places[0])
         self.slots: list[Any] = []
         for place, leaf in enumerate(leaves):
             name = f"w{place}"
@@ -39,61 +41,76 @@ class Call(nn.Module):
                 else:
                     self.register_buffer(name, leaf)
                 self.slots.append(name)
-        self.example = leaves[first]
-        self.beside = nn.Linear(1, 1)
-        self.register_buffer("one", torch.ones(1, 1))
+        self.example: Tensor = leaves[first]
 
     def forward(self, x: Tensor) -> Any:
         """Call it."""
         held = [
-            x if slot == "x" else slot[0] if isinstance(slot, tuple) else getattr(self, slot) for slot in self.slots
+            slot[0] if isinstance(slot, tuple) else x if slot == "x" else getattr(self, slot) for slot in self.slots
         ]
         args, kwargs = pytree.tree_unflatten(held, self.spec)
-        # Beside it a layer, since a program in which there is nothing to quantize is refused.
-        return self.function(*args, **kwargs), self.beside(self.one)
+        return self.function(*args, **kwargs)
 
 
-class Between(nn.Module):
-    """Calls it where Dynamo does not look."""
+class Calls(nn.Module):
+    """Calls several, each on an input of its own, and a layer: a program with nothing to quantize is refused."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, calls: Mapping[str, Call], *, unseen: bool = False) -> None:
         super().__init__()
-        self.call = call
+        self.calls = nn.ModuleDict(calls)
+        self.beside = nn.Linear(1, 1)
+        self.register_buffer("one", torch.ones(1, 1))
+        self.unseen = unseen
 
-    def forward(self, x: Tensor) -> Any:
-        """Call it between two graphs."""
-        return _unseen(self.call, x + 0)
+    def forward(self, inputs: list[Tensor]) -> list[Any]:
+        """Call each."""
+        run = _unseen if self.unseen else _seen
+        results = [run(call, inputs[place]) for place, call in enumerate(self.calls.values())]
+        return [*results, self.beside(self.one)]
+
+
+def _seen(call: nn.Module, x: Tensor) -> Any:
+    return call(x)
 
 
 @torch._dynamo.disable
-def _unseen(call: Call, x: Tensor) -> Any:
+def _unseen(call: nn.Module, x: Tensor) -> Any:
+    """Call where Dynamo does not look: between two graphs."""
     return call.forward(x)
 
 
-def transformed(call: Call, frontend: str, **options: Any) -> nn.Module:
-    """Transform a call and run it once."""
-    model: Any = call.train()
+def transformed(calls: Call | Mapping[str, Call], frontend: str, **options: Any) -> nn.Module:
+    """Transform calls and run them once."""
+    calls = {"call": calls} if isinstance(calls, Call) else calls
+    inputs = [call.example for call in calls.values()]
+    model: Any = Calls(calls, unseen=frontend == "between")
     capture = "dynamo" if frontend == "between" else frontend
-    if frontend == "between":
-        model = Between(call)
     if frontend == "program":
-        model, capture = export(call, (call.example.clone(),)), "auto"
+        model, capture = export(model, ([x.clone() for x in inputs],)), "auto"
     result = cpt_fx.transform(model, SCHEDULE, capture=capture, **options)
     with torch.no_grad():
-        result(call.example.clone())
+        result([x.clone() for x in inputs])
     return result
 
 
-def verdict(result: nn.Module) -> dict[str, Any]:
-    """Return what was decided: operators with their operands and gradients, and what stays as it is, and why."""
-    sites = [
-        node.meta[SITE] for graph in cpt_fx.graphs(result) for node in graph.graph.nodes
-        if SITE in node.meta and "beside" not in node.meta[SITE].layer
-    ]  # fmt: skip
-    decided = [
-        (site.op, site.family, site.gradient is not None,
-         tuple((item.name, item.role, str(item.format), item.keep, item.over) for item in site.operands))
-        for site in sites
-    ]  # fmt: skip
-    left = {(item.op, item.operand, item.reason) for item in cpt_fx.inspect(result).uncovered}
-    return {"quantized": sorted(decided, key=repr), "left": sorted(left)}
+def verdicts(result: nn.Module) -> dict[str, tuple[Any, ...]]:
+    """Return by name what was decided: operators with operands and gradients, and what stays as it is, and why."""
+    found: dict[str, list[Any]] = {}
+    for graph in cpt_fx.graphs(result):
+        for site in (node.meta[SITE] for node in graph.graph.nodes if SITE in node.meta):
+            operands = ((item.name, item.role, str(item.format), item.keep, item.over) for item in site.operands)
+            note = (site.op, site.family, site.gradient is not None, *operands)
+            found.setdefault(_name(site.layer), []).append(note)
+    for item in cpt_fx.inspect(result).uncovered:
+        found.setdefault(_name(item.layer), []).append((item.op, item.reason, item.operand))
+    return {name: tuple(sorted(notes, key=repr)) for name, notes in found.items() if name}
+
+
+def verdict(result: nn.Module) -> Any:
+    """Return what was decided about a single call: one note where there is one, or several."""
+    return verdicts(result).get("call", ())
+
+
+def _name(layer: str) -> str:
+    parts = layer.split(".")
+    return parts[1] if parts[0] == "calls" else ""
