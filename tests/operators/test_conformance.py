@@ -20,9 +20,10 @@ CALLED = [row for row in ROWS if row.name in CALLS]
 NOT_HERE = {
     "fused_convolution", "convolution", "_compute_linear_combination", "packed_mm", "fused_attention", "mkldnn_linear",
     "fused_recurrent", "_sparse_mm_reduce_impl", "_trilinear", "scaled_mm", "sampled_addmm", "flex_attention",
-    "lowrank", "sspaddmm",
+    "lowrank", "sspaddmm", "segment_reduce",
 }  # fmt: skip
-"""Operators of one backend, or that no code calls by itself."""
+"""Operators of one backend, that no code calls by itself, or that take more than positions."""
+_DESCRIPTORS = (type(torch.Tensor.mm), type(torch.Tensor.__matmul__), type(torch.Tensor.lu))
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -93,10 +94,12 @@ def test_the_same_verdict_under_every_name(frontend: str) -> None:
     for row in CALLED:
         for spelling, function in other_spellings(row).items():
             call = Call(function, *CALLS[row.name])
-            if _runs(call):
+            # torch.fx has values that are no tensors: `torch.Tensor.mm(x, y)` is an error there, `x.mm(y)` is none.
+            seen = isinstance(function, _DESCRIPTORS) == (frontend == "between")
+            if seen and (frontend == "symbolic" or not row.left) and _runs(call):
                 key = f"c{len(calls)}"
                 calls[key], rows[key] = call, (row.name, spelling)
-    assert len(calls) > len(CALLED)
+    assert len(calls) > 10
     found = verdicts(transformed(calls, frontend))
     for key, (name, spelling) in rows.items():
         assert found.get(key) == decided("symbolic").get(name), (name, spelling)
