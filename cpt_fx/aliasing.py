@@ -14,13 +14,9 @@ from torch import fx, nn
 from cpt_fx.bodies import calls_of, graphs_of
 from cpt_fx.meta import CALLED
 from cpt_fx.operators import form_of, is_opaque, row_for
-from cpt_fx.operators.around import FRESH, VIEWS
+from cpt_fx.operators.around import FRESH, UPDATES, VIEWS
 from cpt_fx.ops import QUANTIZE_GRADIENT, QUANTIZERS
 
-_UPDATES = frozenset({"setitem"} | {f"i{name}" for name in (
-    "add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul",
-)})  # fmt: skip
-"""`x += y` and its like, by the names that Python has for them."""
 _ALWAYS = ("out", "running_mean", "running_var")
 """Arguments that are overwritten whatever a schema says: that of batch norm does not tell."""
 
@@ -34,7 +30,7 @@ def overwritten(node: fx.Node, modules: Mapping[str, nn.Module]) -> list[fx.Node
         return _nodes([first] if getattr(modules.get(str(node.target)), "inplace", False) else [])
     target: Any = node.target
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    updates = name.strip("_") in _UPDATES or (name.endswith("_") and not name.endswith("__"))
+    updates = name.strip("_") in UPDATES or (name.endswith("_") and not name.endswith("__"))
     found = [node.kwargs.get("out"), first if updates else None]
     found += [value for schema in _schemas(target, name) for value in _by_schema(schema, node)]
     row = row_for(target)

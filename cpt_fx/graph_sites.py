@@ -12,7 +12,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from cpt_fx.meta import module_path
 from cpt_fx.operators import Row, row_of
-from cpt_fx.operators.around import ADDS, DIVIDES, FILLED, MULTIPLIES, SUBTRACTS, SUMS
+from cpt_fx.operators.around import ADDS, DIVIDES, FILLED, MULTIPLIES, PASSED_ON, SUBTRACTS, SUMS
 from cpt_fx.recipes import Recipe
 
 _TWO_INPUTS = (("input", "other"), ((0, "input"), (1, "input")))
@@ -161,13 +161,6 @@ def _plain_name(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", node.target))
 
 
-_PASSED_ON = frozenset({
-    "index_select", "gather", "getitem", "index", "repeat_interleave", "expand", "expand_as", "unsqueeze", "view",
-    "reshape", "clamp", "clamp_", "clamp_min", "add", "add_", "iadd", "masked_fill", "nan_to_num", "where", "detach",
-})  # fmt: skip
-"""What happens to the maximum or the sum of each node on its way back to the edges."""
-
-
 def _readers(node: fx.Node) -> list[fx.Node]:
     """Return what reads a value, through everything that passes it on."""
     found: dict[fx.Node, None] = {}
@@ -176,7 +169,7 @@ def _readers(node: fx.Node) -> list[fx.Node]:
         user = waiting.pop()
         if user not in found:
             found[user] = None
-            if _plain_name(user) in _PASSED_ON:
+            if _plain_name(user) in PASSED_ON:
                 waiting += user.users
     return list(found)
 

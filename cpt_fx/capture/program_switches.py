@@ -11,24 +11,7 @@ from torch import fx
 from cpt_fx.aten import arguments_of, name_of, take_first
 from cpt_fx.capture.base import CaptureError
 from cpt_fx.meta import module_path
-
-_FLAGS: dict[str, str] = {
-    **{f"aten.{kind}dropout{in_place}.default": "train" for in_place in ("", "_")
-       for kind in ("", "alpha_", "feature_", "feature_alpha_")},
-    "aten.native_dropout.default": "train",
-    "aten.batch_norm.default": "training",
-    "aten.instance_norm.default": "use_input_stats",
-    "aten.rrelu.default": "training",
-    "aten.rrelu_.default": "training",
-    **{f"aten.{kind}.{form}": "train" for form in ("input", "data")
-       for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
-}  # fmt: skip
-"""Operators with a training flag, by the name of that argument."""
-
-_ONE_MODE = ("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
-             "_batch_norm_with_update", "_batch_norm_with_update_functional", "_batch_norm_no_update",
-             "_fused_rms_norm_training")  # fmt: skip
-"""What a decomposed program holds in place of a batch norm: the running statistics of one mode only."""
+from cpt_fx.operators.around import FLAGS, ONE_MODE
 
 _EVALUATED = "aten._native_batch_norm_legit_no_training.default"
 _ATTENTION = "aten.scaled_dot_product_attention.default"
@@ -41,14 +24,14 @@ def restore_switches(module: fx.GraphModule) -> tuple[str, ...]:
     switches = _Switches(module)
     for node in list(module.graph.nodes):
         name = name_of(node)
-        if name.startswith("aten.") and name.split(".")[1] in _ONE_MODE and "no_stats" not in name:
+        if name.startswith("aten.") and name.split(".")[1] in ONE_MODE and "no_stats" not in name:
             raise CaptureError(
                 f"this program was decomposed: {name} holds the batch norm of one mode. Pass the program as "
                 "torch.export.export returned it, before run_decompositions"
             )
         if name == _EVALUATED and take_first(module.graph, node):
             _as_batch_norm(node)
-        if name_of(node) in _FLAGS:
+        if name_of(node) in FLAGS:
             switches.restore(node)
         elif name == _ATTENTION and arguments_of(node)["dropout_p"]:
             probability = arguments_of(node)["dropout_p"]
@@ -104,7 +87,7 @@ class _Switches:
     def restore(self, node: fx.Node) -> None:
         """Let an operator with a flag follow the mode of its module."""
         given = arguments_of(node)
-        name = _FLAGS[name_of(node)]
+        name = FLAGS[name_of(node)]
         value = given[name]
         normalises = "norm" in name_of(node)
         if not isinstance(value, bool) or (normalises and given["running_mean"] is None):

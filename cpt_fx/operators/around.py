@@ -108,3 +108,32 @@ CONVERTED: dict[str, Convert] = {
 """Operators of ATen whose arguments stand in another order, or are spelled differently."""
 FIRST_RESULT = ("aten.native_dropout.default",)
 """Those of them that return several tensors, of which the function of torch returns the first."""
+
+PASSED_ON = frozenset({
+    "index_select", "gather", "getitem", "index", "repeat_interleave", "expand", "expand_as", "unsqueeze", "view",
+    "reshape", "clamp", "clamp_", "clamp_min", "add", "add_", "iadd", "masked_fill", "nan_to_num", "where", "detach",
+})  # fmt: skip
+"""What happens to the maximum or the sum of each node on its way back to the edges."""
+
+UPDATES = frozenset({"setitem"} | {f"i{name}" for name in (
+    "add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul",
+)})  # fmt: skip
+"""`x += y` and its like, by the names that Python has for them."""
+
+FLAGS: dict[str, str] = {
+    **{f"aten.{kind}dropout{in_place}.default": "train" for in_place in ("", "_")
+       for kind in ("", "alpha_", "feature_", "feature_alpha_")},
+    "aten.native_dropout.default": "train",
+    "aten.batch_norm.default": "training",
+    "aten.instance_norm.default": "use_input_stats",
+    "aten.rrelu.default": "training",
+    "aten.rrelu_.default": "training",
+    **{f"aten.{kind}.{form}": "train" for form in ("input", "data")
+       for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+}  # fmt: skip
+"""Operators with a training flag, by the name of that argument."""
+
+ONE_MODE = ("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
+             "_batch_norm_with_update", "_batch_norm_with_update_functional", "_batch_norm_no_update",
+             "_fused_rms_norm_training")  # fmt: skip
+"""What a decomposed program holds in place of a batch norm: the running statistics of one mode only."""

@@ -1,0 +1,54 @@
+"""There is one list of operators: no other module of the package keeps a table of them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[2]
+ELSEWHERE = {
+    # What ONNX Runtime computes, and which gradients of it are right: facts about another system.
+    "cpt_fx/export/losses.py",
+    *(f"cpt_fx/export/rewrite_{kind}.py" for kind in (
+        "activations", "elementwise", "indexing", "layers", "losses", "pooling", "products", "reductions")),
+    # How an operator is opened is a function for each, which builds a graph.
+    "cpt_fx/opening/recurrent_graph.py",
+    # No operators: expressions of sizes, and what code may ask torch about its modes.
+    "cpt_fx/capture/input_checks.py", "cpt_fx/capture/questions.py",
+}  # fmt: skip
+
+
+def operators_in(value: ast.AST) -> set[str]:
+    """Return the operators of torch that an expression names, as attributes or in strings."""
+    found = set()
+    for node in ast.walk(value):
+        text = node.value if isinstance(node, ast.Constant) else node.attr if isinstance(node, ast.Attribute) else ""
+        name = str(text).removeprefix("aten.").removeprefix("aten::").partition(".")[0]
+        if name.isidentifier() and torch._C._jit_get_schemas_for_operator(f"aten::{name}"):
+            found.add(name)
+    return found
+
+
+def tables(path: Path) -> Iterator[set[str]]:
+    """Return the operators in each table of a module: what is assigned outside of functions."""
+    for statement in ast.parse(path.read_text()).body:
+        if isinstance(statement, (ast.Assign, ast.AnnAssign)) and statement.value is not None:
+            yield operators_in(statement.value)
+
+
+def test_no_other_module_keeps_a_table_of_operators() -> None:
+    kept = {
+        str(path.relative_to(ROOT)): sorted(found)
+        for folder in ("cpt_fx", "passes")
+        for path in (ROOT / folder).rglob("*.py")
+        for found in tables(path)
+        if len(found) >= 5 and path.parent.name != "operators"
+    }
+    assert kept.keys() == ELSEWHERE, kept
+
+
+def test_a_table_is_seen() -> None:
+    assert operators_in(ast.parse("{'mm', F.relu, torch.ops.aten.add.Tensor, 'no operator'}")) == {"mm", "relu", "add"}
