@@ -73,7 +73,11 @@ def _call(graph: fx.Graph, node: fx.Node, name: str) -> Call | None:
     _, packet, overload = name.split(".")
     args, kwargs = node.args, dict(node.kwargs)
     if name in CONVERTED:
-        return CONVERTED[name](*args, **kwargs) if name not in FIRST_RESULT or take_first(graph, node) else None
+        if name in FIRST_RESULT and not take_first(graph, node):
+            return None
+        target, names = CONVERTED[name]
+        given = arguments_of(node)
+        return target, tuple(given[argument] for argument in names), {}
     # Out variants and overloads with named dims are not what the function of the same name takes by position.
     if not name.startswith("aten.") or "out" in overload or "dimname" in overload or "names" in overload:
         return None

@@ -52,6 +52,7 @@ from cpt_fx.values import Values, is_read
 
 MAKES_A_WEIGHT = "part of a parametrization: it makes a weight, which is quantized where a layer multiplies it"
 BETWEEN = "it multiplies its operands one after the other: what it makes in between stays in full precision"
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 OF_SOFTMAX = "part of a softmax over neighbours, which stays in full precision: it sums scores, not messages"
 
 
@@ -277,7 +278,8 @@ class _Walk:
         if spec.family == "embedding" and value in overwritten(node, {}):
             return f"{spec.name} overwrites it: what it writes must go to the tensor itself"
         is_weight = value in self.values.weights
-        if kind == "sparse":
+        held = value.meta.get("example_value", value.meta.get("val", self.values.tensor(value)))
+        if kind == "sparse" or (isinstance(held, torch.Tensor) and held.layout in _SPARSE):
             return None if family == "aggregation" else "a sparse operand is passed on as it is"
         if kind == "bias":
             if not is_weight:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from cpt_fx.operators.row import Call, Convert, Target
+from cpt_fx.operators.row import Target
 
 RESHAPING = (
     "reshape", "transpose", "permute", "t", "flatten", "unflatten", "squeeze", "unsqueeze", "chunk", "split", "unbind",
@@ -69,43 +69,16 @@ SAME: dict[str, Target] = {
 """Operators of ATen, whatever the overload, and the function that takes the same positional arguments."""
 
 
-def _batch_norm(input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: Any, momentum: Any,
-                eps: Any, cudnn_enabled: Any) -> Call:  # fmt: skip
-    return F.batch_norm, (input, running_mean, running_var, weight, bias, training, momentum, eps), {}
-
-
-def _instance_norm(input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, use_input_stats: Any,
-                   momentum: Any, eps: Any, cudnn_enabled: Any) -> Call:  # fmt: skip
-    return F.instance_norm, (input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps), {}
-
-
-def _layer_norm(input: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: Any = 1e-5,
-                cudnn_enable: Any = True) -> Call:  # fmt: skip
-    return F.layer_norm, (input, normalized_shape, weight, bias, eps), {}
-
-
-def _group_norm(input: Any, num_groups: Any, weight: Any = None, bias: Any = None, eps: Any = 1e-5,
-                cudnn_enabled: Any = True) -> Call:  # fmt: skip
-    return F.group_norm, (input, num_groups, weight, bias, eps), {}
-
-
-def _size(self: Any, dim: Any) -> Call:
-    return "size", (self, dim), {}
-
-
-def _dropout(input: Any, p: Any, train: Any) -> Call:
-    return F.dropout, (input, p, train), {}
-
-
-CONVERTED: dict[str, Convert] = {
-    "aten.batch_norm.default": _batch_norm,
-    "aten.instance_norm.default": _instance_norm,
-    "aten.layer_norm.default": _layer_norm,
-    "aten.group_norm.default": _group_norm,
-    "aten.sym_size.int": _size,
-    "aten.native_dropout.default": _dropout,
+_STATISTICS = ("input", "running_mean", "running_var", "weight", "bias")
+CONVERTED: dict[str, tuple[Target | str, tuple[str, ...]]] = {
+    "aten.batch_norm.default": (F.batch_norm, (*_STATISTICS, "training", "momentum", "eps")),
+    "aten.instance_norm.default": (F.instance_norm, (*_STATISTICS, "use_input_stats", "momentum", "eps")),
+    "aten.layer_norm.default": (F.layer_norm, ("input", "normalized_shape", "weight", "bias", "eps")),
+    "aten.group_norm.default": (F.group_norm, ("input", "num_groups", "weight", "bias", "eps")),
+    "aten.sym_size.int": ("size", ("self", "dim")),
+    "aten.native_dropout.default": (F.dropout, ("input", "p", "train")),
 }
-"""Operators of ATen whose arguments stand in another order, or are spelled differently."""
+"""Operators of ATen whose arguments stand in another order, with those that the function or method takes."""
 FIRST_RESULT = ("aten.native_dropout.default",)
 """Those of them that return several tensors, of which the function of torch returns the first."""
 

@@ -12,6 +12,8 @@ from cpt_fx.operators.row import Call, Places, Row, left
 _KERNELS: dict[str, Places] = {
     **dict.fromkeys(
         ("convolution", "convolution_overrideable", "_convolution", "_convolution_mode", "mkldnn_convolution",
+        "cudnn_convolution_relu", "cudnn_convolution_add_relu", "miopen_convolution_relu",
+        "miopen_convolution_add_relu",
          "cudnn_convolution", "cudnn_convolution_transpose", "cudnn_convolution_relu", "cudnn_convolution_add_relu",
          "miopen_convolution", "miopen_convolution_transpose", "miopen_depthwise_convolution",
          "miopen_convolution_relu", "miopen_convolution_add_relu", "_mps_convolution", "_mps_convolution_transpose",
@@ -58,7 +60,6 @@ def _tbc_backward_flops(self: Any, input: Any, weight: Any, *rest: Any, out_shap
 
 _GENERAL = {spelling: _general for spelling in (torch.convolution, "aten::convolution", torch._convolution,
                                                 "aten::_convolution", "aten::convolution_overrideable")}  # fmt: skip
-_NOT_SEEN = "a convolution with something after it in one operator: call conv1d, conv2d, ..."
 
 ROWS = (
     _conv("conv1d", nn.Conv1d, integer="conv"),
@@ -73,10 +74,6 @@ ROWS = (
         ((1, ((2,), None)),), names=("conv_tbc",), keywords=(("self", "input"),),
         kernels={"conv_tbc_backward": (0, 1, 2)},
         flops={"aten::conv_tbc": _tbc_flops, "aten::conv_tbc_backward": _tbc_backward_flops},
-    ),
-    left(
-        _NOT_SEEN, "cudnn_convolution_relu", "cudnn_convolution_add_relu", "miopen_convolution_relu",
-        "miopen_convolution_add_relu", name="fused_convolution",
     ),
     left(
         "a convolution of one backend: call conv1d, conv2d, ...", "_convolution_mode", "mkldnn_convolution",

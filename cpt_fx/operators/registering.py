@@ -176,16 +176,17 @@ def _costs(
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(title, "CompositeImplicitAutograd")
     if flops is not None or not multiplies or composite:
         return {title: flops} if flops is not None else {}
-    return {title: _unknown(title)}
+    return {title: _Uncounted(title)}
 
 
-@functools.cache
-def _unknown(title: str) -> Callable[..., int]:
-    return functools.partial(_refuse_to_count, title)
+@dataclass(frozen=True)
+class _Uncounted:
+    """Costs an operator that does not say what it costs."""
 
+    title: str
 
-def _refuse_to_count(title: str, *shapes: Any, **options: Any) -> int:
-    raise ValueError(f"{title} does not say what it costs: pass flops= to cpt_fx.operators.register")
+    def __call__(self, *shapes: Any, **options: Any) -> int:
+        raise ValueError(f"{self.title} does not say what it costs: pass flops= to cpt_fx.operators.register")
 
 
 def whole(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 
 from cpt_fx import recipes
 from cpt_fx.operators import FORMS, MULTIPLY, ROWS, Row, form_of, why_left
@@ -18,7 +19,7 @@ from tests.operators.row_verdicts import FRONTENDS, Call, transformed, verdicts
 
 CALLED = [row for row in ROWS if row.name in CALLS]
 NOT_HERE = {
-    "fused_convolution", "convolution", "_compute_linear_combination", "packed_mm", "fused_attention", "mkldnn_linear",
+    "convolution", "_compute_linear_combination", "packed_mm", "fused_attention", "mkldnn_linear",
     "fused_recurrent", "_sparse_mm_reduce_impl", "_trilinear", "scaled_mm", "sampled_addmm", "flex_attention",
     "lowrank", "sspaddmm", "segment_reduce",
 }  # fmt: skip
@@ -132,3 +133,12 @@ def test_operators_of_other_names() -> None:
         form = form_of(one)
         assert form is not None and form.target is torch.matmul
     assert why_left(torch._C._linalg.linalg_inv) == why_left(torch.inverse) != ""
+
+
+@pytest.mark.parametrize("frontend", ["dynamo", "between"])
+def test_attention_with_a_function_of_the_users(frontend: str) -> None:
+    """An operator of a higher order: its code, and what it masks, are arguments that no node can hold."""
+    x = torch.linspace(-1, 1, 128).reshape(1, 1, 16, 8)
+    call = Call(lambda q, k, v: flex_attention(q, k, v, score_mod=lambda score, *at: score + at[2] - at[3]), x, x, x)
+    notes = verdicts(transformed(call.requires_grad_(False), frontend))["call"]
+    assert [(op, reason[:15]) for op, reason, _ in notes] == [("flex_attention", "fused attention")]
