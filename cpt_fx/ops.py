@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from cpt_fx import numerics
-from cpt_fx.evidence import ARMED, SKIPPED
+from cpt_fx.evidence import ARMED, SKIPPED, SPARSE
 from cpt_fx.formats import FULL_PRECISION, Range
 from cpt_fx.frames import skip_frame
 from cpt_fx.native.simulate import Learner
@@ -84,6 +84,7 @@ def _for_any_tensor(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if x.layout is not torch.strided:
             if options.get("record") is not None:
                 count(options["record"])
+                count(options["record"], SKIPPED, SPARSE)
             return x
         bits = on_device(bits, x.device)
         if args and args[0].device != x.device:

@@ -101,6 +101,8 @@ class Tracer(fx.Tracer):
         if isinstance(a, (dict, list)) and type(a) not in (dict, list) and "immutable_" not in type(a).__name__:
             plain = "dict" if isinstance(a, dict) else "list"
             refuse(f"forward makes a {type(a).__name__}, which torch.fx would turn into a plain {plain},")
+        if isinstance(a, torch.ScriptObject):  # such as the packed weights of torch's integer layers
+            refuse("forward passes on an object of TorchScript's, which torch.fx cannot name,")
         return super().create_arg(a)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:

@@ -69,7 +69,12 @@ class Inspection:
     @property
     def uncovered(self) -> tuple[Uncovered, ...]:
         """Everything that multiplies and stays in full precision, with the reason."""
-        return history_of(self.model).uncovered
+        sparse = (
+            Uncovered(view.layer, view.op, "a sparse operand is passed on as it is", view.operand)
+            for view in self.quantizers
+            if view.passed_on
+        )
+        return tuple(dict.fromkeys((*history_of(self.model).uncovered, *sparse)))
 
     @property
     def passes(self) -> tuple[Report, ...]:

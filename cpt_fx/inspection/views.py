@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from cpt_fx.bodies import outermost, state_of
-from cpt_fx.evidence import ARMED, SKIPPED
+from cpt_fx.evidence import ARMED, SKIPPED, SPARSE
 from cpt_fx.formats import FULL_PRECISION, Format
 from cpt_fx.layer_state import PARTS, has_value
 from cpt_fx.meta import QUANTIZER, STATE, Dial, Quantizer, get_attribute
@@ -55,6 +55,8 @@ class QuantizerView:
     """Of a gradient quantizer: 1 once a forward pass went through it, 2 once it waited for a gradient."""
     skipped: int = 0
     """How many batches its running range learned nothing from, since they were not finite."""
+    passed_on: bool = False
+    """Whether a sparse tensor came, which has no levels: it went on as it is."""
     graph: int = 0
     """Index of its graph in `cpt_fx.graphs(result)`."""
 
@@ -139,7 +141,8 @@ def _view(path: str, index: int, module: fx.GraphModule, node: fx.Node, quantize
         dial=quantizer.dial,
         times_run=record[0],
         waited=record[ARMED] if quantizer.role == "gradient" else 0,
-        skipped=record[SKIPPED],
+        skipped=record[SKIPPED] % -SPARSE,
+        passed_on=record[SKIPPED] < 0,
         levels=levels,
         error={bits: record[FULL_PRECISION + bits] / 1e9 for bits in levels},
         range=_range(module, quantizer),

@@ -36,7 +36,6 @@ ROWS = (
     left(_STATISTICS, "corrcoef"),
     left("distances are not quantized", "cdist", "_cdist_forward", "_cdist_backward", "_euclidean_dist"),
     left("distances are not quantized", "pdist", "_pdist_forward", "_pdist_backward"),
-    left("a product of as many factors as there are columns", "linalg_vander", "vander", name="vander"),
     left(_FACTORED, "inverse", "linalg_inv", "linalg_inv_ex"),
     left(_FACTORED, "pinverse", "linalg_pinv", name="pinv"),
     left(_FACTORED, "linalg_tensorinv", name="tensorinv"),

@@ -98,7 +98,6 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "sparse_mm": (torch.eye(3).to_sparse(), W),
     "sparse_addmm": (X, torch.eye(3).to_sparse(), W),
     "hspmm": (torch.eye(3).to_sparse(), W),
-    "vander": (VECTOR,),
     "tensorinv": (positive(4).reshape(2, 2, 2, 2),),
     "solve": (W, X),
     "eig": (positive(3),),

@@ -383,8 +383,10 @@ def _layers() -> Table:
 
 
 def _quantized_layer() -> nn.Module:
-    made: nn.Module = torch.ao.nn.quantized.dynamic.Linear(8, 4)
-    return made
+    made: Any = torch.ao.nn.quantized.dynamic.Linear(8, 4)
+    made.set_weight_bias(torch.quantize_per_tensor(torch.ones(4, 8), 0.1, 0, torch.qint8), torch.ones(4))
+    layer: nn.Module = made
+    return layer
 
 
 _TABLES: dict[str, Callable[[], Table]] = {
