@@ -76,6 +76,10 @@ ROWS = (
         flops={"aten::conv_tbc": _tbc_flops, "aten::conv_tbc_backward": _tbc_backward_flops},
     ),
     left(
+        "the gradient of a convolution, called as a function", name="convolution_gradient",
+        others=tuple(getattr(torch.nn.grad, f"conv{dims}d_{of}") for dims in (1, 2, 3) for of in ("input", "weight")),
+    ),
+    left(
         "a convolution of one backend: call conv1d, conv2d, ...", "_convolution_mode", "mkldnn_convolution",
         "cudnn_convolution", "cudnn_convolution_transpose", "miopen_convolution", "miopen_convolution_transpose",
         "miopen_depthwise_convolution", "_nnpack_spatial_convolution", "thnn_conv2d", "slow_conv3d",

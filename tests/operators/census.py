@@ -79,11 +79,12 @@ def model_of(call: Call, *, between: bool = False, weight: int = 1) -> tuple[nn.
     inputs: list[Tensor] = []
     parameters: dict[str, nn.Parameter] = {}
     floating = itertools.count()
+    with_weight = call.layer is None and not call.out
 
     def spell(value: Any) -> str:
         if isinstance(value, Tensor):
             value = _copied(value)
-            if (value.is_floating_point() or value.is_complex()) and next(floating) == weight and not call.out:
+            if (value.is_floating_point() or value.is_complex()) and next(floating) == weight and with_weight:
                 parameters["weight"] = nn.Parameter(value)
                 return "self.weight"
             inputs.append(value)

@@ -79,6 +79,8 @@ class Products(TorchDispatchMode):
         """Captured graphs run as they would without the mode."""
         return True
 
+    supports_higher_order_operators = True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at the factors, then go on."""
         name = func._schema.name.removeprefix("aten::")
@@ -101,7 +103,10 @@ def _is_off_grid(factor: Tensor) -> bool:
 
 
 def _numbers(factor: Tensor) -> Iterator[Tensor]:
-    if factor.layout is not torch.strided:
-        factor = factor.values() if factor.layout is torch.sparse_csr else factor.coalesce().values()
+    if factor.layout is torch.sparse_coo:
+        factor = factor.coalesce().values()
+    elif factor.layout is not torch.strided:
+        factor = factor.to_dense() if factor.is_mkldnn else factor.values()
     factor = factor.resolve_conj().resolve_neg()
-    yield torch.view_as_real(factor) if factor.is_complex() else factor.float()
+    # Real and imaginary parts share a range, but one of them may have been conjugated since.
+    yield from (factor.real, factor.imag) if factor.is_complex() else (factor.float(),)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -111,6 +112,31 @@ def _functions() -> Table:
         "torch.rnn_tanh_cell": (torch.rnn_tanh_cell, r(3, 5), r(3, 6), r(6, 5), r(6, 6)),
         "torch.lstm_cell": (torch.lstm_cell, r(3, 5), [r(3, 6), r(3, 6)], r(24, 5), r(24, 6)),
         "torch.quantize (product of integers)": (_quantized_linear, r(5, 8)),
+        "F.conv2d same": (F.conv2d, r(2, 3, 7, 7), r(4, 3, 3, 3), {"padding": "same"}),
+        "aten.conv2d.padding": (aten.conv2d.padding, r(2, 3, 7, 7), r(4, 3, 3, 3), None, [1, 1], "same"),
+        "torch.nn.grad.conv2d_weight": (
+            torch.nn.grad.conv2d_weight, r(2, 3, 7, 7), (4, 3, 3, 3), r(2, 4, 5, 5)),
+        "torch.nn.grad.conv2d_input": (torch.nn.grad.conv2d_input, (2, 3, 7, 7), r(4, 3, 3, 3), r(2, 4, 5, 5)),
+        "torch.nn.grad.conv1d_weight": (torch.nn.grad.conv1d_weight, r(2, 3, 7), (4, 3, 3), r(2, 4, 5)),
+        "torch.functional.lu": (torch.functional.lu, r(5, 5)),
+        "torch.lstm": (
+            torch.lstm, r(4, 3, 5), [r(1, 3, 6), r(1, 3, 6)], [r(24, 5), r(24, 6)], False, 1, 0.0, False, False, False),
+        "_VF.gru": (torch._VF.gru, r(4, 3, 5), r(1, 3, 6), [r(18, 5), r(18, 6)], False, 1, 0.0, False, False, False),
+        "vmap of dot": (_dots, r(5, 6), r(5, 6)),
+        "grad of a product": (_inner_gradient, r(5, 6), r(6, 7)),
+        "jvp of a product": (_forward_mode, r(5, 6), r(6, 7)),
+        "scripted helper": (torch.jit.script(_helper), r(5, 6), r(6, 7)),
+        "traced helper": (torch.jit.trace(_helper, (r(5, 6), r(6, 7))), r(5, 6), r(6, 7)),
+        "torch.linalg.multi_dot(out=)": (
+            torch.linalg.multi_dot, [r(5, 6), r(6, 7), r(7, 8)], {"out": torch.empty(5, 8)}),
+        "torch.einsum of one that is summed": (torch.einsum, "ij,ik->jk", r(5, 6), r(5, 7)),
+        "torch.multi_dot by functools": (functools.reduce, torch.matmul, [r(5, 6), r(6, 7), r(7, 8)]),
+        "nested": (_nested_product, r(3, 6), r(2, 6), r(6, 7)),
+        "mkldnn tensors": (_mkldnn_product, r(5, 6), r(6, 7)),
+        "half on the CPU": (torch.mm, r(5, 6).half(), r(6, 7).half()),
+        "integers": (torch.mm, torch.randint(0, 9, (5, 6)), torch.randint(0, 9, (6, 7))),
+        "double": (torch.mm, r(5, 6).double(), r(6, 7).double()),
+        "complex": (torch.mm, r(5, 6) + 1j * r(5, 6), r(6, 7) + 1j * r(6, 7)),
         "compiled helper": (torch.compile(_helper, backend="eager"), r(5, 6), r(6, 7)),
         "wrapped by numpy": (_by_numpy, r(5, 6), r(6, 7)),
         "Tensor.cov": (Tensor.cov, r(5, 7)),
@@ -136,6 +162,32 @@ def _functions() -> Table:
 
 def _helper(one: Tensor, other: Tensor) -> Tensor:
     return (one @ other).relu()
+
+
+def _dots(one: Tensor, other: Tensor) -> Tensor:
+    made: Tensor = torch.vmap(torch.dot)(one, other)
+    return made
+
+
+def _inner_gradient(one: Tensor, other: Tensor) -> Tensor:
+    made: Tensor = torch.func.grad(lambda value: (value @ other).sin().sum())(one)
+    return made
+
+
+def _forward_mode(one: Tensor, other: Tensor) -> Any:
+    return torch.func.jvp(lambda value: value @ other, (one,), (one.sin(),))
+
+
+def _nested_product(one: Tensor, more: Tensor, other: Tensor) -> Tensor:
+    made = torch.nested.as_nested_tensor([one, more], layout=torch.jagged) @ other
+    values: Tensor = made.values()
+    return values
+
+
+def _mkldnn_product(one: Tensor, other: Tensor) -> Tensor:
+    return torch.mm(one.detach().to_mkldnn().to_dense(), other) + F.linear(
+        one.detach().to_mkldnn(), other.detach().T.contiguous().to_mkldnn()
+    ).to_dense()
 
 
 def _by_numpy(one: Tensor, other: Tensor) -> Tensor:
@@ -235,7 +287,7 @@ _ATEN: dict[str, Callable[[], tuple[Any, ...]]] = {
     "addbmm": lambda: (r(5, 7), r(2, 5, 6), r(2, 6, 7)), "baddbmm": lambda: (r(2, 5, 7), r(2, 5, 6), r(2, 6, 7)),
     "addr": lambda: (r(5, 6), r(5), r(6)), "kron": lambda: (r(3, 4), r(2, 5)),
     "linear": lambda: (r(5, 4), r(6, 4), r(6)), "bilinear": lambda: (r(5, 4), r(5, 3), r(6, 4, 3), None),
-    "_trilinear": lambda: (r(5, 1, 4, 1), r(1, 6, 4, 3), r(5, 1, 1, 3), [1, 3], [0], [1, 2], [2, 3]),
+    "_trilinear": lambda: (r(5, 4), r(6, 4, 3), r(5, 3), [1, 3], [0], [1, 2], [2, 3]),
     "linalg_multi_dot": lambda: ([r(5, 6), r(6, 7), r(7, 8)],), "linalg_vecdot": lambda: (r(5, 6), r(5, 6)),
     "linalg_matmul": lambda: (r(5, 6), r(6, 7)), "chain_matmul": lambda: ([r(5, 6), r(6, 7), r(7, 8)],),
     "matrix_power": lambda: (r(5, 5), 3), "linalg_matrix_power": lambda: (r(5, 5), 3),
@@ -256,11 +308,10 @@ _ATEN: dict[str, Callable[[], tuple[Any, ...]]] = {
     "rnn_tanh_cell": lambda: (r(3, 5), r(3, 6), r(6, 5), r(6, 6)),
     "gru_cell": lambda: (r(3, 5), r(3, 6), r(18, 5), r(18, 6)),
     "linalg_solve": lambda: (_spd(), r(5, 2)), "linalg_inv": lambda: (_spd(),), "inverse": lambda: (_spd(),),
-    "linalg_pinv": lambda: (r(5, 6),), "pinverse": lambda: (r(5, 6),), "linalg_svd": lambda: (r(5, 6), False),
+    "linalg_pinv": lambda: (r(5, 6), 1e-15), "pinverse": lambda: (r(5, 6),), "linalg_svd": lambda: (r(5, 6), False),
     "linalg_qr": lambda: (r(6, 5),), "linalg_cholesky": lambda: (_spd(),), "linalg_eigh": lambda: (_spd(),),
     "linalg_det": lambda: (_spd(),), "ormqr": lambda: (r(5, 3), r(3), r(5, 4)),
-    "linalg_householder_product": lambda: (r(5, 3), r(3)), "sparse_sampled_addmm": lambda: (
-        r(5, 7).relu().to_sparse_csr(), r(5, 6), r(6, 7)),
+    "linalg_householder_product": lambda: (r(5, 3), r(3)),
     "_sparse_mm": lambda: (r(5, 5).relu().to_sparse(), r(5, 4)),
     "_grouped_mm": lambda: (r(16, 16).bfloat16(), r(3, 16, 8).bfloat16(), torch.tensor([2, 8, 16], dtype=torch.int32)),
     "linalg_lstsq": lambda: (r(6, 5), r(6, 2)), "linalg_solve_triangular": lambda: (_spd().triu(), r(5, 2),
@@ -273,7 +324,8 @@ def _overloads() -> Table:
     found: Table = {}
     for name, arguments in _ATEN.items():
         packet = getattr(aten, name)
-        overload = getattr(packet, packet.overloads()[0])
+        names = [found for found in packet.overloads() if found not in ("out", "deprecated")] or ["out"]
+        overload = getattr(packet, names[0])
         found[f"aten.{name}"] = (packet, *arguments())
         found[f"{overload}"] = (overload, *arguments())
     return found
@@ -376,10 +428,16 @@ def _layers() -> Table:
         "nn.EmbeddingBag": (lambda: nn.EmbeddingBag(9, 5), torch.randint(0, 9, (3, 4))),
         "nn.AdaptiveLogSoftmaxWithLoss": (
             lambda: nn.AdaptiveLogSoftmaxWithLoss(8, 12, [4]), r(6, 8), torch.randint(0, 12, (6,))),
+        "compiled layer": (_compiled_layer, r(5, 6)),
         "nn.LazyLinear": (lambda: nn.LazyLinear(4), r(5, 6)),
         "flex_attention": (Flexible, r(1, 2, 16, 8), r(1, 2, 16, 8), r(1, 2, 16, 8)),
         "quantized dynamic": (_quantized_layer, r(5, 8)),
     }  # fmt: skip
+
+
+def _compiled_layer() -> nn.Module:
+    layer: nn.Module = torch.compile(nn.Linear(6, 7), backend="eager")
+    return layer
 
 
 def _quantized_layer() -> nn.Module:
