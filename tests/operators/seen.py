@@ -83,6 +83,9 @@ class Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at the factors, then go on."""
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            self.seen += [Product(func.name(), off_grid=True)] if "attention" in func.name() else []
+            return func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::")
         bare = name.removesuffix("_")
         if name in INSIDE or func.namespace not in KNOWN:
