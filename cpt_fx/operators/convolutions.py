@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -60,6 +61,7 @@ def _tbc_backward_flops(self: Any, input: Any, weight: Any, *rest: Any, out_shap
 
 _GENERAL = {spelling: _general for spelling in (torch.convolution, "aten::convolution", torch._convolution,
                                                 "aten::_convolution", "aten::convolution_overrideable")}  # fmt: skip
+_GRADIENTS: Any = importlib.import_module("torch.nn.grad")
 
 ROWS = (
     _conv("conv1d", nn.Conv1d, integer="conv"),
@@ -77,7 +79,7 @@ ROWS = (
     ),
     left(
         "the gradient of a convolution, called as a function", name="convolution_gradient",
-        others=tuple(getattr(torch.nn.grad, f"conv{dims}d_{of}") for dims in (1, 2, 3) for of in ("input", "weight")),
+        others=tuple(getattr(_GRADIENTS, f"conv{dims}d_{of}") for dims in (1, 2, 3) for of in ("input", "weight")),
     ),
     left(
         "a convolution of one backend: call conv1d, conv2d, ...", "_convolution_mode", "mkldnn_convolution",

@@ -6,9 +6,7 @@ import itertools
 import linecache
 import warnings
 from contextlib import suppress
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,7 +37,7 @@ class Verdict:
     """What one frontend makes of a call.
 
     `quantized`: all that multiplies has its factors on a grid. `reported`: the rest is in `inspect(result).uncovered`.
-    `refused`: an error that says why. `nothing`: it multiplies nothing here, and nothing is said. The others are faults:
+    `refused`: an error that says why. `nothing`: it multiplies nothing here, and nothing is said. Others are faults:
     `silent` where a product in full precision is not mentioned, `wrong` where the numbers at 32 bits are others,
     `broken` where there is an error of another kind.
     """
@@ -184,13 +182,13 @@ def judge(call: Call, frontend: str, expected: Run, weight: int = 1) -> Verdict:
         try:
             torch._dynamo.reset()
             return _judged(call, frontend, expected, weight)
-        except (TransformError, _Refused) as error:
+        except (TransformError, _RefusedError) as error:
             return Verdict("refused", str(error).splitlines()[0])
         except Exception as error:
             return Verdict("broken", f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
 
 
-class _Refused(Exception):
+class _RefusedError(Exception):
     """torch.export refuses the model: nothing of the package's."""
 
 
@@ -223,7 +221,7 @@ def _transformed(model: nn.Module, inputs: tuple[Any, ...], frontend: str) -> nn
         try:
             model = torch.export.export(model, inputs)  # type: ignore[assignment]
         except Exception as error:
-            raise _Refused(f"torch.export: {type(error).__name__}") from None
+            raise _RefusedError(f"torch.export: {type(error).__name__}") from None
         return cpt_fx.transform(model, schedule, recipe=RECIPE)
     capture = "dynamo" if frontend == "between" else frontend
     return cpt_fx.transform(model, schedule, recipe=RECIPE, capture=capture)
@@ -246,6 +244,3 @@ def _difference(expected: list[Tensor], found: list[Tensor]) -> str:
 def _dense(value: Tensor) -> Tensor:
     value = value if value.layout is torch.strided else value.to_dense()
     return value.to(torch.complex128 if value.is_complex() else torch.float64)
-
-
-__all__ = ["FRONTENDS", "GOOD", "Callable", "Iterator", "Run", "SimpleNamespace", "Verdict", "judge", "model_of", "multiplies", "plain", "run"]

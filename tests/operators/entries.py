@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import operator
 import sys
 import unittest
 from collections.abc import Callable, Iterator
@@ -97,7 +96,4 @@ def _dtype(info: Any) -> torch.dtype:
     for dtype in (torch.float32, torch.complex64, torch.bfloat16):
         if info.supports_dtype(dtype, "cpu"):
             return dtype
-    return next(iter(info.supported_dtypes("cpu")), torch.float32)  # type: ignore[no-any-return]
-
-
-__all__ = ["Call", "calls", "operator"]
+    return next(iter(info.supported_dtypes("cpu")), torch.float32)

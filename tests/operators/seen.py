@@ -19,7 +19,8 @@ LEVELS = 4
 
 FACTORS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(
-        ("mm", "bmm", "mv", "dot", "vdot", "linear", "mkldnn_linear", "_int_mm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm",
+        ("mm", "bmm", "mv", "dot", "vdot", "linear", "mkldnn_linear", "_int_mm", "_scaled_mm", "_scaled_mm_v2",
+         "_grouped_mm",
          "_scaled_grouped_mm", "_sparse_mm", "_sparse_sparse_matmul", "_sparse_mm_reduce_impl", "hspmm", "smm",
          "convolution", "convolution_overrideable", "mkldnn_convolution", "_slow_conv2d_forward",
          "slow_conv3d_forward", "slow_conv_transpose2d", "slow_conv_transpose3d", "slow_conv_dilated2d",
@@ -43,7 +44,8 @@ FACTORS: dict[str, tuple[int, ...]] = {
 """Operators that multiply matrices, by name, and the places of the factors."""
 
 INSIDE = frozenset(
-    {"matrix_exp", "linalg_matrix_exp", "linalg_pinv", "ormqr", "affine_grid_generator", "_cdist_forward", "_cdist_backward",
+    {"matrix_exp", "linalg_matrix_exp", "linalg_pinv", "ormqr", "affine_grid_generator", "_cdist_forward",
+     "_cdist_backward",
      "_euclidean_dist", "_pdist_forward", "_pdist_backward", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward",
      "_native_multi_head_attention", "_transformer_encoder_layer_fwd", "quantized_lstm", "_weight_int4pack_mm_for_cpu",
      "_weight_int8pack_mm"}
@@ -71,7 +73,7 @@ class Products(TorchDispatchMode):
     """Notes each product that runs while the mode is active. Dynamo does not mind it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen: list[Product] = []
 
     @classmethod

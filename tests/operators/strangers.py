@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,8 +14,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from tests.operators.entries import Call
+from tests.operators.overloads import Table, methods, overloads, r, spd, writing
 
 aten = torch.ops.aten
+_C: Any = torch._C
+_GRAD: Any = importlib.import_module("torch.nn.grad")
+_VF: Any = torch._VF
 
 
 def strangers() -> Iterator[Call]:
@@ -31,21 +36,10 @@ def strangers() -> Iterator[Call]:
         yield Call(name, "layer", layer, tuple(args), layer=layer)
 
 
-def r(*shape: int) -> Tensor:
-    return torch.randn(shape)
-
-
-def _spd(n: int = 5) -> Tensor:
-    made = r(n, n)
-    return made @ made.T + n * torch.eye(n)
-
-
-Table = dict[str, tuple[Any, ...]]
-
-
 def _functions() -> Table:
     weight, bias = r(12, 4), r(12)
-    heads: tuple[Any, ...] = (r(3, 2, 4), r(3, 2, 4), r(3, 2, 4), 4, 2, weight, bias, None, None, False, 0.0, r(4, 4), r(4))
+    heads: tuple[Any, ...] = (
+        r(3, 2, 4), r(3, 2, 4), r(3, 2, 4), 4, 2, weight, bias, None, None, False, 0.0, r(4, 4), r(4))  # fmt: skip
     found: Table = {
         "F.linear": (F.linear, r(5, 4), r(6, 4), r(6)),
         "F.bilinear": (F.bilinear, r(5, 4), r(5, 3), r(6, 4, 3)),
@@ -72,6 +66,7 @@ def _functions() -> Table:
         "F.scaled_dot_product_attention gqa": (
             F.scaled_dot_product_attention, r(2, 4, 5, 4), r(2, 2, 5, 4), r(2, 2, 5, 4), {"enable_gqa": True}),
         "F.embedding_bag": (F.embedding_bag, torch.randint(0, 9, (3, 4)), r(9, 5)),
+        "F.linear_cross_entropy": (F.linear_cross_entropy, r(6, 5), r(7, 5), torch.randint(0, 7, (6,))),
         "torch.cov": (torch.cov, r(5, 7)),
         "torch.corrcoef": (torch.corrcoef, r(5, 7)),
         "torch.cartesian_prod": (torch.cartesian_prod, r(5), r(6)),
@@ -89,7 +84,7 @@ def _functions() -> Table:
         "torch.vdot": (torch.vdot, r(7), r(7)),
         "torch._int_mm": (torch._int_mm, torch.randint(-9, 9, (32, 16), dtype=torch.int8),
                           torch.randint(-9, 9, (16, 8), dtype=torch.int8)),
-        "torch.lobpcg": (torch.lobpcg, _spd(12), {"k": 2}),
+        "torch.lobpcg": (torch.lobpcg, spd(12), {"k": 2}),
         "torch.pca_lowrank": (torch.pca_lowrank, r(9, 7), {"q": 3}),
         "torch.svd_lowrank": (torch.svd_lowrank, r(9, 7), {"q": 3}),
         "torch.get_lowrank": (torch._lowrank.get_approximate_basis, r(9, 7), 3),
@@ -100,13 +95,13 @@ def _functions() -> Table:
         "torch._fused_sdp_choice": (torch._fused_sdp_choice, r(2, 2, 5, 4), r(2, 2, 5, 4), r(2, 2, 5, 4)),
         "torch.ormqr": (torch.ormqr, r(5, 3), r(3), r(5, 4)),
         "torch.orgqr": (torch.orgqr, r(5, 3), r(3)),
-        "torch.inverse": (torch.inverse, _spd()),
+        "torch.inverse": (torch.inverse, spd()),
         "torch.pinverse": (torch.pinverse, r(5, 6)),
-        "torch.cholesky_solve": (torch.cholesky_solve, r(5, 2), torch.linalg.cholesky(_spd())),
-        "torch.cholesky_inverse": (torch.cholesky_inverse, torch.linalg.cholesky(_spd())),
-        "torch.logdet": (torch.logdet, _spd()),
-        "torch.lu_solve": (torch.lu_solve, r(5, 2), *torch.linalg.lu_factor(_spd())),
-        "torch.triangular_solve": (torch.triangular_solve, r(5, 2), _spd().triu()),
+        "torch.cholesky_solve": (torch.cholesky_solve, r(5, 2), torch.linalg.cholesky(spd())),
+        "torch.cholesky_inverse": (torch.cholesky_inverse, torch.linalg.cholesky(spd())),
+        "torch.logdet": (torch.logdet, spd()),
+        "torch.lu_solve": (torch.lu_solve, r(5, 2), *torch.linalg.lu_factor(spd())),
+        "torch.triangular_solve": (torch.triangular_solve, r(5, 2), spd().triu()),
         "torch.nuclear_norm": (torch.nuclear_norm, r(5, 6)),
         "torch.norm nuc": (torch.norm, r(5, 6), {"p": "nuc"}),
         "torch.rnn_tanh_cell": (torch.rnn_tanh_cell, r(3, 5), r(3, 6), r(6, 5), r(6, 6)),
@@ -115,13 +110,13 @@ def _functions() -> Table:
         "F.conv2d same": (F.conv2d, r(2, 3, 7, 7), r(4, 3, 3, 3), {"padding": "same"}),
         "aten.conv2d.padding": (aten.conv2d.padding, r(2, 3, 7, 7), r(4, 3, 3, 3), None, [1, 1], "same"),
         "torch.nn.grad.conv2d_weight": (
-            torch.nn.grad.conv2d_weight, r(2, 3, 7, 7), (4, 3, 3, 3), r(2, 4, 5, 5)),
-        "torch.nn.grad.conv2d_input": (torch.nn.grad.conv2d_input, (2, 3, 7, 7), r(4, 3, 3, 3), r(2, 4, 5, 5)),
-        "torch.nn.grad.conv1d_weight": (torch.nn.grad.conv1d_weight, r(2, 3, 7), (4, 3, 3), r(2, 4, 5)),
+            _GRAD.conv2d_weight, r(2, 3, 7, 7), (4, 3, 3, 3), r(2, 4, 5, 5)),
+        "torch.nn.grad.conv2d_input": (_GRAD.conv2d_input, (2, 3, 7, 7), r(4, 3, 3, 3), r(2, 4, 5, 5)),
+        "torch.nn.grad.conv1d_weight": (_GRAD.conv1d_weight, r(2, 3, 7), (4, 3, 3), r(2, 4, 5)),
         "torch.functional.lu": (torch.functional.lu, r(5, 5)),
         "torch.lstm": (
             torch.lstm, r(4, 3, 5), [r(1, 3, 6), r(1, 3, 6)], [r(24, 5), r(24, 6)], False, 1, 0.0, False, False, False),
-        "_VF.gru": (torch._VF.gru, r(4, 3, 5), r(1, 3, 6), [r(18, 5), r(18, 6)], False, 1, 0.0, False, False, False),
+        "_VF.gru": (_VF.gru, r(4, 3, 5), r(1, 3, 6), [r(18, 5), r(18, 6)], False, 1, 0.0, False, False, False),
         "vmap of dot": (_dots, r(5, 6), r(5, 6)),
         "grad of a product": (_inner_gradient, r(5, 6), r(6, 7)),
         "jvp of a product": (_forward_mode, r(5, 6), r(6, 7)),
@@ -151,13 +146,9 @@ def _functions() -> Table:
         "torch.bmm sparse": (torch.bmm, r(2, 5, 5).relu().to_sparse(), r(2, 5, 4)),
         "torch.sparse.mm of two": (torch.sparse.mm, r(5, 5).relu().to_sparse(), r(5, 5).relu().to_sparse()),
     }  # fmt: skip
-    if hasattr(F, "linear_cross_entropy"):
-        found["F.linear_cross_entropy"] = (F.linear_cross_entropy, r(6, 5), r(7, 5), torch.randint(0, 7, (6,)))
     offsets = torch.tensor([2, 8, 16], dtype=torch.int32)
     grouped = (r(16, 16).bfloat16(), r(3, 16, 8).bfloat16(), {"offs": offsets})
-    found |= {name: (getattr(where, name.split(".")[1]), *grouped) for name, where in
-              {"F.grouped_mm": F, "torch._grouped_mm": torch}.items() if hasattr(where, name.split(".")[1])}  # fmt: skip
-    return found
+    return found | {"F.grouped_mm": (F.grouped_mm, *grouped), "torch._grouped_mm": (torch._grouped_mm, *grouped)}
 
 
 def _helper(one: Tensor, other: Tensor) -> Tensor:
@@ -185,9 +176,10 @@ def _nested_product(one: Tensor, more: Tensor, other: Tensor) -> Tensor:
 
 
 def _mkldnn_product(one: Tensor, other: Tensor) -> Tensor:
-    return torch.mm(one.detach().to_mkldnn().to_dense(), other) + F.linear(
-        one.detach().to_mkldnn(), other.detach().T.contiguous().to_mkldnn()
-    ).to_dense()
+    return (
+        torch.mm(one.detach().to_mkldnn().to_dense(), other)
+        + F.linear(one.detach().to_mkldnn(), other.detach().T.contiguous().to_mkldnn()).to_dense()
+    )
 
 
 def _by_numpy(one: Tensor, other: Tensor) -> Tensor:
@@ -215,172 +207,69 @@ def _einsums() -> Table:
         "batched": (torch.einsum, "...ij,...jk->...ik", r(2, 5, 6), r(2, 6, 7)),
         "aten": (aten.einsum.default, "ij,jk,kl->il", [a, b, c]),
         "aten with a path": (aten.einsum.default, "ij,jk,kl->il", [a, b, c], {"path": [1, 2, 0, 1]}),
-        "_VF": (torch._VF.einsum, "ij,jk->ik", [a, b]),
+        "_VF": (_VF.einsum, "ij,jk->ik", [a, b]),
         "bilinear": (torch.einsum, "bi,oij,bj->bo", r(4, 5), r(6, 5, 7), r(4, 7)),
         "tensordot 1": (torch.tensordot, a, b, 1),
         "tensordot 0": (torch.tensordot, a, b, 0),
         "tensordot 2": (torch.tensordot, r(3, 4, 5), r(4, 5, 6), 2),
         "tensordot lists": (torch.tensordot, r(3, 4, 5), r(5, 4, 6), ([1, 2], [1, 0])),
         "tensordot dims=": (torch.tensordot, r(3, 4, 5), r(4, 5, 6), {"dims": 2}),
-        "_VF.tensordot": (torch._VF.tensordot, r(3, 4, 5), r(5, 4, 6), [1, 2], [1, 0]),
+        "_VF.tensordot": (_VF.tensordot, r(3, 4, 5), r(5, 4, 6), [1, 2], [1, 0]),
         "aten.tensordot": (aten.tensordot.default, r(3, 4, 5), r(5, 4, 6), [1, 2], [1, 0]),
     }  # fmt: skip
 
 
 def _linalg() -> Table:
     space = torch.linalg
-    square, spd, wide = r(5, 5), _spd(), r(5, 6)
+    square, wide, positive = r(5, 5), r(5, 6), spd()
     return {
         "matmul": (space.matmul, r(5, 6), r(6, 7)),
         "vecdot": (space.vecdot, wide, r(5, 6)),
         "multi_dot": (space.multi_dot, [r(5, 6), r(6, 7), r(7, 8)]),
         "multi_dot of two": (space.multi_dot, [r(5, 6), r(6, 7)]),
         "matrix_power": (space.matrix_power, square, 3),
-        "matrix_power -2": (space.matrix_power, spd, -2),
+        "matrix_power -2": (space.matrix_power, positive, -2),
         "matrix_exp": (space.matrix_exp, square),
-        "inv": (space.inv, spd), "inv_ex": (space.inv_ex, spd), "pinv": (space.pinv, wide),
-        "pinv hermitian": (space.pinv, spd, {"hermitian": True}),
-        "solve": (space.solve, spd, r(5, 2)), "solve_ex": (space.solve_ex, spd, r(5, 2)),
-        "solve_triangular": (space.solve_triangular, spd.triu(), r(5, 2), {"upper": True}),
+        "inv": (space.inv, positive), "inv_ex": (space.inv_ex, positive), "pinv": (space.pinv, wide),
+        "pinv hermitian": (space.pinv, positive, {"hermitian": True}),
+        "solve": (space.solve, positive, r(5, 2)), "solve_ex": (space.solve_ex, positive, r(5, 2)),
+        "solve_triangular": (space.solve_triangular, positive.triu(), r(5, 2), {"upper": True}),
         "lstsq": (space.lstsq, r(6, 5), r(6, 2)),
-        "cholesky": (space.cholesky, spd), "cholesky_ex": (space.cholesky_ex, spd),
+        "cholesky": (space.cholesky, positive), "cholesky_ex": (space.cholesky_ex, positive),
         "qr": (space.qr, wide), "svd": (space.svd, wide, False), "svdvals": (space.svdvals, wide),
-        "eigh": (space.eigh, spd), "eigvalsh": (space.eigvalsh, spd), "eig": (space.eig, square),
-        "eigvals": (space.eigvals, square), "det": (space.det, spd), "slogdet": (space.slogdet, spd),
+        "eigh": (space.eigh, positive), "eigvalsh": (space.eigvalsh, positive), "eig": (space.eig, square),
+        "eigvals": (space.eigvals, square), "det": (space.det, positive), "slogdet": (space.slogdet, positive),
         "lu": (space.lu, square), "lu_factor": (space.lu_factor, square),
-        "lu_solve": (space.lu_solve, *space.lu_factor(spd), r(5, 2)),
-        "ldl_factor": (space.ldl_factor, spd), "ldl_solve": (space.ldl_solve, *space.ldl_factor(spd), r(5, 2)),
+        "lu_solve": (space.lu_solve, *space.lu_factor(positive), r(5, 2)),
+        "ldl_factor": (space.ldl_factor, positive),
+        "ldl_solve": (space.ldl_solve, *space.ldl_factor(positive), r(5, 2)),
         "householder_product": (space.householder_product, r(5, 3), r(3)),
         "tensorinv": (space.tensorinv, r(4, 6, 8, 3), {"ind": 2}),
         "tensorsolve": (space.tensorsolve, r(2, 3, 6), r(2, 3)),
         "matrix_norm 2": (space.matrix_norm, wide, 2), "matrix_norm nuc": (space.matrix_norm, wide, "nuc"),
         "norm 2": (space.norm, wide, 2), "cond": (space.cond, square), "matrix_rank": (space.matrix_rank, wide),
         "cross": (space.cross, r(5, 3), r(5, 3)), "vander": (space.vander, r(5)),
-        "_C._linalg.linalg_matmul": (torch._C._linalg.linalg_matmul, r(5, 6), r(6, 7)),
-        "_C._linalg.linalg_vecdot": (torch._C._linalg.linalg_vecdot, wide, r(5, 6)),
-        "_C._linalg.linalg_multi_dot": (torch._C._linalg.linalg_multi_dot, [r(5, 6), r(6, 7)]),
-        "_C._linalg.linalg_matrix_power": (torch._C._linalg.linalg_matrix_power, square, 3),
-        "_C._linalg.linalg_matrix_exp": (torch._C._linalg.linalg_matrix_exp, square),
-        "_C._linalg.linalg_inv": (torch._C._linalg.linalg_inv, spd),
-        "_C._nn.linear": (torch._C._nn.linear, r(5, 4), r(6, 4), r(6)),
+        "_C._linalg.linalg_matmul": (_C._linalg.linalg_matmul, r(5, 6), r(6, 7)),
+        "_C._linalg.linalg_vecdot": (_C._linalg.linalg_vecdot, wide, r(5, 6)),
+        "_C._linalg.linalg_multi_dot": (_C._linalg.linalg_multi_dot, [r(5, 6), r(6, 7)]),
+        "_C._linalg.linalg_matrix_power": (_C._linalg.linalg_matrix_power, square, 3),
+        "_C._linalg.linalg_matrix_exp": (_C._linalg.linalg_matrix_exp, square),
+        "_C._linalg.linalg_inv": (_C._linalg.linalg_inv, positive),
+        "_C._nn.linear": (_C._nn.linear, r(5, 4), r(6, 4), r(6)),
         "_C._nn.scaled_dot_product_attention": (
-            torch._C._nn.scaled_dot_product_attention, r(2, 2, 5, 4), r(2, 2, 5, 4), r(2, 2, 5, 4)),
-        "_VF.matmul": (torch._VF.matmul, r(5, 6), r(6, 7)),
-        "_VF.conv2d": (torch._VF.conv2d, r(2, 3, 5, 5), r(4, 3, 3, 3)),
-        "_C._VariableFunctions.mm": (torch._C._VariableFunctions.mm, r(5, 6), r(6, 7)),
-        "_C._nn.slow_conv3d": (torch._C._nn.slow_conv3d, r(2, 3, 5, 5, 5), r(4, 3, 3, 3, 3), [3, 3, 3]),
-        "_C._nn.slow_conv_transpose2d": (torch._C._nn.slow_conv_transpose2d, r(2, 3, 5, 5), r(3, 4, 3, 3), [3, 3]),
-        "_C._nn.thnn_conv2d": (torch._C._nn.thnn_conv2d, r(2, 3, 5, 5), r(4, 3, 3, 3), [3, 3]),
-        "_C._nn.slow_conv_dilated2d": (torch._C._nn.slow_conv_dilated2d, r(2, 3, 5, 5), r(4, 3, 3, 3), [3, 3]),
+            _C._nn.scaled_dot_product_attention, r(2, 2, 5, 4), r(2, 2, 5, 4), r(2, 2, 5, 4)),
+        "_VF.matmul": (_VF.matmul, r(5, 6), r(6, 7)),
+        "_VF.conv2d": (_VF.conv2d, r(2, 3, 5, 5), r(4, 3, 3, 3)),
+        "_C._VariableFunctions.mm": (_C._VariableFunctions.mm, r(5, 6), r(6, 7)),
+        "_C._nn.slow_conv3d": (_C._nn.slow_conv3d, r(2, 3, 5, 5, 5), r(4, 3, 3, 3, 3), [3, 3, 3]),
+        "_C._nn.slow_conv_transpose2d": (_C._nn.slow_conv_transpose2d, r(2, 3, 5, 5), r(3, 4, 3, 3), [3, 3]),
+        "_C._nn.thnn_conv2d": (_C._nn.thnn_conv2d, r(2, 3, 5, 5), r(4, 3, 3, 3), [3, 3]),
+        "_C._nn.slow_conv_dilated2d": (_C._nn.slow_conv_dilated2d, r(2, 3, 5, 5), r(4, 3, 3, 3), [3, 3]),
         "torch.mkldnn_convolution": (
             torch.mkldnn_convolution, r(2, 3, 5, 5), r(4, 3, 3, 3), r(4), [0, 0], [1, 1], [1, 1], 1),
         "special.expit": (torch.special.expit, r(5, 6)), "special.softmax": (torch.special.softmax, r(5, 6), 1),
         "fft.fft": (torch.fft.fft, r(5, 6)), "fft.rfft2": (torch.fft.rfft2, r(5, 6)),
     }  # fmt: skip
-
-
-_ATEN: dict[str, Callable[[], tuple[Any, ...]]] = {
-    "mm": lambda: (r(5, 6), r(6, 7)), "bmm": lambda: (r(2, 5, 6), r(2, 6, 7)), "mv": lambda: (r(5, 6), r(6)),
-    "dot": lambda: (r(7), r(7)), "vdot": lambda: (r(7), r(7)), "matmul": lambda: (r(5, 6), r(6, 7)),
-    "inner": lambda: (r(5, 6), r(7, 6)), "outer": lambda: (r(5), r(6)), "ger": lambda: (r(5), r(6)),
-    "addmm": lambda: (r(7), r(5, 6), r(6, 7)), "addmv": lambda: (r(5), r(5, 6), r(6)),
-    "addbmm": lambda: (r(5, 7), r(2, 5, 6), r(2, 6, 7)), "baddbmm": lambda: (r(2, 5, 7), r(2, 5, 6), r(2, 6, 7)),
-    "addr": lambda: (r(5, 6), r(5), r(6)), "kron": lambda: (r(3, 4), r(2, 5)),
-    "linear": lambda: (r(5, 4), r(6, 4), r(6)), "bilinear": lambda: (r(5, 4), r(5, 3), r(6, 4, 3), None),
-    "_trilinear": lambda: (r(5, 4), r(6, 4, 3), r(5, 3), [1, 3], [0], [1, 2], [2, 3]),
-    "linalg_multi_dot": lambda: ([r(5, 6), r(6, 7), r(7, 8)],), "linalg_vecdot": lambda: (r(5, 6), r(5, 6)),
-    "linalg_matmul": lambda: (r(5, 6), r(6, 7)), "chain_matmul": lambda: ([r(5, 6), r(6, 7), r(7, 8)],),
-    "matrix_power": lambda: (r(5, 5), 3), "linalg_matrix_power": lambda: (r(5, 5), 3),
-    "matrix_exp": lambda: (r(5, 5),), "linalg_matrix_exp": lambda: (r(5, 5),),
-    "convolution": lambda: (r(2, 3, 7), r(4, 3, 3), None, [1], [0], [1], False, [0], 1),
-    "_convolution": lambda: (r(2, 3, 7), r(4, 3, 3), None, [1], [0], [1], False, [0], 1, False, False, True, True),
-    "conv1d": lambda: (r(2, 3, 7), r(4, 3, 3)), "conv2d": lambda: (r(2, 3, 7, 7), r(4, 3, 3, 3)),
-    "conv_transpose2d": lambda: (r(2, 3, 7, 7), r(3, 4, 3, 3)), "conv_tbc": lambda: (r(7, 2, 3), r(3, 3, 4), r(4)),
-    "conv3d": lambda: (r(2, 3, 5, 5, 5), r(4, 3, 3, 3, 3)),
-    "mkldnn_convolution": lambda: (r(2, 3, 5, 5), r(4, 3, 3, 3), r(4), [0, 0], [1, 1], [1, 1], 1),
-    "scaled_dot_product_attention": lambda: (r(2, 2, 5, 4), r(2, 2, 5, 4), r(2, 2, 5, 4)),
-    "_scaled_dot_product_attention_math": lambda: (r(2, 2, 5, 4), r(2, 2, 5, 4), r(2, 2, 5, 4)),
-    "_scaled_dot_product_flash_attention_for_cpu": lambda: (r(2, 2, 5, 4), r(2, 2, 5, 4), r(2, 2, 5, 4)),
-    "_addmm_activation": lambda: (r(7), r(5, 6), r(6, 7)), "cdist": lambda: (r(5, 6), r(7, 6)),
-    "_cdist_forward": lambda: (r(5, 6), r(7, 6), 2.0, None), "_euclidean_dist": lambda: (r(5, 6), r(7, 6)),
-    "pdist": lambda: (r(5, 6),), "_pdist_forward": lambda: (r(5, 6),), "cov": lambda: (r(5, 7),),
-    "corrcoef": lambda: (r(5, 7),), "affine_grid_generator": lambda: (r(2, 2, 3), [2, 3, 4, 5], False),
-    "rnn_tanh_cell": lambda: (r(3, 5), r(3, 6), r(6, 5), r(6, 6)),
-    "gru_cell": lambda: (r(3, 5), r(3, 6), r(18, 5), r(18, 6)),
-    "linalg_solve": lambda: (_spd(), r(5, 2)), "linalg_inv": lambda: (_spd(),), "inverse": lambda: (_spd(),),
-    "linalg_pinv": lambda: (r(5, 6), 1e-15), "pinverse": lambda: (r(5, 6),), "linalg_svd": lambda: (r(5, 6), False),
-    "linalg_qr": lambda: (r(6, 5),), "linalg_cholesky": lambda: (_spd(),), "linalg_eigh": lambda: (_spd(),),
-    "linalg_det": lambda: (_spd(),), "ormqr": lambda: (r(5, 3), r(3), r(5, 4)),
-    "linalg_householder_product": lambda: (r(5, 3), r(3)),
-    "_sparse_mm": lambda: (r(5, 5).relu().to_sparse(), r(5, 4)),
-    "_grouped_mm": lambda: (r(16, 16).bfloat16(), r(3, 16, 8).bfloat16(), torch.tensor([2, 8, 16], dtype=torch.int32)),
-    "linalg_lstsq": lambda: (r(6, 5), r(6, 2)), "linalg_solve_triangular": lambda: (_spd().triu(), r(5, 2),
-                                                                                     {"upper": True}),
-}  # fmt: skip
-
-
-def _overloads() -> Table:
-    """Each operator of ATen by its packet and by its first overload."""
-    found: Table = {}
-    for name, arguments in _ATEN.items():
-        packet = getattr(aten, name)
-        names = [found for found in packet.overloads() if found not in ("out", "deprecated")] or ["out"]
-        overload = getattr(packet, names[0])
-        found[f"aten.{name}"] = (packet, *arguments())
-        found[f"{overload}"] = (overload, *arguments())
-    return found
-
-
-_WRITING = {
-    "mm": (5, 7), "bmm": (2, 5, 7), "addmm": (5, 7), "baddbmm": (2, 5, 7), "addbmm": (5, 7), "matmul": (5, 7),
-    "mv": (5,), "addmv": (5,), "dot": (), "linear": (5, 6), "inner": (5, 7), "outer": (5, 6), "addr": (5, 6),
-}  # fmt: skip
-
-
-def _writing() -> Table:
-    """The same with `out`, by the function of torch and by the overload, and in place."""
-    found: Table = {}
-    for name, shape in _WRITING.items():
-        overload = getattr(aten, name).out
-        found[f"aten.{name}.out"] = (overload, *_ATEN[name](), {"out": torch.empty(shape)})
-        if hasattr(torch, name):
-            found[f"torch.{name}(out=)"] = (getattr(torch, name), *_ATEN[name](), {"out": torch.empty(shape)})
-    for name in ("addmm", "baddbmm", "addbmm", "addmv", "addr"):
-        args = _ATEN[name]()
-        args = (torch.randn(_WRITING[name]), *args[1:])
-        found[f"Tensor.{name}_"] = (getattr(Tensor, f"{name}_"), *args)
-        found[f"aten.{name}_"] = (getattr(aten, f"{name}_"), *args)
-        found[f"aten.{name}_.default_"] = (getattr(aten, f"{name}_").default, *args)
-    return found
-
-
-def _methods() -> Table:
-    pairs = {name: _ATEN[name]() for name in (
-        "mm", "bmm", "mv", "dot", "vdot", "matmul", "inner", "outer", "ger", "addmm", "addmv", "addbmm", "baddbmm",
-        "addr", "kron", "matrix_power", "matrix_exp", "cov", "corrcoef", "inverse", "pinverse")}  # fmt: skip
-    found: Table = {f"Tensor.{name}": (_method(name), *args) for name, args in pairs.items() if hasattr(Tensor, name)}
-    found |= {
-        "Tensor.__matmul__": (_method("__matmul__"), r(5, 6), r(6, 7)),
-        "Tensor.__rmatmul__": (_method("__rmatmul__"), r(6, 7), r(5, 6)),
-        "Tensor.__imatmul__": (operator.imatmul, r(5, 6), r(6, 6)),
-        "Tensor.smm": (_method("smm"), r(5, 5).relu().to_sparse(), r(5, 4)),
-        "Tensor.sspaddmm": (_method("sspaddmm"), r(5, 4).to_sparse(), r(5, 5).relu().to_sparse(), r(5, 4)),
-        "Tensor.cholesky_solve": (_method("cholesky_solve"), r(5, 2), torch.linalg.cholesky(_spd())),
-        "Tensor.det": (_method("det"), _spd()), "Tensor.logdet": (_method("logdet"), _spd()),
-        "Tensor.svd": (_method("svd"), r(5, 6)), "Tensor.qr": (_method("qr"), r(6, 5)),
-        "Tensor.ormqr": (_method("ormqr"), r(5, 3), r(3), r(5, 4)),
-        "Tensor.cholesky": (_method("cholesky"), _spd()),
-    }  # fmt: skip
-    return found
-
-
-def _method(name: str) -> Callable[..., Any]:
-    """Call a method on a value, so that a graph has it as a method."""
-
-    def called(value: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(value, name)(*args, **kwargs)
-
-    return called
 
 
 class Packed(nn.Module):
@@ -420,7 +309,8 @@ def _layers() -> Table:
         "nn.LSTM packed": (Packed, r(3, 4, 5)),
         "nn.GRU": (lambda: nn.GRU(5, 6), r(4, 3, 5)),
         "nn.RNNCell": (lambda: nn.RNNCell(5, 6), r(3, 5)),
-        "nn.MultiheadAttention": (lambda: nn.MultiheadAttention(8, 2, batch_first=True), r(2, 5, 8), r(2, 5, 8), r(2, 5, 8)),
+        "nn.MultiheadAttention": (
+            lambda: nn.MultiheadAttention(8, 2, batch_first=True), r(2, 5, 8), r(2, 5, 8), r(2, 5, 8)),
         "nn.TransformerEncoder evaluated": (InEvaluation, r(2, 5, 8)),
         "nn.Transformer": (lambda: nn.Transformer(8, 2, 1, 1, 16, 0.0, batch_first=True), r(2, 5, 8), r(2, 4, 8)),
         "nn.CosineSimilarity": (nn.CosineSimilarity, r(5, 6), r(5, 6)),
@@ -436,7 +326,8 @@ def _layers() -> Table:
 
 
 def _compiled_layer() -> nn.Module:
-    layer: nn.Module = torch.compile(nn.Linear(6, 7), backend="eager")
+    made: Any = torch.compile(nn.Linear(6, 7), backend="eager")
+    layer: nn.Module = made
     return layer
 
 
@@ -448,6 +339,6 @@ def _quantized_layer() -> nn.Module:
 
 
 _TABLES: dict[str, Callable[[], Table]] = {
-    "function": _functions, "einsum": _einsums, "linalg": _linalg, "overload": _overloads, "writing": _writing,
-    "method": _methods,
+    "function": _functions, "einsum": _einsums, "linalg": _linalg, "overload": overloads, "writing": writing,
+    "method": methods,
 }  # fmt: skip
