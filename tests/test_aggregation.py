@@ -231,6 +231,28 @@ def test_sparse_features_times_a_parameter_are_a_linear_layer(capture: str) -> N
         assert (left.operand, left.reason) == ("input", "a sparse operand is passed on as it is")
 
 
+@pytest.mark.parametrize("capture", [SYMBOLIC, DYNAMO])
+def test_a_sparse_factor_of_another_product_is_listed_once_it_came(capture: str) -> None:
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(FEATURES, 3)
+
+        def forward(self, a: Tensor, h: Tensor) -> Tensor:
+            return a @ self.head(h)  # type: ignore[no-any-return]
+
+    h = torch.randn(NODES, FEATURES)
+    model = cpt_fx.transform(Product(), Static(3), capture=capture)
+    model(DENSE, h)
+    assert cpt_fx.inspect(model).uncovered == ()
+    for _ in range(2):
+        model(DENSE.to_sparse_coo(), h)
+        (left,) = cpt_fx.inspect(model).uncovered
+        assert (left.op, left.operand) == ("matmul", "input")
+        assert left.reason == "a sparse or nested operand is passed on as it is"
+        assert all(view.skipped == 0 for view in cpt_fx.inspect(model).quantizers)
+
+
 def test_products_with_a_sparse_result_are_listed() -> None:
     class Both(nn.Module):
         def __init__(self) -> None:
