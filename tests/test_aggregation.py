@@ -249,7 +249,7 @@ def test_a_sparse_factor_of_another_product_is_listed_once_it_came(capture: str)
         model(DENSE.to_sparse_coo(), h)
         (left,) = cpt_fx.inspect(model).uncovered
         assert (left.op, left.operand) == ("matmul", "input")
-        assert left.reason == "a sparse or nested operand is passed on as it is"
+        assert left.reason == "a sparse operand is passed on as it is"
         assert all(view.skipped == 0 for view in cpt_fx.inspect(model).quantizers)
 
 

@@ -70,7 +70,7 @@ class Inspection:
     def uncovered(self) -> tuple[Uncovered, ...]:
         """Everything that multiplies and stays in full precision, with the reason."""
         sparse = (
-            Uncovered(view.layer, view.op, "a sparse or nested operand is passed on as it is", view.operand)
+            Uncovered(view.layer, view.op, "a sparse operand is passed on as it is", view.operand)
             for view in self.quantizers
             if view.passed_on
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from time import time
 
 from tests.operators.census import FRONTENDS, GOOD, Run, judge, multiplies, plain
@@ -47,7 +47,7 @@ def of_strangers() -> Iterator[tuple[Call, Run]]:
         yield call, seen
 
 
-def faults(found: Iterator[tuple[Call, Run]], frontends: tuple[str, ...], *, show: bool = False) -> Iterator[str]:
+def faults(found: Iterable[tuple[Call, Run]], frontends: tuple[str, ...], *, show: bool = False) -> Iterator[str]:
     """Judge each call in each frontend; return a line for what is silent, wrong or broken."""
     for call, expected in found:
         for frontend in frontends:

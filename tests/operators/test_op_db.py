@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
-from tests.operators.census import FRONTENDS
+from tests.operators.census import FRONTENDS, Run
+from tests.operators.entries import Call
 from tests.operators.op_db import SAMPLES, faults, multiplying, of_strangers
 from tests.operators.seen import Products
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
+@cache
+def multiplying_entries() -> list[tuple[Call, Run]]:
+    return list(multiplying(SAMPLES, variants=False))
+
+
 @pytest.mark.parametrize("frontend", [name for name in FRONTENDS if name != "auto"])
 def test_nothing_in_the_database_of_torch_is_silent(frontend: str) -> None:
-    assert list(faults(multiplying(SAMPLES, variants=False), (frontend,))) == []
+    assert list(faults(multiplying_entries(), (frontend,))) == []
 
 
 def test_nothing_is_silent_that_is_called_by_other_names() -> None:
