@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from cpt_fx.aten import name_of, to_torch
+from cpt_fx.capture.base import CaptureError
 from cpt_fx.capture.program_interface import fixed_size, restore_interface
 from cpt_fx.capture.program_regions import inline_regions
 from cpt_fx.capture.program_switches import restore_switches
@@ -25,6 +26,8 @@ def program_module(program: torch.export.ExportedProgram) -> tuple[fx.GraphModul
     It calls functions of torch, follows `train()` and `eval()`, takes the arguments that the program was exported with
     and refuses those it was not made for.
     """
+    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, program.constants.values())):
+        raise CaptureError("the program holds values of torch.func's, frozen when it was exported: capture the module")
     exported: Any = program.module(check_guards=False)
     graph: fx.Graph = exported.graph
     inline_regions(exported)
