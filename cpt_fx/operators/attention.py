@@ -37,7 +37,7 @@ ROWS = (
               for end in ("", "_backward")),
             "_flash_attention_forward", "_flash_attention_backward", "_efficient_attention_forward",
             "_efficient_attention_backward", "_cudnn_attention_forward", "_cudnn_attention_backward",
-            "_scaled_dot_product_attention_math",
+            "_scaled_dot_product_attention_math", "_scaled_dot_product_attention_math_for_mps",
         ),
     ),
     Row(
@@ -56,6 +56,7 @@ ROWS = (
         "_cudnn_attention_forward", "_triton_scaled_dot_attention", "_triton_multi_head_attention",
         name="fused_attention",
     ),
+    left(f"fused attention: {_INSIDE}", "_flash_attention_forward_no_dropout_inplace"),
     left(
         f"fused attention: {_INSIDE}: call scaled_dot_product_attention", name="flex_attention",
         others=(torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward),

@@ -25,7 +25,10 @@ def _trilinear_flops(i1: Any, i2: Any, i3: Any, *rest: Any, out_shape: Any) -> i
 ROWS = (
     _linear(
         "linear", "input", modules=(nn.Linear,), integer="linear",
-        kernels={"linear_backward": (0, 1, 2), "mkldnn_linear": (0, 1), "mkldnn_linear_backward": (0, 1, 2)},
+        kernels={
+            "linear_backward": (0, 1, 2), "mkldnn_linear": (0, 1), "mkldnn_linear_backward": (0, 1, 2),
+            "mkldnn_linear_backward_input": (1, 2), "mkldnn_linear_backward_weights": (0, 1),
+        },
     ),
     _linear("bilinear", "input1", "input2", modules=(nn.Bilinear,), kernels={"_trilinear": (0, 1, 2)}),
     Row(

@@ -83,6 +83,7 @@ _LOW = "a product of numbers that are quantized already"
 ROWS = (
     _product(
         "matmul", "matmul", "linalg_matmul", "__matmul__", integer="matmul", function=torch.matmul,
+        kernels={"matmul_backward": (0, 1, 2)},
         others=(operator.matmul, operator.imatmul),
         converts=dict.fromkeys((torch.Tensor.__rmatmul__, "__rmatmul__"), _reversed),
     ),

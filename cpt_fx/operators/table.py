@@ -140,7 +140,9 @@ def why_left(target: Any, args: tuple[Any, ...] | None = None, kwargs: Mapping[s
             return ""
         return form.row.left or (WHOLE if form.first else "")
     if isinstance(target, _OPERATORS):
-        namespace = _name(target).partition("::")[0]
+        if KERNELS.get(name := _name(target), ()) != ():
+            return "an operator from below autograd, whose operands are not quantized"
+        namespace = name.partition("::")[0]
         return "" if namespace in _KNOWN_INSIDE else "a custom operator; what it multiplies is not seen"
     if type(target).__module__ == "torch._dynamo.utils":  # a function of numpy, as Dynamo writes it
         name = target.__name__.removeprefix("wrapped_").strip("_").removeprefix("linalg.")

@@ -109,6 +109,12 @@ def _functions() -> Table:
         "torch.quantize (product of integers)": (_quantized_linear, r(5, 8)),
         "F.conv2d same": (F.conv2d, r(2, 3, 7, 7), r(4, 3, 3, 3), {"padding": "same"}),
         "aten.conv2d.padding": (aten.conv2d.padding, r(2, 3, 7, 7), r(4, 3, 3, 3), None, [1, 1], "same"),
+        "aten._slow_conv2d_forward": (
+            aten._slow_conv2d_forward, r(2, 3, 7, 7), r(4, 3, 3, 3), [3, 3], None, [1, 1], [0, 0]),
+        "aten.slow_conv3d_forward.default": (
+            aten.slow_conv3d_forward.default, r(2, 3, 5, 5, 5), r(4, 3, 3, 3, 3), [3, 3, 3], None, [1, 1, 1],
+            [0, 0, 0]),
+        "aten.conv_tbc_backward": (aten.conv_tbc_backward, r(5, 2, 4), r(7, 2, 3), r(3, 3, 4), r(4), 0),
         "torch.nn.grad.conv2d_weight": (
             _GRAD.conv2d_weight, r(2, 3, 7, 7), (4, 3, 3, 3), r(2, 4, 5, 5)),
         "torch.nn.grad.conv2d_input": (_GRAD.conv2d_input, (2, 3, 7, 7), r(4, 3, 3, 3), r(2, 4, 5, 5)),
