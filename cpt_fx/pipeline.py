@@ -65,8 +65,8 @@ def _filled(step: Pass, values: Mapping[str, Any]) -> Pass:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep the garbage collector from going over a growing graph again and again: all that passes make stays."""
+def no_collection() -> Iterator[None]:
+    """Keep the garbage collector from going over a growing graph again and again: all that is made stays."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -132,14 +132,14 @@ class Pipeline:
         """Whether a schedule drives what comes out."""
         return any(step.reaches == "bound" for step in self.passes)
 
+    @no_collection()
     def run(self, module: fx.GraphModule) -> tuple[Report, ...]:
         """Run every pass on a graph, in place, and check the graph after each of them."""
         reports = []
-        with _no_collection():
-            for step in self:
-                reports.append(step.apply(module))
-                Verify(after=step.name).apply(module)
-            recompile(module)
+        for step in self:
+            reports.append(step.apply(module))
+            Verify(after=step.name).apply(module)
+        recompile(module)
         return tuple(reports)
 
     def transform(

@@ -24,7 +24,7 @@ from cpt_fx.meta import CALLED, ENTRY, Uncovered
 from cpt_fx.names import Names
 from cpt_fx.overrides import SELECTED, Patterns, Selected, check_before_capture
 from cpt_fx.pass_base import Report, unique
-from cpt_fx.pipeline import Pipeline
+from cpt_fx.pipeline import Pipeline, no_collection
 from cpt_fx.regions import ModesOf
 from cpt_fx.reminders import Reminder
 from cpt_fx.result import PART, adopt, part_of, plain_class
@@ -251,6 +251,7 @@ class Session:
         self.judge_patterns()
         check_coverage(self.history(), self.graphs(), strict=self.strict)
 
+    @no_collection()  # whose callbacks, in whatever line they come, would be taken for the model's code
     def trace(self, entry: Entry, examples: Examples | None = None) -> None:
         """Trace the code of a module with torch.fx, and rewrite the graph; then those of modules that it calls."""
         with nets_asleep(), unchanged(self.root):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import operator
 import sys
@@ -141,8 +140,7 @@ _NEW = object()
 @contextmanager
 def refusing_questions(kept: Kept) -> Iterator[None]:
     """Refuse what the model's code asks, line by line, and what it catches."""
-    before, watcher, collects = sys.gettrace(), _Watcher(kept), gc.isenabled()
-    gc.disable()  # its callbacks, in whatever line they come, would be taken for the model's code
+    before, watcher = sys.gettrace(), _Watcher(kept)
     for owner in (*_STATES, operator):
         watcher.replace(vars(owner), {})
     sys.settrace(watcher.enter)
@@ -150,8 +148,6 @@ def refusing_questions(kept: Kept) -> Iterator[None]:
         yield
     finally:
         sys.settrace(before)
-        if collects:
-            gc.enable()
         for names, name, value in reversed(watcher.replaced):
             if value is _NEW:
                 del names[name]

@@ -8,12 +8,12 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -42,6 +42,21 @@ TRACE = "_trace_with_guards"
 """Name of the function that starts a trace: below it on the stack is the user's program, which may catch anything."""
 
 _noted: list[list[Exception]] = []
+
+
+def aside(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let what records operators run without being looked at, line by line, as the model's code is."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        look = sys.gettrace()
+        sys.settrace(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            sys.settrace(look)
+
+    return run
 
 
 @contextmanager

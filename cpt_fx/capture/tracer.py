@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 from cpt_fx.capture.base import CaptureError
 from cpt_fx.capture.guards import Replacements, context, refuse_handlers
 from cpt_fx.capture.identity import is_caught
-from cpt_fx.capture.refusals import note, place_of, place_of_forward, refuse
+from cpt_fx.capture.refusals import aside, note, place_of, place_of_forward, refuse
 from cpt_fx.capture.traced import Traced
 from cpt_fx.capture.watch import is_hooked
 from cpt_fx.meta import CALLED, module_path
@@ -53,6 +53,11 @@ class Tracer(fx.Tracer):
         made = Traced(node, self)
         self._made.append(weakref.ref(made))
         return made
+
+    @aside
+    def create_proxy(self, *args: Any, **kwargs: Any) -> Any:
+        """Record an operator, by code of torch.fx that nobody need look at."""
+        return super().create_proxy(*args, **kwargs)
 
     def read(self, name: str, frame: FrameType) -> None:
         """Refuse to read an attribute where the code is ready for a value that has none of that name."""
