@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -31,7 +31,8 @@ class Normalize(Pass):
 
     def run(self, module: fx.GraphModule) -> Report:
         """Open layers, unify calls, unify parameters."""
-        opened = sum(_open(module, node) for node in list(module.graph.nodes))
+        known: dict[Hashable, fx.Graph] = {}
+        opened = sum(_open(module, node, known) for node in list(module.graph.nodes))
         renamed = sum(unify(module.graph, node) for node in list(module.graph.nodes))
         merged = _unify_parameters(module)
         notes = (f"{opened} layers opened, {renamed} calls renamed, {merged} parameter values merged",)
@@ -55,7 +56,19 @@ class _OneCall(fx.Tracer):
         return lambda layer: layer(*args, **kwargs), [self.root]
 
 
-def _open(module: fx.GraphModule, node: fx.Node) -> bool:
+def _likeness(layer: nn.Module, call: fx.Node) -> Hashable:
+    """Return what makes two calls of torch's own layers the same graph; unlike any other where that is not known."""
+    held = {key: value for key, value in vars(layer).items() if key not in ("_parameters", "_buffers")}
+    is_known = type(layer).__module__.startswith("torch.nn.modules.") and not call.kwargs
+    if not is_known or any(isinstance(value, torch.Tensor) for value in held.values()):
+        return call
+    tensors = tuple((name, value is None) for name, value in (*layer._parameters.items(), *layer._buffers.items()))
+    inputs = call.all_input_nodes
+    given = tuple(inputs.index(arg) if isinstance(arg, fx.Node) else call for arg in call.args)
+    return type(layer), repr(held), tensors, given
+
+
+def _open(module: fx.GraphModule, node: fx.Node, known: dict[Hashable, fx.Graph]) -> bool:
     """Replace a call of a layer by the graph of its forward."""
     if node.op != "call_module":
         return False
@@ -64,17 +77,18 @@ def _open(module: fx.GraphModule, node: fx.Node) -> bool:
     if not isinstance(layer, OPENED) or CALLED in node.meta:
         return False
     layer = plain_layer(layer)
+    key = _likeness(layer, node)
     try:
-        inner = _OneCall(node).trace(layer)
+        inner = known[key] if key in known else known.setdefault(key, _OneCall(node).trace(layer))
     except Exception as error:  # whatever code makes of values that are only traced: a number of one is a TypeError
         raise TransformError(f"the code of {path or type(layer).__name__} cannot be traced: {error}") from error
     stack = node.meta.get("nn_module_stack") or {path: (path, type(layer))}
     values: dict[fx.Node, Any] = {}
-    inputs = {used.name: used for used in node.all_input_nodes}
+    inputs = iter(node.all_input_nodes)
     with module.graph.inserting_before(node):
         for item in inner.nodes:
             if item.op == "placeholder":
-                values[item] = inputs[str(item.target)]
+                values[item] = next(inputs)
             elif item.op == "output":
                 result = item.args[0]
             else:

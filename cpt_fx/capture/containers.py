@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from types import CodeType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from cpt_fx.capture.base import MODULE_OWN
@@ -43,7 +43,7 @@ class Kept:
 
     def add(self, value: Any, place: str, depth: int = 3) -> None:
         """Remember a container, or an object of somebody's class, and those in it."""
-        if isinstance(value, nn.Module) or id(value) in self._before:
+        if value is None or isinstance(value, (bool, Tensor, nn.Module)) or id(value) in self._before:
             return
         if isinstance(value, type):
             # Its own attributes are watched where code sets them; containers in it belong to all of its objects.
@@ -85,9 +85,9 @@ def unchanged_state(model: nn.Module) -> Iterator[Kept]:
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             kept.add(value, f"{name} of module {path!r}" if path else f"self.{name}", 0 if name in MODULE_OWN else 3)
-        for kind in type(module).__mro__:
-            kept.add(kind, "", 2)
         kept.add(vars(module), f"the attributes of module {path!r}" if path else "the attributes of self", 0)
+    for kind in {kind: None for module in model.modules() for kind in type(module).__mro__}:
+        kept.add(kind, "", 2)
     try:
         yield kept
     finally:

@@ -17,8 +17,7 @@ from cpt_fx.meta import QUANTIZER
 from cpt_fx.names import Names
 from cpt_fx.operators import OPENED
 from cpt_fx.overrides import SELECTED, Selected
-from cpt_fx.pass_base import Pass
-from cpt_fx.pipeline import Pipeline
+from cpt_fx.pipeline import no_collection
 from cpt_fx.result import PART
 from cpt_fx.runtime import Precision
 from cpt_fx.widths import is_free
@@ -30,6 +29,7 @@ LAGGING = 4
 """The width up to which evaluation with running statistics of batch norm may say something else than with new ones."""
 
 
+@no_collection()
 def expect_ranges(session: Session) -> None:
     """Make the ranges of all layers that the model has, by a graph that calls each of them.
 
@@ -47,13 +47,11 @@ def expect_ranges(session: Session) -> None:
     graph.output(tuple(called))
     view._graph = graph
     graph.owning_module = view
-    steps: list[Pass] = []
-    for step in session.pipeline:
-        steps.append(step)
-        if step.reaches == "inserted":
-            break
     try:
-        Pipeline(tuple(steps)).run(view)
+        for step in session.pipeline:
+            step.apply(view)
+            if step.reaches == "inserted":
+                break
     except TransformError as error:
         # Perhaps a pass of the user's own that wants the whole model: the first call makes what there is to make.
         LOGGER.warning("%s: running ranges are made at the first call, not before: %s", session.kind, error)

@@ -205,15 +205,17 @@ class _Memory:
 def keep_container(value: Any) -> Callable[[], bool]:
     """Return what lets a container hold again what it holds now, and says whether it held anything else."""
     before = _copied(value)
-    # The base's own methods: a subclass may do more.
-    kind: Any = next(base for base in (OrderedDict, dict, list, deque, set) if isinstance(value, base))
 
     def put_back() -> bool:
         now, wanted = _copied(value), before
+        if not now and not wanted:  # as most are
+            return False
         if isinstance(now, dict):
             wanted = before | {key: item for key, item in now.items() if _is_ours(key) and key not in before}
         if _same(now, wanted, operator.is_):
             return False
+        # The base's own methods: a subclass may do more.
+        kind: Any = next(base for base in (OrderedDict, dict, list, deque, set) if isinstance(value, base))
         kind.clear(value)
         (kind.extend if isinstance(value, (list, deque)) else kind.update)(value, wanted)
         return not _same(now, wanted, _equal)

@@ -138,16 +138,14 @@ _NEW = object()
 
 
 @contextmanager
-def refusing_questions(kept: Kept) -> Iterator[None]:
-    """Refuse what the model's code asks, line by line, and what it catches."""
-    before, watcher = sys.gettrace(), _Watcher(kept)
+def refusing_questions(kept: Kept) -> Iterator[Callable[..., Any]]:
+    """Give what looks at the model's code, line by line, and refuses what it asks and what it catches."""
+    watcher = _Watcher(kept)
     for owner in (*_STATES, operator):
         watcher.replace(vars(owner), {})
-    sys.settrace(watcher.enter)
     try:
-        yield
+        yield watcher.enter
     finally:
-        sys.settrace(before)
         for names, name, value in reversed(watcher.replaced):
             if value is _NEW:
                 del names[name]

@@ -44,17 +44,17 @@ TRACE = "_trace_with_guards"
 _noted: list[list[Exception]] = []
 
 
-def aside(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let what records operators run without being looked at, line by line, as the model's code is."""
+def looked_at(function: Callable[..., Any], look: Any = None) -> Callable[..., Any]:
+    """Let a function be looked at line by line, as the model's code is, or not at all: what records operators."""
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        look = sys.gettrace()
-        sys.settrace(None)
+        before = sys.gettrace()
+        sys.settrace(look)
         try:
             return function(*args, **kwargs)
         finally:
-            sys.settrace(look)
+            sys.settrace(before)
 
     return run
 

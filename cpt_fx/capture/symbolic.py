@@ -164,7 +164,7 @@ def _trace(source: Source, fixed: Mapping[str, object], *, mode: bool) -> Traced
                 without_dynamo(),
                 replaced({**tracer.replacements(), **lost(), **stored()}),
                 refusing_functions(),
-                refusing_questions(kept),
+                refusing_questions(kept) as tracer.look,
             ):
                 warnings.simplefilter("ignore")
                 graph = _trace_with_guards(tracer, root, entry)

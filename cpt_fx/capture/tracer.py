@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 from cpt_fx.capture.base import CaptureError
 from cpt_fx.capture.guards import Replacements, context, refuse_handlers
 from cpt_fx.capture.identity import is_caught
-from cpt_fx.capture.refusals import aside, note, place_of, place_of_forward, refuse
+from cpt_fx.capture.refusals import looked_at, note, place_of, place_of_forward, refuse
 from cpt_fx.capture.traced import Traced
 from cpt_fx.capture.watch import is_hooked
 from cpt_fx.meta import CALLED, module_path
@@ -47,6 +47,8 @@ class Tracer(fx.Tracer):
         self._read: dict[str, fx.Proxy] = {}
         self._made: list[weakref.ref[Traced]] = []
         self._thread = threading.get_ident()
+        self.look: Any = None
+        """What looks at the model's code, line by line, for `sys.settrace`."""
 
     def proxy(self, node: fx.Node) -> Traced:
         """Stand for a node of the graph, as all values of the code do."""
@@ -54,10 +56,12 @@ class Tracer(fx.Tracer):
         self._made.append(weakref.ref(made))
         return made
 
-    @aside
-    def create_proxy(self, *args: Any, **kwargs: Any) -> Any:
-        """Record an operator, by code of torch.fx that nobody need look at."""
-        return super().create_proxy(*args, **kwargs)
+    create_proxy = looked_at(fx.Tracer.create_proxy)
+
+    def create_args_for_root(self, *args: Any, **kwargs: Any) -> Any:
+        """Look at the model's code, but not at what leads to it."""
+        function, inputs = super().create_args_for_root(*args, **kwargs)
+        return looked_at(function, self.look), inputs
 
     def read(self, name: str, frame: FrameType) -> None:
         """Refuse to read an attribute where the code is ready for a value that has none of that name."""
@@ -101,6 +105,8 @@ class Tracer(fx.Tracer):
 
     def create_arg(self, a: Any) -> Any:
         """Read tensors by their place in the model; refuse containers that a graph would rebuild as plain ones."""
+        if type(a) is Traced:  # what is most often asked about, first
+            return a.node
         if isinstance(a, torch.Tensor) and id(a) in self._tensor_paths:
             return self.create_node("get_attr", self._tensor_paths[id(a)], (), {})
         if isinstance(a, (dict, list)) and type(a) not in (dict, list) and "immutable_" not in type(a).__name__:
@@ -146,10 +152,11 @@ class Tracer(fx.Tracer):
         Likewise, which modules have hooks or a forward of their own: what the code itself sets is part of the trace.
         """
         self._wanted = {id(module) for module in root.modules() if is_hooked(module) or "forward" in module.__dict__}
-        named = (*root.named_parameters(), *root.named_buffers())
-        self._tensor_paths = {id(value): name for name, value in named}
-        for path, module in root.named_modules():
-            for name, value in vars(module).items():
+        modules = list(root.named_modules())
+        held = [(path, {**module._parameters, **module._buffers}) for path, module in modules]
+        held += [(path, vars(module)) for path, module in modules]
+        for path, values in held:
+            for name, value in values.items():
                 if isinstance(value, torch.Tensor):
                     self._tensor_paths.setdefault(id(value), f"{path}.{name}" if path else name)
 
