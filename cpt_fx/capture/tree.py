@@ -201,10 +201,10 @@ class Places:
         self.root = root
         self.tensors: dict[int, str] = {}
         self.modules: dict[int, str] = {}
-        for name, tensor in (*root.named_parameters(), *root.named_buffers()):
-            self.tensors.setdefault(id(tensor), name)
-        for name, module in root.named_modules():
-            self.modules.setdefault(id(module), name)
+        for path, module in root.named_modules():
+            self.modules[id(module)] = path
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                self.tensors.setdefault(id(tensor), f"{path}.{name}" if path else name)
 
     def tensor(self, value: object) -> str | None:
         """Return the name of a parameter or buffer."""
