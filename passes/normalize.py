@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import fx, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from cpt_fx.aten import unify
 from cpt_fx.errors import TransformError
@@ -56,11 +58,17 @@ class _OneCall(fx.Tracer):
         return lambda layer: layer(*args, **kwargs), [self.root]
 
 
+_PLAIN = (bool, int, float, str, tuple, list, type(None))
+_HOLDERS = (dict, OrderedDict, set)
+
+
 def _likeness(layer: nn.Module, call: fx.Node) -> Hashable:
     """Return what makes two calls of torch's own layers the same graph; unlike any other where that is not known."""
     held = {key: value for key, value in vars(layer).items() if key not in ("_parameters", "_buffers")}
-    is_known = type(layer).__module__.startswith("torch.nn.modules.") and not call.kwargs
-    if not is_known or any(isinstance(value, torch.Tensor) for value in held.values()):
+    is_own = type(layer).__module__.startswith("torch.nn.modules.") and not _has_any_global_hook()
+    # Hooks, a forward of the layer's own: no text tells what they do.
+    is_plain = all(isinstance(value, _PLAIN) or (type(value) in _HOLDERS and not value) for value in held.values())
+    if call.kwargs or not (is_own and is_plain):
         return call
     tensors = tuple((name, value is None) for name, value in (*layer._parameters.items(), *layer._buffers.items()))
     inputs = call.all_input_nodes

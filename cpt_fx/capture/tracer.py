@@ -181,8 +181,8 @@ class Tracer(fx.Tracer):
         place, the same at every call where it is random, and for one size of the input.
         """
 
-        def recorded(function: Callable[..., Any]) -> Callable[..., fx.Proxy]:
-            def record(*args: Any, **kwargs: Any) -> fx.Proxy:
+        def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+            def record(*args: Any, **kwargs: Any) -> Any:
                 if kwargs.get("generator") is not None:
                     refuse("forward draws from a torch.Generator: its state would not start anew at each call,")
                 return self.create_proxy("call_function", function, args, kwargs)
