@@ -11,13 +11,14 @@ from which a running range has learned nothing; it is negative where a sparse te
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from cpt_fx import native
 from cpt_fx.formats import FULL_PRECISION
-from cpt_fx.numerics import reduced_dims
+from cpt_fx.numerics import Grid, reduced_dims
 from cpt_fx.widths import is_free
 
 RECORD_LENGTH = 2 + 2 * FULL_PRECISION
@@ -27,6 +28,10 @@ SPARSE = -(2**32)
 """Added there for each sparse tensor: more than batches will ever be counted."""
 SAMPLE = 8192
 """Elements looked at: far more than 2**8 levels, so an unquantized tensor cannot pass for an 8-bit one."""
+
+Look = Callable[[Tensor, int | None, Grid, Tensor | None], None]
+LOOKING: list[Look] = []
+"""Who is shown each result of a quantizer, with its width where that is known, its grid and its record: a census."""
 
 
 def new_record() -> Tensor:
@@ -39,6 +44,12 @@ def sample_group(x: Tensor, keep: tuple[int, ...], over: tuple[int, ...] | None,
     dims = reduced_dims(x.ndim, keep, over)
     group = x.detach()[tuple(slice(None) if dim in dims else 0 for dim in range(x.ndim))]
     return group.reshape(-1)[: block or SAMPLE]
+
+
+def show(result: Tensor, bits: int | None, grid: Grid, record: Tensor | None = None) -> None:
+    """Show the result of a quantizer to all that look."""
+    for look in LOOKING:
+        look(result, bits, grid, record)
 
 
 def witness(record: Tensor, x: Tensor, result: Tensor, bits: int, keep: tuple[int, ...], over: tuple[int, ...] | None,

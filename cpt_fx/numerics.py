@@ -14,6 +14,7 @@ from torch import Tensor
 from cpt_fx.formats import FULL_PRECISION, Rounding, Scheme, Specials
 from cpt_fx.noise import new_seed, uniform
 from cpt_fx.transformed import is_transformed, outside
+from cpt_fx.widths import is_watched
 
 SCALE_FLOOR = 1e-8
 """Smallest step of a grid with `floored`, as published. What has spread, but not enough of it, falls to one value."""
@@ -169,7 +170,7 @@ def _once(value: Tensor) -> Tensor:
     Inductor inlines what is cheap by its count; a shift, two divisions and four comparisons of one number took ten
     times as long as the element they were for. A view over given strides needs memory to look at, so it stores.
     """
-    if not torch._C._len_torch_dispatch_stack() or is_transformed():
+    if not is_watched() or is_transformed():
         return value
     return value.as_strided(value.shape, value.stride())
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from cpt_fx import numerics
-from cpt_fx.evidence import ARMED, SKIPPED, SPARSE
+from cpt_fx.evidence import ARMED, LOOKING, SKIPPED, SPARSE, show
 from cpt_fx.formats import FULL_PRECISION, Range
 from cpt_fx.frames import skip_frame
 from cpt_fx.native.simulate import Learner
@@ -333,6 +333,8 @@ def _fake_quantize_learned(
     result: Tensor = LearnedRange.apply(x, zero_point, range, bits, grid)  # type: ignore[no-untyped-call]
     if record is not None:
         note(record, x, result, bits, grid)
+    if LOOKING and ((width := host_value(bits)) is None or 0 < width < FULL_PRECISION):
+        show(result, width, grid, record)
     return result
 
 

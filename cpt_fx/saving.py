@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import traceback
 from torch.utils.checkpoint import CheckpointPolicy
 
+from cpt_fx.evidence import LOOKING, show
 from cpt_fx.frames import skip_frame
 from cpt_fx.native import simulate
 from cpt_fx.numerics import Grid
@@ -135,6 +136,8 @@ class _Kept(NamedTuple):
     def _made_of(self, x: Tensor) -> Tensor:
         width, grid, extents, seed = self.source.width, self.source.grid, self.source.extents, self.source.seed
         made = simulate.quantize(x, width, grid, extents, seed)
+        if LOOKING:
+            show(made.values, width, grid)
         return made.values.as_strided(self.size, self.stride, self.offset)
 
 

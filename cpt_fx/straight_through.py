@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cpt_fx.evidence import witness
+from cpt_fx.evidence import LOOKING, show, witness
 from cpt_fx.formats import FULL_PRECISION, Rounding, Scheme, Specials
 from cpt_fx.frames import skip_frame
 from cpt_fx.native import simulate
@@ -108,6 +108,8 @@ def _by_kernel(
     made = simulate.quantize(x, width, grid, extents, None, learner, record)
     if made.is_new and record is not None:
         witness(record, x.detach(), made.values, width, grid.keep, grid.over, grid.block)
+    if LOOKING:
+        show(made.values, width, grid, record)
     if marked:
         mark(made.values, Source(x, width, grid, made.extents, made.seed))
     return made.values
@@ -171,6 +173,8 @@ def _by_torch(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None, record
         result = quantize(x, bits.to(torch.int64), grid, extent)
     if record is not None:
         note(record, x, result, bits, grid)
+    if LOOKING and not _passes(bits):
+        show(result, host_value(bits), grid, record)
     return result
 
 

@@ -8,7 +8,15 @@ from torch import Tensor
 from cpt_fx.transformed import is_batched
 
 _VALUE = "_cpt_fx_width"
+LOOKS_ON = "_cpt_fx_looks_on"
+"""Attribute of a dispatch mode that changes nothing: what runs under it runs as it would without."""
 _KEPT: dict[tuple[int, torch.device, str], Tensor] = {}
+
+
+def is_watched() -> bool:
+    """Whether a mode takes part in what operators do: fake tensors, a tracer. A census only looks on (`LOOKS_ON`)."""
+    depth = torch._C._len_torch_dispatch_stack()
+    return depth > 0 and not all(hasattr(torch._C._get_dispatch_stack_at(place), LOOKS_ON) for place in range(depth))
 
 
 def width_tensor(width: int, device: torch.device, dial: str = "") -> Tensor:
@@ -16,7 +24,7 @@ def width_tensor(width: int, device: torch.device, dial: str = "") -> Tensor:
 
     Dials that stand at one width have a tensor each: a compiled graph asks which of its inputs are the same.
     """
-    if torch._C._len_torch_dispatch_stack():
+    if is_watched():
         # Under a mode tensors are the mode's own: a fake one must not be kept for others.
         return torch.tensor(width, dtype=torch.int64, device=device)
     key = (width, device, dial)
@@ -29,7 +37,7 @@ def width_tensor(width: int, device: torch.device, dial: str = "") -> Tensor:
 
 def host_value(tensor: Tensor) -> int | None:
     """Return the value of a 0-dim tensor where that is free; None while tracing, or on another device."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    if torch.compiler.is_compiling() or is_watched():
         return None
     width: int | None = getattr(tensor, _VALUE, None)
     if width is not None:

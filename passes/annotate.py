@@ -115,7 +115,7 @@ class _Walk:
         for node in module.graph.nodes:
             self.visit(node)
             if SITE not in node.meta and row_of(node):
-                node.meta[LEFT] = f"{Annotate.name} left it as it is"
+                node.meta.setdefault(LEFT, f"{Annotate.name} left it as it is")
             for call in calls_of(module, node):
                 self.values.enter(call)
                 if call.body not in self._walked:
@@ -146,6 +146,7 @@ class _Walk:
             return
         if self.regions.transformed:
             self.uncovered.append(Uncovered(layer, spec.name, TRANSFORMED))
+            node.meta[LEFT] = TRANSFORMED
             return
         rule, selecting = self.choices.rule(family, layer, around(node))
         if rule is None:
@@ -168,6 +169,7 @@ class _Walk:
         self.values.weights.add(node)
         if form_of(node.target) or found[1] in MAKERS:
             self._list_maker(*found)
+            node.meta[LEFT] = MAKES_A_WEIGHT
         return True
 
     def _list_maker(self, layer: str, kind: str) -> None:
@@ -354,6 +356,7 @@ class _Walk:
             self._leave(node, path, name, node.meta.get(LEFT, reason))
 
     def _leave(self, node: fx.Node, layer: str, op: str, reason: str) -> None:
+        node.meta[LEFT] = reason
         if not self._is_excluded(node, layer, op):
             self.uncovered.append(Uncovered(layer, op, reason))
 

@@ -91,7 +91,9 @@ class Inspection:
         """Prove that quantization ran, from the records so far or, given inputs, from a trial run on them.
 
         A trial run goes forward and backward eagerly, at the current widths and once more at 2 bits, and leaves no
-        trace. Without inputs the records count what the model has done until now, so train a step first.
+        trace. At 2 bits it sees everything that multiplies: operands come from quantizers, or the product is listed in
+        `uncovered`. Products of a second backward pass are added there. Without inputs the records count what the
+        model has done until now, so train a step first.
 
         Args:
             inputs: what the model is called with, for a trial run.
@@ -102,7 +104,8 @@ class Inspection:
             TypeError: where a tuple is given that holds the arguments: it is `verify(x)`, not `verify((x,))`.
             ValueError: where the model does not run on the inputs.
             VerificationError: naming the layer of every quantizer that never ran, showed more than 2^b levels, is not
-                at its scheduled width, or has a running range that is not finite.
+                at its scheduled width, or has a running range that is not finite; and every product that goes around
+                the quantizers.
         """
         return verify(self.model, inputs, kwargs, gradients)
 

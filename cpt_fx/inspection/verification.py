@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from cpt_fx.bodies import state_of
 from cpt_fx.errors import TransformError
 from cpt_fx.evidence import SAMPLE
 from cpt_fx.formats import FULL_PRECISION
+from cpt_fx.inspection.census import Seen, Unknown, census, list_what_runs
 from cpt_fx.inspection.views import QuantizerView, fields, quantizer_nodes, views_in
 from cpt_fx.meta import get_attribute
 from cpt_fx.passes.verify import Verify
@@ -50,6 +51,12 @@ class Verification:
     idle: tuple[str, ...] = ()
     """Gradient quantizers that had nothing to do: nothing before them is trained, no loss depends on them, or gradients
     were not asked for."""
+    products: int = 0
+    """Products that a trial run made at 2 bits: each had operands on a grid, or is listed as uncovered."""
+    unknown: tuple[Unknown, ...] = ()
+    """Products with operands that come from no quantizer, and that nothing lists."""
+    outside: tuple[str, ...] = ()
+    """Modules outside of what was transformed that multiply, with the operators."""
     notes: tuple[str, ...] = ()
     views: tuple[QuantizerView, ...] = field(default=(), repr=False)
     """What the proof rests on: every quantizer with its record, that of the trial run where there was one."""
@@ -57,7 +64,7 @@ class Verification:
     @property
     def proven(self) -> bool:
         """Whether the levels of every quantizer that had work to do were counted."""
-        return not self.unwitnessed
+        return not (self.unwitnessed or self.unknown)
 
     def __str__(self) -> str:
         """Say it in a few lines."""
@@ -71,7 +78,18 @@ class Verification:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the proof as plain data."""
-        return fields(self, "proven", "quantizers", "runs", "widths", "largest_ratio", "unwitnessed", "idle", "notes")
+        names = (
+            "proven",
+            "quantizers",
+            "runs",
+            "widths",
+            "largest_ratio",
+            "unwitnessed",
+            "idle",
+            "products",
+            "outside",
+        )
+        return fields(self, *names, "notes")
 
 
 def verify(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: bool) -> Verification:
@@ -83,34 +101,40 @@ def verify(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad
         *_bad_ranges(views),
         *_too_many_levels(views),
     ]
+    seen = Seen()
     if args or kwargs:
-        views, more = _try(model, args, kwargs, gradients)
+        views, more, seen = _try(model, args, kwargs, gradients)
+        list_what_runs(model, seen)
         problems += [problem for problem in more if problem not in problems]
     working, idle = _parted(graphs(model), views, gradients)
     problems += _never_ran(working, gradients)
     if problems:
         listed = "".join(f"\n  {problem}" for problem in problems)
         raise VerificationError(f"{len(problems)} problem{'s' * (len(problems) > 1)} with quantization:{listed}")
-    return _summary(views, working, idle, gradients, tried=bool(args or kwargs))
+    proof = _summary(views, working, idle, gradients, tried=bool(args or kwargs))
+    notes = [*proof.notes, *seen.notes, *(f"outside of what was transformed: {name}" for name in seen.outside)]
+    return replace(proof, products=seen.products, unknown=seen.unknown, outside=seen.outside, notes=tuple(notes))
 
 
-def _try(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: bool) -> tuple[Views, list[str]]:
-    """Run at the current widths, then at `PROBE` bits; return what was recorded and what is wrong with it."""
+def _try(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: bool
+) -> tuple[Views, list[str], Seen]:
+    """Run at the current widths, then at `PROBE` bits under a census; return what was recorded and what is wrong."""
     inner = eager_model(model)
     with trial(model):
-        modules = graphs(model)
-        for module in modules:
+        for module in graphs(model):
             for _, quantizer in quantizer_nodes(module.graph):
                 get_attribute(module, quantizer.record).zero_()
         forward_and_backward(inner, args, kwargs, gradients=gradients)
-        seen = views_in(model)
-        problems = [*_bad_ranges(seen), *_not_finite(seen)]
+        before = views_in(model)
+        problems = [*_bad_ranges(before), *_not_finite(before)]
         with ExitStack() as stack:
-            for state in {id(found): found for found in map(state_of, modules)}.values():
+            for state in {id(found): found for found in map(state_of, graphs(model))}.values():
                 stack.enter_context(state.at(PROBE))
+            seen = stack.enter_context(census(model))
             forward_and_backward(inner, args, kwargs, gradients=gradients)
         views = views_in(model)
-    return views, [*problems, *_too_many_levels(views)]
+    return views, [*problems, *_too_many_levels(views), *seen.problems, *map(str, seen.unknown)], seen
 
 
 def _broken_promises(modules: list[fx.GraphModule]) -> Iterator[str]:

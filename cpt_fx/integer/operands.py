@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cpt_fx.evidence import witness
+from cpt_fx.evidence import LOOKING, show, witness
 from cpt_fx.formats import Rounding
 from cpt_fx.integer.codes import WIDEST, Codes, quantize_codes
 from cpt_fx.integer.products import bias_grad
@@ -157,6 +157,8 @@ def _codes(x: Tensor, width: int, grid: Grid, seed: Tensor | None, record: Tenso
         record[0].add_(1)
         if is_free(record) and not int(record[width]):
             witness(record, x, codes.dequantized(), width, grid.keep, grid.over, 0)
+    if LOOKING:
+        show(codes.values, width, grid, record)
     return codes
 
 
@@ -211,7 +213,10 @@ def revealed(operand: Operand) -> Codes | Tensor:
 
 def value_of(factor: Codes | Tensor, dtype: torch.dtype) -> Tensor:
     """Return a factor as floating point numbers: those that simulated execution multiplies."""
-    return (factor.dequantized() if isinstance(factor, Codes) else factor).to(dtype)
+    value = (factor.dequantized() if isinstance(factor, Codes) else factor).to(dtype)
+    if LOOKING and isinstance(factor, Codes):
+        show(value, None, Grid())
+    return value
 
 
 def _dequantize_at_run_time(codes: Tensor, scale: Tensor, wide: Tensor, dtype: torch.dtype) -> Tensor:

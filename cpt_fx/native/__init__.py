@@ -22,7 +22,7 @@ _switched_off = False
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "d": ctypes.c_double}
 _FUNCTIONS = {
     "simulate.cpp": {"cpt_fx_quantize": "pp lll ii p pi ppp d p i"},
-    "witness.cpp": {"cpt_fx_witness": "pp l pp"},
+    "witness.cpp": {"cpt_fx_witness": "pp l pp", "cpt_fx_levels": "p lll p", "cpt_fx_holds": "p l p l"},
     "integer_codes.cpp": {"cpt_fx_codes": "pp l i p p i", "cpt_fx_code_sums": "p lll p i"},
     "integer_products.cpp": {"cpt_fx_product": "ppp ll lll pp ppp i i"},
     "integer_convolutions.cpp": {"cpt_fx_convolve": "ppp l pppp l p ll ppp i"},

@@ -1,0 +1,378 @@
+"""A census of products at few bits: everything that multiplies, seen below everything, with operands on a grid or not.
+
+A dispatch mode sees each operator of ATen that runs, whoever calls it, and changes nothing. Quantizers show it their
+results. A product is in order where its operands are such results, or hold only values that quantizers produced; where
+it is the product of a node whose own operands are; or where the node is listed as left. All others are unknown.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import thread as pool
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+
+from cpt_fx.evidence import LOOKING
+from cpt_fx.frames import skip_frame
+from cpt_fx.inspection.levels import Grids
+from cpt_fx.inspection.places import Kind, Place, Places, is_changed_by_a_hook, operands_at, quantizer_of, spare_factors
+from cpt_fx.meta import Uncovered
+from cpt_fx.numerics import Grid
+from cpt_fx.operators import factors, form_of
+from cpt_fx.result import sessions_in
+from cpt_fx.transformed import plain
+from cpt_fx.widths import LOOKS_ON
+
+OF_A_SECOND = "a product of a second backward pass: gradients of gradients are not quantized"
+HOOKED = "a hook of the model's own changes it after it was quantized"
+_LEVELS = 4
+"""Nodes of autograd that one operator may have under transforms of torch.func."""
+_CLOSED = ("aten", "prim", "prims", "profiler", "cpt_fx", "c10d")
+"""Operators whose own code need not be looked into: what multiplies among them is known by name."""
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """A product, or a quantizer, of which nobody knows: operands that come from no quantizer, and no entry says why."""
+
+    op: str
+    place: str
+    """The layer, or file and line of the model's code."""
+    direction: str
+    """`forward` or `backward`."""
+    shapes: tuple[tuple[int, ...], ...]
+    operands: tuple[int, ...]
+    """Which of them are on no grid, by their number among the factors."""
+    times: int = 1
+
+    def __str__(self) -> str:
+        """Name it in one line."""
+        shapes = " and ".join("x".join(map(str, shape)) or "a number" for shape in self.shapes)
+        which = " and ".join(("first", "second", "third", "fourth", "fifth")[number] for number in self.operands)
+        often = f", {self.times} times" if self.times > 1 else ""
+        return (
+            f"{self.place or '(root)'}: {self.op} of {shapes} in the {self.direction} pass{often}: its {which} operand "
+            "comes from no quantizer, and no entry of `uncovered` says why"
+        )
+
+
+@dataclass
+class Seen:
+    """What a census found."""
+
+    products: int = 0
+    unknown: tuple[Unknown, ...] = ()
+    outside: tuple[str, ...] = ()
+    """Modules outside of what was transformed that multiply, and with which operators."""
+    listed: dict[Uncovered, fx.Graph | None] = field(default_factory=dict)
+    """Products on a way back that nothing quantizes: of a second backward pass, or behind a hook. With their graph."""
+    problems: tuple[str, ...] = ()
+    """Quantizers that show more levels than their width allows in one of their ranges."""
+    notes: tuple[str, ...] = ()
+
+
+@contextmanager
+def census(model: nn.Module) -> Iterator[Seen]:
+    """Look at everything that is multiplied inside of a `with` block, in all threads that run there."""
+    book = _Book(Places(model))
+    seen = Seen()
+    LOOKING.append(book.quantized)
+    try:
+        with _in_every_thread(book), _Watch(book):
+            yield seen
+    finally:
+        LOOKING.remove(book.quantized)
+        book.is_open = False
+        book.close(seen)
+
+
+def list_what_runs(model: nn.Module, seen: Seen) -> None:
+    """List products that only a run can show with what stays in full precision."""
+    for item, graph in seen.listed.items():
+        for _, session in sessions_in(model):
+            known = graph is None or any(module.graph is graph for module in session.graphs())
+            if known and hasattr(session, "left") and item not in session.left:
+                session.left.append(item)
+
+
+class _Watch(TorchDispatchMode):
+    """Sees every operator that reaches ATen."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, book: _Book) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.book = book
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let Dynamo capture, and its graphs run, as if nobody looked on."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # it would import the compiler; the frame is skipped below
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at an operator, and run it."""
+        kwargs = kwargs or {}
+        if types and any(kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for kind in types):
+            return NotImplemented  # a tensor of its own kind: what it comes down to is looked at
+        if not isinstance(func, torch._ops.OpOverload):
+            if form_of(func) is not None:  # flex attention: query, key and value come first
+                self.book.product(func, list(args[:3]))
+            return func(*self._watched(args), **self._watched(kwargs))
+        positions, is_composite, writes = _what_is(func)
+        if is_composite:
+            with self:
+                return func.decompose(*args, **kwargs)
+        if func.namespace not in _CLOSED and not positions:
+            return self._opened(func, args, kwargs)
+        with torch._C.DisableTorchFunction():
+            if positions and self.book.is_open:
+                self.book.product(func, [args[place] for place in positions if place < len(args)])
+            result = func(*args, **kwargs)
+            for place in writes:
+                written = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
+                self.book.grids.forget(written)
+        return result
+
+    def _opened(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run somebody else's operator so that what its code calls is seen."""
+        devices = {leaf.device.type for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        key = getattr(torch._C.DispatchKey, max(devices, default="").upper(), None)
+        if key is None or not torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), key.name):
+            return func(*args, **kwargs)
+        with self:
+            return func.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
+
+    def _watched(self, values: Any) -> Any:
+        """Let functions that a higher operator is given be seen, too."""
+
+        def wrapped(value: Any) -> Any:
+            if not callable(value) or isinstance(value, (type, Tensor)):
+                return value
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                with self:
+                    return value(*args, **kwargs)
+
+            return call
+
+        return pytree.tree_map(wrapped, values)
+
+
+setattr(_Watch, LOOKS_ON, True)
+skip_frame(_Watch.__torch_dispatch__.__code__, inside=True)
+
+
+@cache
+def _what_is(func: Any) -> tuple[tuple[int, ...], bool, tuple[int | str, ...]]:
+    """Return what an operator multiplies, whether it stands for others, and what it writes to."""
+    positions: tuple[int, ...] = factors(func)
+    writes = tuple(
+        argument.name if argument.kwarg_only else place
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    return positions, bool(composite and not positions and func._can_decompose()), writes
+
+
+@dataclass
+class _Made:
+    """What is known of a product for its backward pass."""
+
+    place: Place
+    loose: int
+    runs: int = 1
+
+
+@dataclass
+class _Book:
+    """What a census has seen so far."""
+
+    places: Places
+    is_open: bool = True
+    products: int = 0
+    unknown: dict[Any, Unknown] = field(default_factory=dict)
+    outside: dict[str, set[str]] = field(default_factory=dict)
+    listed: dict[Uncovered, fx.Graph | None] = field(default_factory=dict)
+    problems: set[str] = field(default_factory=set)
+    grids: Grids = field(default_factory=Grids)
+    _by_sequence: dict[int, _Made] = field(default_factory=dict)
+    _inside: set[Any] = field(default_factory=set)
+    """Nodes that make several products of their operands, or other operands of them."""
+
+    def quantized(self, result: Tensor, bits: int | None, grid: Grid, record: Tensor | None) -> None:
+        """Take note of the result of a quantizer."""
+        with torch._C.DisableTorchFunction(), torch.no_grad(), _nobody():
+            fits = self.grids.add(plain(result), bits, grid)
+        if not fits:
+            place = self.places.now()
+            quantizer = quantizer_of(place)
+            name = ", ".join(quantizer.layers) if quantizer else place.name
+            self.problems.add(f"{name}: a quantizer shows more levels in one of its ranges than {bits} bits have")
+
+    def product(self, func: Any, operands: list[Any]) -> None:
+        """Look at a product."""
+        keeps_graph = torch.is_grad_enabled()
+        with torch.no_grad():
+            if not any(isinstance(one, (list, tuple)) or _counts(one) for one in operands):
+                return
+            self.products += 1
+            loose = tuple(number for number, operand in enumerate(operands) if not self.grids.hold(operand))
+            node: Any = torch._C._current_autograd_node()
+            if node is None:
+                self._forward(func, operands, loose, self.places.now())
+            elif loose or keeps_graph:
+                self._backward(func, operands, loose, self.places.now(), node._sequence_nr(), keeps_graph)
+
+    def _forward(self, func: Any, operands: list[Any], loose: tuple[int, ...], place: Place) -> None:
+        kept = replace(place, frame=None)
+        number = _sequence() - 1
+        for level in range(_LEVELS if place.transformed else 1):
+            self._by_sequence.setdefault(number - level, _Made(kept, len(loose)))
+        if not loose or place.kind is Kind.LEFT:
+            return
+        if place.kind is Kind.SITE and all(map(self.grids.hold, operands_at(place))):
+            assert place.site is not None
+            if not spare_factors(place.site, len(operands)):
+                self._inside.add(place.node)
+            return
+        self._report(func, operands, loose, place, "forward")
+
+    def _backward(
+        self, func: Any, operands: list[Any], loose: tuple[int, ...], place: Place, number: int, keeps_graph: bool
+    ) -> None:
+        if place.recomputes:
+            self._forward(func, operands, loose, place)
+            return
+        made = self._by_sequence.get(number)
+        if place.kind is not Kind.BACKWARD:
+            if loose:
+                self._report(func, operands, loose, place, "backward")
+            return
+        came = Place(Kind.NOWHERE, place.name or _name_of_node()) if made is None else made.place
+        if keeps_graph:
+            following = _sequence() - 1
+            second = came if came.kind is Kind.LEFT else Place(Kind.SECOND, came.name, came.node)
+            self._by_sequence.setdefault(following, _Made(second, 0))
+        if not loose or came.kind is Kind.LEFT:
+            return
+        if came.kind is Kind.SECOND:
+            self._list(came, _short(func), OF_A_SECOND)
+            return
+        if is_changed_by_a_hook(came):
+            self._list(came, _short(func), HOOKED)
+            return
+        if came.kind is Kind.SITE and made is not None and len(loose) <= self._allowed(came, made):
+            return
+        self._report(func, operands, loose, came, "backward")
+
+    def _list(self, place: Place, op: str, reason: str) -> None:
+        graph = None if place.node is None else place.node.graph
+        self.listed[Uncovered(place.name, op, reason, "gradient", by_choice=True)] = graph
+
+    def _allowed(self, place: Place, made: _Made) -> int:
+        """Return how many operands of a backward pass may be on no grid: what the recipe leaves, gradients as well."""
+        if place.node in self._inside:
+            return 9
+        assert place.site is not None
+        return made.loose + (place.site.gradient is None)
+
+    def _report(self, func: Any, operands: list[Any], loose: tuple[int, ...], place: Place, direction: str) -> None:
+        if place.kind is Kind.OUTSIDE:
+            self.outside.setdefault(place.name, set()).add(_short(func))
+            return
+        shapes = tuple(tuple(operand.shape) for operand in operands if isinstance(operand, Tensor))
+        found = Unknown(_short(func), place.name, direction, shapes, loose)
+        key = (found.op, found.place, found.direction)
+        before = self.unknown.get(key)
+        self.unknown[key] = found if before is None else replace(before, times=before.times + 1)
+
+    def close(self, seen: Seen) -> None:
+        """Say what was seen."""
+        seen.products = self.products
+        seen.unknown = tuple(self.unknown.values())
+        seen.outside = tuple(f"{name} ({', '.join(sorted(ops))})" for name, ops in self.outside.items())
+        seen.listed = self.listed
+        seen.problems = tuple(sorted(self.problems))
+        notes = [
+            f"products of {why} tensors were not looked at: they hold no values" for why in sorted(self.grids.unread)
+        ]
+        if self.grids.single:
+            notes.append(
+                f"{self.grids.single} times a range had a single element: to quantize one number changes nothing"
+            )
+        seen.notes = tuple(notes)
+
+
+def _sequence() -> int:
+    """Return the number that the next node of autograd gets: that of the operator which runs now has the one before."""
+    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    return number
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _short(func: Any) -> str:
+    return str(getattr(func, "__name__", func)).partition(".")[0]
+
+
+def _name_of_node() -> str:
+    node = torch._C._current_autograd_node()
+    return "" if node is None else f"the backward pass of {node.name().removesuffix('Backward0')}"
+
+
+@contextmanager
+def _nobody() -> Iterator[None]:
+    """Look at values without being looked at."""
+    modes = []
+    while torch._C._len_torch_dispatch_stack():
+        modes.append(_pop_mode())
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)
+
+
+@contextmanager
+def _in_every_thread(book: _Book) -> Iterator[None]:
+    """Look at what threads do that start meanwhile, and at what pools of threads are given."""
+
+    def watched(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Without what `with` does: its flags are those of the process.
+        if not book.is_open or torch._C._len_torch_dispatch_stack():
+            return run(*args, **kwargs)
+        _push_mode(_Watch(book))
+        try:
+            return run(*args, **kwargs)
+        finally:
+            _pop_mode()
+
+    places: list[tuple[Any, str]] = [(threading.Thread, "_bootstrap_inner"), (pool._WorkItem, "run")]
+    plain_ones = [getattr(kind, name) for kind, name in places]
+    for (kind, name), run in zip(places, plain_ones, strict=True):
+        setattr(kind, name, _method(watched, run))
+    try:
+        yield
+    finally:
+        for (kind, name), run in zip(places, plain_ones, strict=True):
+            setattr(kind, name, run)
+
+
+def _method(function: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that calls a function with another one in front."""
+    return lambda self, *args: partial(function, run)(self, *args)

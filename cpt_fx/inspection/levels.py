@@ -1,0 +1,152 @@
+"""What is on a grid: the levels in every range of a quantizer's result, and tensors that hold nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+
+from cpt_fx import native
+from cpt_fx.numerics import Grid, reduced_dims
+from cpt_fx.transformed import plain
+
+_FITS = (torch.float32, torch.float16, torch.bfloat16, torch.int8)
+"""What a kernel reads: all of it is exact in single precision."""
+_HALF = (torch.float16, torch.bfloat16)
+_FEW = 64
+"""Levels that a tensor in half precision may hold of several quantizers: with more, hardly a value is none of them."""
+_RECENT = 8
+"""Quantizers whose levels a copy is compared with one by one, before it is compared with those of all."""
+
+
+def ranges_of(x: Tensor, grid: Grid) -> Tensor:
+    """Return a tensor as a matrix that has a row for each range."""
+    dims = reduced_dims(x.ndim, grid.keep, grid.over)
+    kept = tuple(dim for dim in range(x.ndim) if dim not in dims)
+    count = torch.Size(x.shape[dim] for dim in kept).numel()
+    rows = x.permute((*kept, *dims)).reshape(count, -1)
+    if not grid.block:
+        return rows
+    rows = torch.cat((rows, rows[:, -1:].expand(-1, -rows.shape[1] % grid.block)), 1)
+    return rows.reshape(-1, grid.block)
+
+
+def levels_in(rows: Tensor, most: int) -> tuple[int, Tensor]:
+    """Return how many levels a row shows at most, `most` + 1 standing for more, and which there are in all rows."""
+    library = native.load("witness.cpp")
+    if library is not None and rows.is_cpu and rows.dtype in _FITS:
+        rows = rows.to(torch.float32).contiguous()
+        found = torch.empty(rows.shape[0], most)
+        count = library.cpt_fx_levels(rows.data_ptr(), *rows.shape, most, found.data_ptr())
+        return count, found.view(-1)
+    rows = rows.to(torch.float64 if rows.dtype is torch.float64 else torch.float32)
+    levels, next_one = [], rows.amin(1, keepdim=True)
+    for _ in range(most):
+        levels.append(next_one)
+        next_one = torch.where(rows > next_one, rows, torch.inf).amin(1, keepdim=True)
+    every = torch.cat(levels, 1)
+    larger = int((every.isfinite().sum(1) + next_one.isfinite().squeeze(1)).max())
+    return larger, every[every.isfinite()]
+
+
+def holds(x: Tensor, levels: Tensor) -> bool:
+    """Whether a tensor holds nothing but levels, which are sorted, and zeros. What is not finite has none."""
+    levels = levels.to(x.device, x.dtype)
+    library = native.load("witness.cpp")
+    if library is not None and x.is_cpu and x.dtype in _FITS:
+        values, levels = x.to(torch.float32).contiguous(), levels.to(torch.float32)
+        return bool(library.cpt_fx_holds(values.data_ptr(), values.numel(), levels.data_ptr(), levels.numel()))
+    nearest = levels[torch.searchsorted(levels, x.contiguous()).clamp_max(levels.numel() - 1)]
+    return bool(((nearest == x) | x.isnan()).all())
+
+
+@dataclass
+class Grids:
+    """The results of quantizers in a run, and which tensors hold them."""
+
+    unread: set[str] = field(default_factory=set)
+    """Kinds of tensors whose values cannot be read."""
+    single: int = 0
+    """How often a range had one element alone."""
+    _grids: dict[int, StorageWeakRef] = field(default_factory=dict)
+    """Memory that holds what a quantizer produced, or a copy of that. A weak reference keeps the number from others."""
+    _levels: list[Tensor] = field(default_factory=list)
+    _all: Tensor | None = None
+
+    def add(self, result: Tensor, bits: int | None, grid: Grid) -> bool:
+        """Take note of the result of a quantizer; return whether no range has more levels than its width allows."""
+        if self._is_unread(result):
+            return True
+        self._keep(result)
+        self._all = None
+        if bits is None:
+            self._levels.append(result.unique())
+            return True
+        rows = ranges_of(result.detach(), grid)
+        self.single += rows.shape[1] == 1
+        most, levels = levels_in(rows, 2**bits)
+        self._levels.append(levels)
+        return most <= int(2**bits)
+
+    def _is_unread(self, value: Tensor) -> bool:
+        why = _unreadable(value)
+        self.unread |= {why} - {""}
+        return bool(why) or not value.numel()
+
+    def _keep(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._grids[storage._cdata] = StorageWeakRef(storage)
+
+    def forget(self, written: Any) -> None:
+        """Take note of an operator that writes: what it wrote to is no quantizer's result any more."""
+        for tensor in pytree.tree_leaves(written) if isinstance(written, (list, tuple)) else (written,):
+            if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
+                self._grids.pop(tensor.untyped_storage()._cdata, None)
+
+    def hold(self, value: Any) -> bool:
+        """Whether an operand is what a quantizer produced, or holds nothing but such values."""
+        if isinstance(value, (list, tuple)):  # an operand of integer execution: codes with their scale
+            return len(value) > 1 or all(map(self.hold, value))
+        if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+            return True
+        value = plain(value).detach()
+        if self._is_unread(value):
+            return True
+        if value.layout is not torch.strided:
+            return False
+        if value.untyped_storage()._cdata in self._grids:
+            return True
+        found = self._holds_levels(torch.view_as_real(value.resolve_conj()) if value.is_complex() else value)
+        if found and value.untyped_storage().nbytes() == value.numel() * value.element_size():
+            self._keep(value)
+        return found
+
+    def _holds_levels(self, value: Tensor) -> bool:
+        """Whether a copy holds nothing but levels that quantizers have produced, and zeros."""
+        zero = value.new_zeros(1)
+        if not self._levels:
+            return holds(value, zero)
+        for levels in self._levels[: -_RECENT - 1 : -1]:
+            if holds(value, _with(levels, zero)):
+                return True
+        if self._all is None:
+            self._all = _with(torch.cat([levels.to("cpu", torch.float64) for levels in self._levels]), zero)
+        if value.dtype not in _HALF or self._all.numel() <= _FEW:
+            return holds(value, self._all)
+        return any(holds(value, _with(levels, zero)) for levels in self._levels)
+
+
+def _with(levels: Tensor, zero: Tensor) -> Tensor:
+    every: Tensor = torch.cat((levels, zero.to(levels))).unique()
+    return every
+
+
+def _unreadable(value: Tensor) -> str:
+    """Return why the values of a tensor cannot be read; nothing where they can."""
+    if value.is_meta or isinstance(value, torch._subclasses.FakeTensor):
+        return "meta"
+    return "functorch" if torch._C._functorch.is_functorch_wrapped_tensor(value) else ""

@@ -1,0 +1,209 @@
+"""Where a product comes from: a node of a graph, a line of the model's code, the operator whose backward pass it is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.autograd import graph as engine
+from torch.autograd.function import FunctionCtx
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.utils import checkpoint
+
+from cpt_fx.bodies import AUTHORS_OWN
+from cpt_fx.integer.ops import INTEGER_PRODUCTS
+from cpt_fx.meta import LEFT, QUANTIZER, SITE, Site, get_attribute, module_path
+from cpt_fx.names import frames_of
+from cpt_fx.regions import TRANSFORMED
+from cpt_fx.result import PART
+
+_OURS, _TORCH = (str(Path(str(module.__file__)).parent) for module in (sys.modules["cpt_fx"], torch))
+_TESTED = str(Path(_OURS).parent / "passes")
+_GENERATED = "<eval_with_key>"
+_LISTING = {("net.py", "call"), ("scripts.py", "call")}
+"""Functions of `cpt_fx.dynamo` that list what they run as it is: a local variable of theirs says so."""
+
+
+class Kind(Enum):
+    """What is known of the place of a product."""
+
+    SITE = "a node with quantizers"
+    LEFT = "a node that is listed as left"
+    OUTSIDE = "a module outside of what was transformed"
+    BACKWARD = "the backward pass of an operator"
+    SECOND = "a node that a backward pass made: its own is a second one"
+    NOWHERE = "code that no quantizer knows of"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a product comes from."""
+
+    kind: Kind
+    name: str
+    """The layer, or file and line."""
+    node: fx.Node | None = None
+    frame: FrameType | None = None
+    """That of the graph, while it runs."""
+    transformed: bool = False
+    """Whether it runs under a transform of torch.func: each level of that has a node of its own for one operator."""
+    recomputes: bool = False
+    """Whether this is no backward pass, but a forward pass that runs inside of one."""
+
+    @property
+    def site(self) -> Site | None:
+        """What was decided about the node."""
+        return None if self.node is None else self.node.meta.get(SITE)
+
+
+class Places:
+    """Knows a model's modules, and finds where code that runs at this moment belongs to."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names: dict[int, str] = {}
+        self._inside: set[int] = set()
+        for name, module in model.named_modules():
+            self._names[id(module)] = name or "(root)"
+            if PART in module.__dict__:
+                self._inside |= {id(part) for part in module.modules()}
+        self._lines: dict[CodeType, dict[int, fx.Node]] = {}
+        self._left_bodies: dict[int, fx.Node] = {}
+        self._seen: set[int] = set()
+
+    def now(self) -> Place:
+        """Return the place of the code that called this, up to the start of a backward pass where it is in one."""
+        line, own, layer, again = "", "", 0, False
+        backward = torch._C._current_autograd_node() is not None
+        for frame in _frames():
+            code = frame.f_code
+            file = code.co_filename
+            if file.startswith(_GENERATED):
+                found = self._node(frame)
+                place = None if found is None else self._of_node(found, frame, backward)
+                # Code of somebody else's inside of an operator, a mode or a hook, is no part of the operator.
+                if place is not None and not (line and place.kind is Kind.SITE):
+                    return place
+                if found is not None and not line:
+                    line = _line_of(found)
+            elif code is engine._engine_run_backward.__code__ and backward:
+                break
+            elif file.startswith(_OURS) and (Path(file).name, code.co_name) in _LISTING:
+                given = frame.f_locals
+                if "reason" in given or ("caller" in given and "view" not in given):
+                    caller = given.get("caller")
+                    transformed = caller is not None and caller.function is None
+                    return Place(Kind.LEFT, given["function"].name if caller is None else caller.path,
+                                 transformed=transformed)  # fmt: skip
+            elif file == checkpoint.__file__:
+                again = again or backward
+            if file.startswith((_OURS, _TESTED)):
+                continue
+            first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+            if isinstance(first, SpectralNorm):
+                return Place(Kind.LEFT, "")  # listed for every layer that has one
+            if isinstance(first, nn.Module) and id(first) in self._names and not layer:
+                layer = id(first)
+            if isinstance(first, FunctionCtx) and backward:
+                line, own = "", own or f"{file}:{frame.f_lineno}"  # of an operator like others
+            elif not line and not file.startswith((_TORCH, "<")):
+                line = f"{file}:{frame.f_lineno}"
+        else:
+            backward = False
+        name = self._names.get(layer, "")
+        if backward and not again and not line:
+            return Place(Kind.BACKWARD, own)
+        if layer and layer not in self._inside:
+            return Place(Kind.OUTSIDE, name, recomputes=again)
+        return Place(Kind.NOWHERE, ", ".join(filter(None, (name, line))), recomputes=again)
+
+    def _of_node(self, node: fx.Node, frame: FrameType, backward: bool) -> Place | None:
+        if SITE in node.meta:
+            return Place(Kind.SITE, node.meta[SITE].layer, node, frame, backward)
+        if LEFT in node.meta:
+            transformed = node.meta[LEFT] == TRANSFORMED
+            return Place(Kind.LEFT, module_path(node)[0], node, transformed=transformed, recomputes=backward)
+        return None
+
+    def _node(self, frame: FrameType) -> fx.Node | None:
+        """Return the node whose line of generated code runs, or the one that was left and whose body this is."""
+        lines = self._lines.get(frame.f_code)
+        if lines is None:
+            module = frame.f_locals.get("self")
+            lines = self._lines[frame.f_code] = _lines_of(module) if isinstance(module, fx.GraphModule) else {}
+            self._note_bodies(module)
+            if id(module) in self._left_bodies:
+                lines = self._lines[frame.f_code] = dict.fromkeys(lines, self._left_bodies[id(module)])
+        return lines.get(frame.f_lineno)
+
+    def _note_bodies(self, module: Any) -> None:
+        if not isinstance(module, fx.GraphModule):
+            return
+        for node in module.graph.nodes:
+            if node.target in AUTHORS_OWN and LEFT in node.meta:
+                for read in node.all_input_nodes:
+                    body = get_attribute(module, str(read.target)) if read.op == "get_attr" else None
+                    if isinstance(body, fx.GraphModule):
+                        self._left_bodies[id(body)] = node
+
+
+def _line_of(node: fx.Node) -> str:
+    """Return where in the model's code a node comes from."""
+    frames = frames_of(node.meta.get("stack_trace"))
+    where = f"{frames[-1][0]}:{frames[-1][1]}" if frames else f"{node.name} of a graph"
+    return ", ".join(filter(None, (module_path(node)[0], where)))
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _lines_of(module: fx.GraphModule) -> dict[int, fx.Node]:
+    """Return the node on each line of a graph's code."""
+    nodes = list(module.graph.nodes)
+    return {
+        line + module._prologue_start: nodes[index]
+        for line, index in (module._lineno_map or {}).items()
+        if index is not None and index < len(nodes)
+    }
+
+
+def operands_at(place: Place) -> list[Any]:
+    """Return the values that a node's quantized factors have while it runs."""
+    site, node = place.site, place.node
+    assert site is not None and node is not None and place.frame is not None
+    values = place.frame.f_locals
+    lowered = node.target in INTEGER_PRODUCTS
+    found = []
+    for number, operand in enumerate(item for item in site.operands if item.role != "bias" and not item.node):
+        value = node.args[2 * number] if lowered else operand.value(node)
+        found.append(values.get(value.name) if isinstance(value, fx.Node) else value)
+    return found
+
+
+def is_changed_by_a_hook(place: Place) -> bool:
+    """Whether the model's own code puts a hook on the result of a node, which runs once the gradient is quantized."""
+    if place.node is None or place.site is None:
+        return False
+    ends = [node for node in place.node.graph.nodes if node.name == place.site.gradient_name]
+    users = [user for end in ends for user in (*end.users, *(after for user in end.users for after in user.users))]
+    return any("register_hook" in str(getattr(user.target, "__name__", user.target)) for user in users)
+
+
+def spare_factors(site: Site, count: int) -> int:
+    """Return how many of an operator's factors its recipe leaves as they are."""
+    return max(0, count - sum(item.role != "bias" and not item.node for item in site.operands))
+
+
+def quantizer_of(place: Place) -> Any:
+    """Return the quantizer that a node is."""
+    return None if place.node is None else place.node.meta.get(QUANTIZER)

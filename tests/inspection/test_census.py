@@ -1,0 +1,295 @@
+"""The census: products that go around the quantizers are named, and nothing else is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import cpt_fx
+from cpt_fx import native
+from cpt_fx.bodies import state_of
+from cpt_fx.inspection.census import OF_A_SECOND, Seen, census
+from cpt_fx.inspection.levels import holds, levels_in, ranges_of
+from cpt_fx.inspection.verification import VerificationError
+from cpt_fx.numerics import Grid
+from cpt_fx.ops import FAKE_QUANTIZE, QUANTIZERS
+from cpt_fx.recipes import default, fp8, mx, paper
+from cpt_fx.schedules import Static
+from cpt_fx.trial import forward_and_backward, trial
+from tests.captures import captures
+from tests.inspection.escapes import ESCAPES, WIDTH, Escaping, OperatorOfItsOwn
+from tests.zoo import ZOO
+
+
+def looked_at(model: nn.Module, *args: Any, gradients: bool = True, **kwargs: Any) -> Seen:
+    """Return what a census sees in a run at 2 bits."""
+    with trial(model), ExitStack() as stack:
+        for state in {id(found): found for found in map(state_of, cpt_fx.graphs(model))}.values():
+            stack.enter_context(state.at(2))
+        with census(model) as seen:
+            forward_and_backward(model, args, kwargs, gradients=gradients)
+    return seen
+
+
+def named(seen: Seen) -> list[str]:
+    return [*map(str, seen.unknown), *seen.problems]
+
+
+def batch() -> Tensor:
+    return torch.randn(6, WIDTH, requires_grad=True)
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of a callback that torch.fx stops in
+@pytest.mark.parametrize("name", ESCAPES)
+def test_what_goes_around_the_quantizers_is_named(name: str) -> None:
+    x = batch()
+    model = cpt_fx.transform(ESCAPES[name](), Static(4))
+    model(x)
+    with pytest.raises(VerificationError, match="comes from no quantizer") as raised:
+        cpt_fx.inspect(model).verify(x)
+    assert "escapes.py:" in str(raised.value) or "(root), " in str(raised.value) or "thread.py" in str(raised.value)
+
+
+def test_there_are_many_ways_around() -> None:
+    assert len(ESCAPES) >= 40
+
+
+@captures
+def test_the_same_without_an_escape_is_proven(capture: str) -> None:
+    class Honest(Escaping):
+        def between(self, h: Tensor) -> Tensor:
+            return h @ self.w
+
+    x = batch()
+    model = cpt_fx.transform(Honest(), Static(4), capture=capture)
+    model(x)
+    proof = cpt_fx.inspect(model).verify(x)
+    assert proof.products == 9 and proof.proven and not proof.outside
+    assert proof.to_dict()["products"] == 9
+
+
+def test_an_operator_with_code_of_its_own_is_listed_and_looked_into() -> None:
+    x = batch()
+    model = cpt_fx.transform(OperatorOfItsOwn(), Static(4))
+    seen = looked_at(model, x)
+    assert not named(seen)
+    assert seen.products == 8
+    assert any("hidden_product" in item.op for item in cpt_fx.inspect(model).uncovered)
+
+
+class Copies(nn.Module):
+    """Copies of quantized tensors in other memory: padded, transposed, folded, broadcast, summed by an operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv1d(6, 6, 4, padding="same", padding_mode="circular"), nn.Linear(WIDTH, 8)
+        self.two, self.w = nn.Conv2d(6, 6, (4, 1), padding="same", groups=2), nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.two(self.conv(x)[..., None].expand(-1, -1, -1, 3))
+        y = self.fc(y.permute(0, 3, 1, 2).reshape(-1, WIDTH))
+        y = torch.einsum("bij,jk->ik", y[None].expand(2, -1, -1), self.w)
+        result: Tensor = torch.linalg.multi_dot((y, self.w, self.w.T))
+        return result
+
+
+RECIPES = [default(), paper(), paper(family="graph"), fp8(), mx()]
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda each: each.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_copies_of_quantized_tensors_are_known(recipe: Any, dtype: torch.dtype) -> None:
+    x = torch.randn(2, 6, WIDTH, dtype=dtype)
+    model = cpt_fx.transform(Copies().to(dtype), Static(4), recipe=recipe, capture="symbolic")
+    seen = looked_at(model, x)
+    assert not named(seen)
+    assert seen.products >= 12
+
+
+@pytest.mark.parametrize("name", sorted(ZOO))
+def test_no_false_alarm(name: str) -> None:
+    model, args, kwargs = ZOO[name]()
+    result = cpt_fx.transform(model, Static(4), capture="symbolic")
+    assert not named(looked_at(result, *args, **kwargs))
+    assert not named(looked_at(result.eval(), *args, gradients=False, **kwargs))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_integers(training: bool) -> None:
+    net = nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, 8))
+    model = cpt_fx.transform(net, Static(4), execution="integer").train(training)
+    assert not named(looked_at(model, batch(), gradients=training))
+    with native.disabled():
+        assert not named(looked_at(model, batch(), gradients=training))
+
+
+def _without(node: torch.fx.Node) -> None:
+    node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+    node.graph.erase_node(node)
+
+
+def _scaled(node: torch.fx.Node) -> None:
+    with node.graph.inserting_after(node):
+        scaled = node.graph.call_function(torch.mul, (node, 1.5))
+    node.replace_all_uses_with(scaled, lambda user: user is not scaled)
+
+
+def _written(node: torch.fx.Node) -> None:
+    with node.graph.inserting_after(node):
+        written = node.graph.call_function(_write, (node,))
+    node.replace_all_uses_with(written, lambda user: user is not written)
+
+
+def _write(quantized: Tensor) -> Tensor:
+    quantized.data.mul_(1.5)
+    return quantized
+
+
+@pytest.mark.parametrize("edit", [_without, _scaled, _written])
+@pytest.mark.parametrize("place", range(6))
+def test_an_edited_graph(edit: Callable[[torch.fx.Node], None], place: int) -> None:
+    model = cpt_fx.transform(_small(), Static(4), capture="symbolic")
+    (module,) = cpt_fx.graphs(model)
+    node = [node for node in module.graph.nodes if node.target in QUANTIZERS][place]
+    if node.meta["cpt_fx_quantizer"].role in ("bias", "gradient"):
+        pytest.skip("no factor of a product in the forward pass")
+    edit(node)
+    module.recompile()
+    layer = node.meta["cpt_fx_quantizer"].layers[0]
+    assert any(line.startswith(f"{layer}: addmm") for line in named(looked_at(model, batch())))
+
+
+def _small() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 8))
+
+
+def test_a_gradient_without_its_quantizer() -> None:
+    model = cpt_fx.transform(_small(), Static(4), capture="symbolic")
+    (module,) = cpt_fx.graphs(model)
+    _without(next(node for node in module.graph.nodes if "gradient_q" in node.name and node.op == "call_function"))
+    module.recompile()
+    (line,) = named(looked_at(model, batch()))
+    assert line.startswith("0: mm of ") and "backward pass, 2 times" in line
+
+
+def test_parts_outside_are_named() -> None:
+    inner = cpt_fx.transform(nn.Linear(WIDTH, WIDTH), Static(4))
+    proof = cpt_fx.inspect(nn.Sequential(inner, nn.Linear(WIDTH, 8))).verify(batch())
+    assert proof.outside == ("1 (addmm, mm)",)
+    assert "outside of what was transformed: 1 (addmm, mm)" in str(proof)
+
+
+class Energy(nn.Module):
+    """Returns a force: the gradient of its own output, which is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = _small()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (force,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+        return force
+
+
+def test_products_of_a_second_backward_pass_are_listed() -> None:
+    x = batch()
+    model = cpt_fx.transform(Energy(), Static(4))
+    model(x)
+    assert cpt_fx.inspect(model).verify(x).products == 8
+    second = [item for item in cpt_fx.inspect(model).uncovered if item.reason == OF_A_SECOND]
+    assert {item.layer for item in second} == {"net.0", "net.2"}
+    model(x)
+
+
+def test_dynamo_goes_on_as_if_nobody_looked() -> None:
+    """Nothing is captured anew because of a census, what is captured under one serves later, and numbers are equal."""
+    torch._dynamo.reset()
+    x = batch()
+    model = cpt_fx.transform(_small(), Static(4), capture="dynamo")
+    assert not named(looked_at(model, x))
+    assert len(cpt_fx.graphs(model)) == 1
+    counters.clear()
+    first = model.eval()(x)
+    with census(model):
+        again = model(x)
+    assert torch.equal(first, again)
+    model.train()(x)
+    assert not counters["stats"] and len(cpt_fx.graphs(model)) == 1
+
+
+def test_every_range_is_looked_at() -> None:
+    """A quantizer that leaves the last of its ranges alone shows few levels in the first, where a sample is taken."""
+    rows = torch.randint(0, 4, (5, 40)).float()
+    rows[4] = torch.randn(40)
+    for switch in (native.disabled, ExitStack):
+        with switch():
+            assert levels_in(rows, 4)[0] == 5
+            most, levels = levels_in(rows[:4], 4)
+            assert most == 4 and set(levels.tolist()) == {0.0, 1.0, 2.0, 3.0}
+            assert levels_in(torch.tensor([[1.0, -0.0, 0.0, torch.nan]]), 4)[0] <= 4
+
+
+def test_ranges_are_rows() -> None:
+    x = torch.randn(2, 3, 4, 5)
+    assert ranges_of(x, Grid()).shape == (1, 120)
+    assert torch.equal(ranges_of(x, Grid(keep=(1,))), x.transpose(0, 1).reshape(3, 40))
+    assert torch.equal(ranges_of(x, Grid(over=(-2,))), x.transpose(-1, -2).reshape(30, 4))
+    assert ranges_of(x, Grid(over=(-1,), block=4)).shape == (48, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+@pytest.mark.parametrize("count", [1, 4, 11, 60])
+def test_copies_hold_levels(dtype: torch.dtype, count: int) -> None:
+    levels = torch.randn(count, dtype=dtype).unique()
+    x = levels[torch.randint(0, len(levels), (700,))].view(7, 100).T
+    for switch in (native.disabled, ExitStack):
+        with switch():
+            assert holds(x, levels)
+            for place in (0, 350, 699):
+                other = x.clone()
+                other[place % 100, place // 100] += 1e-2
+                assert not holds(other, levels)
+
+
+def test_a_range_of_one_element_is_noted() -> None:
+    model = cpt_fx.transform(nn.Conv2d(3, 4, 1), Static(4), recipe=paper())
+    assert not looked_at(model, torch.randn(2, 3, 4, 4)).notes
+    one = cpt_fx.transform(nn.Conv2d(1, 4, 1), Static(4))
+    assert any("a single element" in note for note in looked_at(one, torch.randn(2, 1, 4, 4)).notes)
+
+
+def test_quantizers_of_the_users_own_count() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.w = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.fc(x)
+            return result
+
+    x = batch()
+    model: Any = cpt_fx.transform(Own(), Static(4))
+    bits = torch.tensor(2)
+    with census(model) as seen:
+        FAKE_QUANTIZE(x.detach(), bits) @ FAKE_QUANTIZE(model.w.detach(), bits)
+        FAKE_QUANTIZE(x.detach(), bits) @ model.w.detach()
+    assert [unknown.operands for unknown in seen.unknown] == [(1,)]
+
+
+def test_tensors_without_values_are_stepped_over() -> None:
+    model = cpt_fx.transform(_small(), Static(4))
+    with census(model) as seen:
+        torch.randn(3, 4, device="meta") @ torch.randn(4, 5, device="meta")
+    assert not seen.unknown
+    assert seen.notes == ("products of meta tensors were not looked at: they hold no values",)
