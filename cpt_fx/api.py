@@ -42,6 +42,7 @@ def transform(
     overrides: Mapping[Pattern, Any] | None = None,
     execution: str = "simulated",
     strict: bool = False,
+    prove: bool = True,
 ) -> nn.Module:
     """Return `model` with quantizers on weights, activations and gradients whose widths follow `schedule`.
 
@@ -68,13 +69,16 @@ def transform(
             widths up to 8, and `recipe=None` stands for `recipes.integer()`.
         strict: raise where an operator that multiplies stays in full precision without having been excluded; with
             `execution="integer"` also where a quantized product is not lowered.
+        prove: where example inputs are given, prove with them that the result is the model at 32 bits and quantizes
+            below, as `inspect(result).verify(*inputs)` does. `VerificationError` says what is wrong.
     """
     if not isinstance(overrides, (Mapping, type(None))):
         raise TypeError(
             f"overrides must map module names, globs or types to what is different there, got {overrides!r}"
         )
     pipeline = Pipeline.standard(recipe=recipe, exclude=exclude, overrides=overrides, execution=execution)
-    return transform_with(pipeline, model, schedule, examples_of(example_inputs, example_kwargs), capture, strict)
+    examples = examples_of(example_inputs, example_kwargs)
+    return transform_with(pipeline, model, schedule, examples, capture, strict, prove)
 
 
 def transform_with(
@@ -84,6 +88,7 @@ def transform_with(
     examples: Examples | None,
     frontend: str,
     strict: bool,
+    prove: bool,
 ) -> nn.Module:
     """Transform a model with a given pipeline: what `transform` and `Pipeline.transform` come down to."""
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
@@ -101,13 +106,16 @@ def transform_with(
         assert session.state.schedule is schedule
     session.reminder.watch(session, plain, root)
     if session.frontend == "dynamo" and examples is not None:
-        session.examples = True
+        session.examples = session.looking = True
         with trial(root):
             run_aside(root, *examples)
             if frontend == "export":
                 session.engine.demand_one_graph(*examples)
-        session.examples = False
-        session.forget()
+        session.examples = session.looking = False
+    if prove and examples is not None and not any(tensor.is_meta for tensor in root.parameters()):
+        from cpt_fx.inspection.verification import prove as prove_it  # which needs this module
+
+        prove_it(root, *examples, source=plain)
     return _rewrapped(model, root) if isinstance(model, nn.parallel.DistributedDataParallel) else root
 
 

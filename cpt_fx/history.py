@@ -14,6 +14,7 @@ from cpt_fx.operators import MULTIPLY
 from cpt_fx.pass_base import Report, unique
 
 LOGGER = logging.getLogger("cpt_fx")
+OUTSIDE = "outside"
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,15 @@ class History:
         """Everything that multiplies and stays in full precision, each once however often it was captured."""
         return tuple(dict.fromkeys(item for report in self.reports for item in report.uncovered))
 
+    @property
+    def outside(self) -> tuple[Uncovered, ...]:
+        """What multiplies, or may, outside of everything that was transformed."""
+        return tuple(item for report in self.reports if report.name == OUTSIDE for item in report.uncovered)
+
 
 def joined(parts: Sequence[tuple[str, History]], rest: tuple[Uncovered, ...], kind: str) -> History:
     """Return what there is to say of a model that contains transformed ones, and of its plain rest."""
-    outside = (Report("outside", 0, uncovered=rest),) if rest else ()
+    outside = (Report(OUTSIDE, 0, uncovered=rest),) if rest else ()
     return History(
         frontend=", ".join(unique(history.frontend for _, history in parts)),
         notes=tuple(f"{path}: {note}" for path, history in parts for note in history.notes),

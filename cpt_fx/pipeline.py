@@ -152,13 +152,14 @@ class Pipeline:
         capture: str = "auto",
         execution: str = "simulated",
         strict: bool = False,
+        prove: bool = True,
     ) -> nn.Module:
         """Do what `cpt_fx.transform` does, with these passes."""
         # The door to the layer above: api builds the standard pipeline, and this method is the way in for any other.
         from cpt_fx.api import examples_of, transform_with
 
         examples = examples_of(example_inputs, example_kwargs)
-        return transform_with(self.executing(execution), model, schedule, examples, capture, strict)
+        return transform_with(self.executing(execution), model, schedule, examples, capture, strict, prove)
 
     def after(self, name: str, step: Pass) -> Pipeline:
         """Insert a pass after the one of that name."""

@@ -64,7 +64,7 @@ class Reminder:
 
     def call(self, session: Session) -> None:
         """Note that the result is called: by whoever goes on with it, where it was reverted."""
-        if session.examples or (self.reverted and not session.root.training):
+        if session.looking or (self.reverted and not session.root.training):
             return
         if self.session is None:
             self.watch(session, session.root)

@@ -385,12 +385,15 @@ def sessions_in(model: nn.Module) -> list[tuple[str, Session]]:
 
 
 def plain_rest(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the layers with products that stand outside of everything transformed."""
+    """Return what stands outside of everything transformed and may multiply: whatever has parameters, norms aside."""
     inside: set[int] = set()
     rest: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
         if PART in module.__dict__:
             inside |= {id(part) for part in module.modules()}
-        if id(module) not in inside and isinstance(module, HIDING):
+        owns = not type(module).__module__.startswith("torch.") and any(
+            p is not None for p in module._parameters.values()
+        )
+        if id(module) not in inside and (owns or isinstance(module, HIDING)):
             rest.append((name, module))
     return rest

@@ -150,12 +150,6 @@ class Precision(_State):
             delattr(self.records, name)
             del self.layers[f"records.{name}"]
 
-    def forget(self) -> None:
-        """Forget what was recorded: it came from a run that only looked at the model."""
-        for state in (self.records, self.products):
-            for buffer in state.buffers():
-                buffer.zero_()
-
     def attach(self, schedule: Schedule) -> None:
         """Follow a schedule from now on (called by `schedule.bind`)."""
         self.schedule = schedule

@@ -25,6 +25,7 @@ from cpt_fx.names import Names
 from cpt_fx.overrides import SELECTED, Patterns, Selected, check_before_capture
 from cpt_fx.pass_base import Report, unique
 from cpt_fx.pipeline import Pipeline, no_collection
+from cpt_fx.proof import Proof
 from cpt_fx.regions import ModesOf
 from cpt_fx.reminders import Reminder
 from cpt_fx.result import PART, adopt, part_of, plain_class
@@ -63,6 +64,8 @@ class Session:
         self.strict = strict
         self.examples = False
         """Whether this call is that of the examples given to transform."""
+        self.looking = False
+        """Whether this call only looks at the model, as a proof does."""
         self.state = Precision(root)
         self.state.stand_on(place_for_widths(root, self.state.device))
         if strict and self._without_kernels:
@@ -94,11 +97,14 @@ class Session:
         self.trained_at: Widths | None = None
         """The widths of the latest training step, unless batch norm's statistics were made anew since."""
         self.told_norms = False
+        self.proof: Proof | None = None
+        """What was proven of this very object: a copy has to be proven itself."""
         self.reminder = Reminder()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process."""
-        derived = ("running", "watching", "views", "_engine", "_evaluates", "trained_at", "told_norms", "reminder")
+        derived = ("running", "watching", "views", "_engine", "_evaluates", "trained_at", "told_norms", "proof",
+                   "reminder")  # fmt: skip
         state = {key: value for key, value in self.__dict__.items() if key not in derived}
         # What has changed since it was traced is traced again by the copy.
         state["traced"] = {entry: found for entry, found in self.traced.items() if not found.is_outdated()}
@@ -210,9 +216,11 @@ class Session:
             self.reminder.call(self)
         self.state.ready()
         view = None if self.frontend == "dynamo" else traced_view(self, module)
+        if self.looking:
+            return view
         if self.root.training:
             self._evaluates = False
-        elif not self._evaluates and not self.examples:
+        elif not self._evaluates:
             self._evaluates = True
             with nets_asleep():
                 look_at_ranges(self)
@@ -311,11 +319,6 @@ class Session:
             return ()
         names = unique(tensor.device.type for tensor in self.root.parameters() if tensor.device.type != "cpu")
         return tuple(f"execution='integer' has no kernels for {name}: products are simulated there" for name in names)
-
-    def forget(self) -> None:
-        """Forget what was observed and recorded: it came from a run that only looked at the model."""
-        self.state.forget()
-        self.forget_ranges()
 
     def look_again(self) -> None:
         """Look at the ranges once more at the next evaluation: there are layers that have learned nothing."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx, nn
 
 from cpt_fx.bodies import add_body, bodies, graphs_of, new_body
@@ -12,6 +14,7 @@ from cpt_fx.graph_module import QuantizedGraphModule
 from cpt_fx.history import History
 from cpt_fx.meta import STATE
 from cpt_fx.names import NAMES
+from cpt_fx.proof import Proof
 from cpt_fx.result import PART, Part, sessions_in
 from cpt_fx.runtime import Held, Precision
 from cpt_fx.session import Session
@@ -20,9 +23,16 @@ from cpt_fx.session import Session
 class Standalone:
     """A graph that stands alone, and how it came about: what a `Session` is for a model's own tree."""
 
+    looking = False
+    proof: Proof | None = None
+
     def __init__(self, module: QuantizedGraphModule, history: History) -> None:
         self.module = module
         self.known = history
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what was proven of this very object."""
+        return {key: value for key, value in self.__dict__.items() if key != "proof"}
 
     @property
     def root(self) -> nn.Module:

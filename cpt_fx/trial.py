@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from cpt_fx.capture.memory import run_aside, unchanged
+from cpt_fx.layer_state import own
 from cpt_fx.result import sessions_in
 
 
@@ -30,15 +31,33 @@ def _is_sharded(kind: type) -> bool:
 
 
 @contextmanager
+def looking(model: nn.Module) -> Iterator[None]:
+    """Call a result without being its user: no reminder counts the calls, no warning of an evaluation is due."""
+    sessions: list[Any] = [session for _, session in sessions_in(model)]
+    before = [session.looking for session in sessions]
+    for session in sessions:
+        session.looking = True
+    try:
+        yield
+    finally:
+        for session, was in zip(sessions, before, strict=True):
+            session.looking = was
+
+
+@contextmanager
 def trial(model: nn.Module) -> Iterator[None]:
     """Put copies in the place of all buffers, and undo on leaving whatever happened inside.
 
     The originals of the buffers are not written at all, so that a backward pass that is still to come finds them as
-    its forward pass left them. Parameters stay; one that the model's own code overwrites gets its values back.
+    its forward pass left them. Parameters stay; one that the model's own code overwrites gets its values back. What we
+    add for a graph that is captured inside starts anew.
     """
-    hidden = (module for _, session in sessions_in(model) for module in session.state.modules())
+    states = [session.state for _, session in sessions_in(model)]
+    hidden = (module for state in states for module in state.modules())
     everything = {id(module): module for module in (*model.modules(), *hidden)}.values()
     modules = [(module, module._buffers.copy(), module.training) for module in everything]
+    counted = {id(holder) for state in states for holder in (state.records, state.products)}
+    known = {id(tensor) for module, *_ in modules for tensor in own(module).values()}
     copies: dict[int, Tensor] = {}
     devices = sorted({value.device.index for value in model.parameters() if value.device.type == "cuda"})
     # What `fully_shard` has gathered for a pass is freed in the next one, and must not be written afterwards.
@@ -61,6 +80,11 @@ def trial(model: nn.Module) -> Iterator[None]:
         finally:
             for module, buffers, training in modules:
                 module._buffers.update(buffers)
+                made = [tensor for tensor in own(module).values() if id(tensor) not in known]
+                if id(module) in counted:
+                    made += [one for name, one in module._buffers.items() if one is not None and name not in buffers]
+                for tensor in made:
+                    tensor.detach().zero_()
                 module.training = training
 
 
@@ -86,7 +110,7 @@ def forward_and_backward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     weights are random because the gradient of a plain sum is one number, on which nothing can be seen.
     """
     with torch.inference_mode(False), torch.set_grad_enabled(gradients):
-        outputs = list(tensors_in(_called(model, args, kwargs)))
+        outputs = list(tensors_in(called(model, args, kwargs)))
         if not gradients:
             return
         candidates = [*model.parameters(), *tensors_in(args), *tensors_in(kwargs)]
@@ -97,7 +121,7 @@ def forward_and_backward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[s
             torch.autograd.grad(losses, leaves, allow_unused=True)
 
 
-def _called(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def called(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a model; what goes wrong is said in a sentence, since torch's own may hold whole tensors."""
     # A graph module's own __call__ prints its generated code before it raises.
     call = nn.Module.__call__ if isinstance(model, fx.GraphModule) else type(model).__call__

@@ -67,6 +67,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cpt_fx.range_test",
         "cpt_fx.dynamo",
         "cpt_fx.history",
+        "cpt_fx.proof",
         "cpt_fx.trial",
         "cpt_fx.export",
         "cpt_fx.ort",

@@ -16,7 +16,7 @@ SIGNATURES: dict[str, tuple[Callable[..., Any], str]] = {
     "transform": (
         cpt_fx.transform,
         "(model, schedule, *, recipe=None, example_inputs=None, example_kwargs=None, capture='auto', exclude=(), "
-        "overrides=None, execution='simulated', strict=False)",
+        "overrides=None, execution='simulated', strict=False, prove=True)",
     ),
     "named": (
         schedules.named,

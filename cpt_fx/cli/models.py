@@ -91,10 +91,12 @@ def run_inspect(options: argparse.Namespace) -> None:
     model, inputs = model_and_inputs(options.model, load(options.model))
     from cpt_fx.api import transform
     from cpt_fx.inspection import inspect
+    from cpt_fx.inspection.verification import verify
 
-    result = transform(model, schedule, recipe=options.recipe, exclude=options.exclude, example_inputs=inputs)
+    result = transform(model, schedule, recipe=options.recipe, exclude=options.exclude, example_inputs=inputs,
+                       prove=False)  # fmt: skip
     inspection = inspect(result)
-    proof = inspection.verify(*inputs) if inputs else None
+    proof = verify(result, inputs, {}, gradients=True, source=model) if inputs else None
     if proof is not None:
         inspection = dataclasses.replace(inspection, shown=proof)
     for path, write in ((options.html, inspection.html), (options.svg, inspection.svg)):
@@ -183,6 +185,7 @@ def _plain(inspection: Inspection, proof: Verification | None) -> dict[str, obje
 
     return {
         "model": inspection.name,
+        "state": inspection.state,
         "capture": inspection.capture.frontend,
         "quantizers": [
             fields(view, "node", "layer", "role", "op", "operand", "format", "group", "bits", "runs", "levels", "error")

@@ -210,7 +210,7 @@ class Engine:
             if self._settled < 0:
                 session.judge_patterns()
             self._warn_of_late_state()
-            if not self.root.training and not session.examples:
+            if not self.root.training and not session.looking:
                 with nets_asleep():
                     look_at_ranges(session)
             # A call may take an early way out; examples are chosen to show what there is.
@@ -223,7 +223,7 @@ class Engine:
         """Tell of ranges that are new: what was made before, an optimizer for one, does not know them."""
         session = self.session
         count = sum(1 for _ in ranges(self.root))
-        if count > self._learned and not session.examples:
+        if count > self._learned and not session.looking:
             LOGGER.warning(
                 "%d running ranges came up in this call of %s: pass example_inputs to cpt_fx.transform before EMA, DDP "
                 "or an optimizer is made", count - self._learned, session.kind,

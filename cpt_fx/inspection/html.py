@@ -36,6 +36,7 @@ def page(inspection: Inspection) -> str:
     }  # fmt: skip
     parts = {
         "title": escape(inspection.name),
+        "state": escape(inspection.state),
         "light": variables(LIGHT),
         "dark": variables(DARK),
         "style": resource("page.css") + resource("graph.css"),

@@ -21,6 +21,8 @@ from cpt_fx.inspection.verification import Verification, verify
 from cpt_fx.inspection.views import QuantizerView, fields, views_in
 from cpt_fx.meta import Uncovered
 from cpt_fx.pass_base import Report
+from cpt_fx.proof import proven_state
+from cpt_fx.standalone import transformed_in
 
 
 @dataclass(frozen=True)
@@ -87,12 +89,20 @@ class Inspection:
         history = history_of(self.model)
         return CaptureInfo(history.frontend, history.notes, history.breaks)
 
-    def verify(self, *inputs: Any, gradients: bool = True, **kwargs: Any) -> Verification:
-        """Prove that quantization ran, from the records so far or, given inputs, from a trial run on them.
+    @property
+    def state(self) -> str:
+        """Whether it was proven that the result is the model at 32 bits and quantizes below, and whether that holds."""
+        outside = history_of(self.model).outside
+        return proven_state(transformed_in(self.model), [item.layer or "(root)" for item in outside])
 
-        A trial run goes forward and backward eagerly, at the current widths and once more at 2 bits, and leaves no
-        trace. At 2 bits it sees everything that multiplies: operands come from quantizers, or the product is listed in
-        `uncovered`. Products of a second backward pass are added there. Without inputs the records count what the
+    def verify(self, *inputs: Any, gradients: bool = True, **kwargs: Any) -> Verification:
+        """Prove that the result is the model and that it quantizes; without inputs, the latter from its records so far.
+
+        Given inputs, the result at 32 bits and the plain model run beside each other, in training and in evaluation,
+        with and without gradients: outputs, gradients, buffers and random numbers must be equal to the last bit, or to
+        float rounding where operators were opened. Then the result runs at 2 bits, and everything that multiplies is
+        seen: operands come from quantizers, or the product is listed in `uncovered`, to which those of a second
+        backward pass are added. All of it is eager and leaves no trace. Without inputs the records count what the
         model has done until now, so train a step first.
 
         Args:
@@ -103,9 +113,9 @@ class Inspection:
         Raises:
             TypeError: where a tuple is given that holds the arguments: it is `verify(x)`, not `verify((x,))`.
             ValueError: where the model does not run on the inputs.
-            VerificationError: naming the layer of every quantizer that never ran, showed more than 2^b levels, is not
-                at its scheduled width, or has a running range that is not finite; and every product that goes around
-                the quantizers.
+            VerificationError: naming whatever differs from the plain model; every product that goes around the
+                quantizers; and the layer of every quantizer that never ran, showed more than 2^b levels, follows no
+                schedule, or has a running range that is not finite.
         """
         return verify(self.model, inputs, kwargs, gradients)
 
@@ -113,6 +123,7 @@ class Inspection:
         """Return all of it as plain data, which JSON can hold: for logs, for programs, for a diff of two runs."""
         return {
             "model": self.name,
+            "state": self.state,
             "capture": fields(self.capture, "frontend", "notes", "breaks"),
             "graphs": len(self.graphs),
             "quantizers": [
@@ -166,7 +177,8 @@ class Inspection:
 
     def __repr__(self) -> str:
         """Say what there is."""
-        return f"<Inspection of {self.name}: {len(self.quantizers)} quantizers, {len(self.uncovered)} uncovered>"
+        counts = f"{len(self.quantizers)} quantizers, {len(self.uncovered)} uncovered"
+        return f"<Inspection of {self.name}: {counts}; {self.state}>"
 
 
 def _written(text: str, path: str | os.PathLike[str] | None) -> str:

@@ -46,18 +46,19 @@ def drawing(inspection: Inspection, depth: int | None) -> str:
     subtitle = " · ".join(
         [f"{len(views)} quantizers", *widths, f"{left} uncovered, {len(inspection.uncovered) - left} excluded"]
     )
-    label = escape(f"{inspection.name}: {subtitle}")
+    state = inspection.state
+    label = escape(f"{inspection.name}: {subtitle}; {state}")
     legend, legend_width = _legend([*widths_by_role(views)])
-    width = max(placed.width + 48, len(subtitle) * 6.6 + 48, legend_width + 48)
-    height = placed.height + 150
+    width = max(placed.width + 48, max(len(subtitle), len(state)) * 6.6 + 48, legend_width + 48)
+    height = placed.height + 168
     return (
         f'<svg class="graph" xmlns="http://www.w3.org/2000/svg" width="{number(width)}" height="{number(height)}" '
         f'viewBox="0 0 {number(width)} {number(height)}" role="img" aria-label="{label}">'
         f"<style>{standalone_style()}</style>"
         f'<rect class="bg" width="{number(width)}" height="{number(height)}"/>'
-        f"{text('heading', 24, 28, inspection.name)}{text('s', 24, 50, subtitle)}"
-        f'<g transform="translate(24 74)">{legend}</g>'
-        f'<g transform="translate({number((width - placed.width) / 2)} 120)">{body}</g></svg>\n'
+        f"{text('heading', 24, 28, inspection.name)}{text('s', 24, 50, subtitle)}{text('s', 24, 68, state)}"
+        f'<g transform="translate(24 92)">{legend}</g>'
+        f'<g transform="translate({number((width - placed.width) / 2)} 138)">{body}</g></svg>\n'
     )
 
 

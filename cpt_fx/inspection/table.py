@@ -101,6 +101,7 @@ def overview(inspection: Inspection) -> ConsoleRenderable:
     left = [item for item in inspection.uncovered if not item.by_choice]
     parts: list[ConsoleRenderable] = [
         Text.assemble((inspection.name, "bold"), f", captured by {inspection.capture.frontend}"),
+        Text(inspection.state, "" if inspection.state.startswith("proven:") else "yellow"),
         Text(f"{len(views)} quantizers, bits now: {widths}"),
         *(Text(f"  {note}", "dim") for note in inspection.capture.notes),
         Text(""),

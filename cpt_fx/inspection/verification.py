@@ -6,27 +6,31 @@ import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from cpt_fx.api import graphs
+from cpt_fx.api import graphs, history_of
 from cpt_fx.bodies import state_of
 from cpt_fx.errors import TransformError
 from cpt_fx.evidence import SAMPLE
 from cpt_fx.formats import FULL_PRECISION
-from cpt_fx.inspection.census import Seen, Unknown, census, list_what_runs
+from cpt_fx.inspection.census import Seen, census, list_what_runs
+from cpt_fx.inspection.sameness import Sameness, compare
 from cpt_fx.inspection.views import QuantizerView, fields, quantizer_nodes, views_in
 from cpt_fx.meta import get_attribute
 from cpt_fx.passes.verify import Verify
+from cpt_fx.proof import Proof, resting
 from cpt_fx.spec import SpecError
-from cpt_fx.trial import eager_model, forward_and_backward, trial
+from cpt_fx.standalone import Standalone, transformed_in
+from cpt_fx.trial import eager_model, forward_and_backward, looking, trial
 
 Views = tuple[QuantizerView, ...]
 
 PROBE = 2
-"""A second width for a trial run: four levels are so few that hardly a tensor passes for quantized by accident."""
+"""The width of a trial run: four levels are so few that hardly a tensor passes for quantized by accident."""
 PROVABLE = int(math.log2(SAMPLE)) - 1
 """Above this width a sample has too few elements to show more levels than are allowed."""
 
@@ -53,18 +57,29 @@ class Verification:
     were not asked for."""
     products: int = 0
     """Products that a trial run made at 2 bits: each had operands on a grid, or is listed as uncovered."""
-    unknown: tuple[Unknown, ...] = ()
-    """Products with operands that come from no quantizer, and that nothing lists."""
     outside: tuple[str, ...] = ()
     """Modules outside of what was transformed that multiply, with the operators."""
     notes: tuple[str, ...] = ()
+    compared: tuple[str, ...] = ()
+    """The modes in which it ran at 32 bits as the plain model does."""
     views: tuple[QuantizerView, ...] = field(default=(), repr=False)
     """What the proof rests on: every quantizer with its record, that of the trial run where there was one."""
 
     @property
     def proven(self) -> bool:
-        """Whether the levels of every quantizer that had work to do were counted."""
-        return not (self.unwitnessed or self.unknown)
+        """Whether the levels of every quantizer that had work to do were counted, and there was at least one."""
+        return not self.unproven
+
+    @property
+    def unproven(self) -> str:
+        """Why this is no proof; nothing where it is one."""
+        if not self.quantizers:
+            return "there is no quantizer: nothing is quantized"
+        if self.quantizers == len(self.idle):
+            return "no quantizer had anything to do"
+        if self.unwitnessed:
+            return f"nobody counted the levels of {len(self.unwitnessed)} quantizers"
+        return "" if self.widths else "no quantizer has rounded anything yet"
 
     def __str__(self) -> str:
         """Say it in a few lines."""
@@ -74,26 +89,22 @@ class Verification:
             percent = math.ceil(100 * self.largest_ratio)
             levels += f", at most {percent} % of them" if percent < 100 else ""
         first = f"{self.quantizers - len(self.idle)} quantizers ran, {self.runs} times in total; {levels}"
-        return "\n".join((first, *self.notes))
+        same = [f"at 32 bits the same as the plain model: {', '.join(self.compared)}"] if self.compared else []
+        return "\n".join((first, *same, *self.notes, *([f"not proven: {self.unproven}"] if self.unproven else [])))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the proof as plain data."""
-        names = (
-            "proven",
-            "quantizers",
-            "runs",
-            "widths",
-            "largest_ratio",
-            "unwitnessed",
-            "idle",
-            "products",
-            "outside",
-        )
-        return fields(self, *names, "notes")
+        return fields(self, "proven", "quantizers", "runs", "widths", "largest_ratio", "unwitnessed", "idle",
+                      "products", "outside", "compared", "unproven", "notes")  # fmt: skip
 
 
-def verify(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: bool) -> Verification:
-    """Check the records of a model, those of a trial run where inputs are given; raise with every problem found."""
+def verify(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: bool, source: nn.Module | None = None
+) -> Verification:
+    """Check the records of a model, those of a trial run where inputs are given; raise with every problem found.
+
+    `source` is the plain model to compare with; without one, what `revert` would return.
+    """
     modules, views = graphs(model), views_in(model)
     problems = [
         *_broken_promises(modules),
@@ -101,40 +112,73 @@ def verify(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], grad
         *_bad_ranges(views),
         *_too_many_levels(views),
     ]
-    seen = Seen()
-    if args or kwargs:
-        views, more, seen = _try(model, args, kwargs, gradients)
-        list_what_runs(model, seen)
-        problems += [problem for problem in more if problem not in problems]
+    same, seen, rested, tried = Sameness(), Seen(), set[int](), source is not None or bool(args or kwargs)
+    if tried:
+        with resting(transformed_in(model)) as rested:
+            same = _compared(model, args, kwargs, gradients, source, rested)
+            views, wrong, seen = _try(model, args, kwargs, gradients)
+            list_what_runs(model, seen)
+        problems += [problem for problem in (*same.problems, *wrong) if problem not in problems]
     working, idle = _parted(graphs(model), views, gradients)
-    problems += _never_ran(working, gradients)
+    problems += [*_undriven(model), *_never_ran(working, gradients)]
     if problems:
         listed = "".join(f"\n  {problem}" for problem in problems)
         raise VerificationError(f"{len(problems)} problem{'s' * (len(problems) > 1)} with quantization:{listed}")
-    proof = _summary(views, working, idle, gradients, tried=bool(args or kwargs))
-    notes = [*proof.notes, *seen.notes, *(f"outside of what was transformed: {name}" for name in seen.outside)]
-    return replace(proof, products=seen.products, unknown=seen.unknown, outside=seen.outside, notes=tuple(notes))
+    proof = _summary(views, working, idle, gradients, tried=tried)
+    known = history_of(model).outside
+    more = [name for name in seen.outside if name.partition(" (")[0] not in {item.layer for item in known}]
+    outside = [f"outside of what was transformed: {item}" for item in (*known, *more)]
+    notes = (*proof.notes, *same.notes, *seen.notes, *outside)
+    proof = replace(proof, products=seen.products, outside=seen.outside, compared=same.modes, notes=notes)
+    if proof.proven and proof.compared:
+        for _, part in transformed_in(model):
+            part.proof = Proof(part, _covers(proof), rested)
+    return proof
+
+
+def prove(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], source: nn.Module) -> None:
+    """Prove what `transform` made of a model on its examples."""
+    try:
+        verify(model, args, kwargs, gradients=True, source=source)
+    except VerificationError as error:
+        raise VerificationError(f"{error}\ntransform has proven its examples: prove=False leaves it out") from None
+
+
+def _compared(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    gradients: bool,
+    source: nn.Module | None,
+    rested: set[int],
+) -> Sameness:
+    if any(isinstance(part, Standalone) for _, part in transformed_in(model)):
+        return Sameness(notes=("a graph that stands alone is not compared with the plain model: verify the result",))
+    return compare(model, args, kwargs, gradients, partial(history_of, model), source, rested)
+
+
+def _covers(proof: Verification) -> str:
+    modes = f"at 32 bits the same as the plain model {', '.join(proof.compared)}"
+    return f"{proof.quantizers - len(proof.idle)} quantizers keep to their levels; {modes}"
 
 
 def _try(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: bool
 ) -> tuple[Views, list[str], Seen]:
-    """Run at the current widths, then at `PROBE` bits under a census; return what was recorded and what is wrong."""
+    """Run at `PROBE` bits under a census; return what was recorded, what is wrong with it, and what was seen."""
     inner = eager_model(model)
-    with trial(model):
+    with looking(model), trial(model):
         for module in graphs(model):
             for _, quantizer in quantizer_nodes(module.graph):
                 get_attribute(module, quantizer.record).zero_()
-        forward_and_backward(inner, args, kwargs, gradients=gradients)
-        before = views_in(model)
-        problems = [*_bad_ranges(before), *_not_finite(before)]
         with ExitStack() as stack:
-            for state in {id(found): found for found in map(state_of, graphs(model))}.values():
-                stack.enter_context(state.at(PROBE))
+            for _, part in transformed_in(model):
+                stack.enter_context(part.state.at(PROBE))
             seen = stack.enter_context(census(model))
             forward_and_backward(inner, args, kwargs, gradients=gradients)
         views = views_in(model)
-    return views, [*problems, *_too_many_levels(views), *seen.problems, *map(str, seen.unknown)], seen
+    problems = [*_bad_ranges(views), *_not_finite(views), *_too_many_levels(views), *_other_widths(views)]
+    return views, [*problems, *seen.problems, *map(str, seen.unknown)], seen
 
 
 def _broken_promises(modules: list[fx.GraphModule]) -> Iterator[str]:
@@ -144,6 +188,26 @@ def _broken_promises(modules: list[fx.GraphModule]) -> Iterator[str]:
             Verify()(module)
         except SpecError as error:
             yield str(error).replace("\n", "\n  ")
+
+
+def _undriven(model: nn.Module) -> Iterator[str]:
+    """Look whether `schedule.step()` changes the widths that run."""
+    for path, part in transformed_in(model):
+        state, where = part.state, f"{part.kind} at {path}" if path else part.kind
+        if not state.dials or state.forced is not None:
+            continue
+        if state.schedule is None:
+            yield f"no schedule drives {where}: no pass binds one, and its widths stay at 32; schedule.bind(model) does"
+        elif all(one is not state for one in state.schedule._controllers):
+            yield f"no schedule drives {where}: it was unbound, and its widths stay as they are"
+
+
+def _other_widths(views: Views) -> list[str]:
+    return [
+        f"{view} ran at {', '.join(map(str, others))} bits when {PROBE} were asked for: no schedule drives it"
+        for view in views
+        if (others := [bits for bits in view.levels if bits != PROBE])
+    ]
 
 
 def _wrong_widths(modules: list[fx.GraphModule], views: Views) -> Iterator[str]:

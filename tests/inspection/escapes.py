@@ -149,7 +149,7 @@ def inference_disabled(self: Any, h: Tensor) -> Tensor:
 
 @escape
 def reflected(self: Any, h: Tensor) -> Tensor:
-    result: Tensor = h.__rmatmul__(self.w.new_ones(len(h), len(h)) + self.w[0, 0])
+    result: Tensor = unseen(lambda: h.__rmatmul__(self.w.new_ones(len(h), len(h)) + self.w[0, 0]))
     return result
 
 
@@ -388,7 +388,8 @@ class OperatorOfItsOwn(Escaping):
 
 @escape
 def exponential(self: Any, h: Tensor) -> Tensor:
-    return h * torch.matrix_exp(self.w * 0.01)[0]
+    result: Tensor = h * unseen(lambda: torch.matrix_exp(self.w * 0.01))[0]
+    return result
 
 
 @escape

@@ -1,0 +1,167 @@
+"""What can be compared of any value: the numbers of its tensors, plain values, and of all else its type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from cpt_fx.result import plain_class
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.Size)
+_CLOSED = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, torch.Generator)
+"""Nothing inside of these comes out of a run."""
+_DEPTH, _ITEMS = 8, 1000
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+ABSENT: Any = object()
+"""In the place of a leaf that is not there."""
+
+
+def leaves(value: Any, path: str, known: frozenset[int] = frozenset()) -> Iterator[tuple[str, Any]]:
+    """Walk over all that a value holds, each thing with the way to it; a container by itself stands for its type."""
+    if isinstance(value, (Tensor, numpy.ndarray, *_PLAIN)):
+        yield path, value
+        return
+    yield path, plain_class(type(value)) if isinstance(value, nn.Module) else type(value)
+    if id(value) in known or len(known) > _DEPTH or isinstance(value, (nn.Module, *_CLOSED)):
+        return
+    for name, item in _items(value):
+        yield from leaves(item, path + name, known | {id(value)})
+
+
+def _items(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        pairs = [(f".{key}" if str(key).isidentifier() else f"[{key!r:.40}]", value[key]) for key in value]
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        pairs = [(f".{name}", item) for name, item in zip(value._fields, value, strict=False)]
+    elif isinstance(value, (set, frozenset)):
+        pairs = [(" (items)", len(value))]
+    elif isinstance(value, (list, tuple)) or type(value).__name__ == "deque":
+        pairs = [(f"[{place}]", item) for place, item in enumerate(value)]
+    elif is_dataclass(value):
+        pairs = [(f".{field.name}", getattr(value, field.name, None)) for field in fields(value)]
+    else:
+        slots = [name for kind in type(value).__mro__ for name in _slots(kind)]
+        held = {name: getattr(value, name, None) for name in slots} | getattr(value, "__dict__", {})
+        pairs = [(f".{name}", item) for name, item in held.items() if not name.startswith("__")]
+    yield from pairs[:_ITEMS]
+    if len(pairs) > _ITEMS:
+        yield " (items)", len(pairs)
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    found = kind.__dict__.get("__slots__", ())
+    return (found,) if isinstance(found, str) else tuple(found)
+
+
+def kept(value: Any) -> Any:
+    """Return a leaf as it is now, whatever is written to it later."""
+    if isinstance(value, Tensor):
+        # Whether it is a node of autograd is part of what it is; nothing else of its history is kept.
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    return value.copy() if isinstance(value, numpy.ndarray) else value
+
+
+def difference(ours: Any, theirs: Any) -> str:
+    """Say what tells one leaf from another; nothing where they are equal to the last bit. A NaN equals a NaN."""
+    if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
+        return _of_tensors(ours, theirs)
+    if isinstance(ours, numpy.ndarray) and isinstance(theirs, numpy.ndarray):
+        alike = ours.dtype == theirs.dtype and numpy.array_equal(ours, theirs, equal_nan=ours.dtype.kind in "fc")
+        return "" if alike else "holds other values"
+    if theirs is ABSENT:
+        return "is there, and not in the plain model"
+    if ours is ABSENT:
+        return "is missing"
+    if isinstance(ours, (float, complex)) and type(ours) is type(theirs):
+        alike = ours == theirs or (ours != ours and theirs != theirs)
+        return "" if alike else f"is {ours!r} instead of {theirs!r}"
+    if type(ours) is type(theirs) and ours == theirs:
+        return ""
+    return f"is {_named(ours)} instead of {_named(theirs)}"
+
+
+def _named(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"a {value.__name__}" if isinstance(value, type) else f"{value!r:.60}"
+
+
+def _of_tensors(ours: Tensor, theirs: Tensor) -> str:
+    for what in ("shape", "dtype", "layout", "device", "requires_grad"):
+        mine, other = getattr(ours, what), getattr(theirs, what)
+        if mine != other:
+            mine, other = (tuple(mine), tuple(other)) if what == "shape" else (mine, other)
+            return f"has {what}={mine} instead of {other}"
+    if type(ours) is not type(theirs):
+        return f"is a {type(ours).__name__} instead of a {type(theirs).__name__}"
+    parts = list(zip(_parts(ours.detach()), _parts(theirs.detach()), strict=False))
+    if all(_is_equal(mine, other) for mine, other in parts):
+        return ""
+    return next((_how_far(mine, other) for mine, other in parts if not _is_equal(mine, other)), "")
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """Return the dense tensors that a tensor is made of."""
+    if tensor.is_meta:
+        return []
+    if tensor.is_nested:
+        return [part for each in tensor.unbind() for part in _parts(each)]
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return [tensor.indices(), *_parts(tensor.values())]
+    if tensor.layout is not torch.strided:
+        return _parts(tensor.to_sparse())
+    whole: Any = tensor
+    if is_traceable_wrapper_subclass(whole):
+        return [part for name in whole.__tensor_flatten__()[0] for part in _parts(getattr(whole, name))]
+    tensor = tensor.as_subclass(Tensor)
+    return [torch.view_as_real(tensor.resolve_conj())] if tensor.is_complex() else [tensor.resolve_neg()]
+
+
+def _is_equal(ours: Tensor, theirs: Tensor) -> bool:
+    if ours.shape != theirs.shape:
+        return False
+    bits = _WHOLE.get(ours.dtype.itemsize) if ours.is_floating_point() else None
+    if bits is None:
+        return torch.equal(ours, theirs)
+    if torch.equal(ours.view(bits), theirs.view(bits)):
+        return True
+    blank = ours.isnan()  # which can be written in many ways
+    if not bool(blank.any()) or not torch.equal(blank, theirs.isnan()):
+        return False
+    zero = ours.new_zeros(())
+    return torch.equal(torch.where(blank, zero, ours).view(bits), torch.where(blank, zero, theirs).view(bits))
+
+
+def _how_far(ours: Tensor, theirs: Tensor) -> str:
+    if ours.shape != theirs.shape:
+        return f"holds {tuple(ours.shape)} values instead of {tuple(theirs.shape)}"
+    if not ours.is_floating_point():
+        return f"differs in {int((ours != theirs).sum())} of {ours.numel()} elements"
+    far, largest = apart(ours, theirs)
+    return f"is off by {far:.2g}, its largest element is {largest:.2g}" if far else "differs in the sign of a zero"
+
+
+def apart(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
+    """Return the largest distance of two tensors' elements, and the largest element."""
+    if not theirs.numel():
+        return 0.0, 0.0
+    mine, other = ours.detach(), theirs.detach()
+    if mine.dtype.itemsize < 4:
+        mine, other = mine.float(), other.float()
+    far, largest = float((mine - other).abs().max()), float(other.abs().max())
+    if far < torch.inf and largest < torch.inf:
+        return far, largest
+    # Infinities that are equal are no distance, and nor are two NaN.
+    alike = (mine == other) | (mine.isnan() & other.isnan())
+    finite = other.abs()[other.isfinite()]
+    far = float(torch.where(alike, 0.0, (mine - other).abs()).nan_to_num(nan=torch.inf).max())
+    return far, float(finite.max()) if finite.numel() else 0.0

@@ -1,0 +1,368 @@
+"""Whether a result at 32 bits is the plain model: both run alike, and all that comes out is compared to the bit."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Set
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from cpt_fx.capture.base import MODULE_OWN
+from cpt_fx.capture.tree import plain_tree
+from cpt_fx.formats import FULL_PRECISION
+from cpt_fx.history import History
+from cpt_fx.inspection.asking import GRADIENTS, TRAINING, asked
+from cpt_fx.inspection.leaves import ABSENT, apart, difference, kept, leaves
+from cpt_fx.layer_state import PREFIX
+from cpt_fx.result import PART, plain_class, sessions_in
+from cpt_fx.trial import called, eager_model, looking, tensors_in, trial
+
+ROUNDING = 1e-5
+"""How far numbers may be apart, relative to the largest of a tensor, where the order of sums is another one."""
+SMALL = 0.01
+"""Some gradients are nothing but rounding, such as that of a key's bias: this part of the largest one measures them."""
+GRADIENT = "the gradient of "
+TOLD = 10
+"""Differences that are told one by one."""
+_CONTAINERS = (list, dict, set, deque)
+
+
+Found = dict[str, str]
+"""The name of each thing that differs in a mode -> how."""
+
+
+class Mode(NamedTuple):
+    """How a model is run."""
+
+    training: bool
+    gradients: bool
+
+    def __str__(self) -> str:
+        """Say it in a few words."""
+        return f"in {'training' if self.training else 'evaluation'}{'' if self.gradients else ' without gradients'}"
+
+
+MODES = (Mode(True, True), Mode(False, False), Mode(True, False), Mode(False, True))
+
+
+@dataclass(frozen=True)
+class Sameness:
+    """What a comparison of a result with the plain model has shown."""
+
+    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    modes: tuple[str, ...] = ()
+    """How both were run and compared."""
+
+
+@dataclass
+class Run:
+    """What came out of one run."""
+
+    mode: Mode
+    failed: Exception | None = None
+    stuck: Exception | None = None
+    """What the backward pass raised."""
+    found: dict[str, Any] = field(default_factory=dict)
+    asked: set[str] = field(default_factory=set)
+    """In which way its code asked for the mode."""
+
+
+def compare(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: bool,
+    history: Callable[[], History], source: nn.Module | None = None, rested: Set[int] = frozenset(),
+) -> Sameness:  # fmt: skip
+    """Run a transformed model at 32 bits and the plain one, in every mode, from the same state, and compare.
+
+    Each runs in one mode after the other, so that what a run leaves in a model shows in the next. `rested` are graphs
+    that have not run yet.
+    """
+    inner = eager_model(model)
+    source = plain_tree(inner) if source is None else eager_model(source)
+    modes = [mode for mode in MODES if gradients or not mode.gradients]
+    is_dynamos = "dynamo" in history().frontend
+    needed = partial(_needed, is_dynamos=is_dynamos) if gradients else _every
+    with trial(source):
+        theirs = _runs(source, args, kwargs, modes, needed=needed)
+    ours = _runs_of_result(inner, args, kwargs, [run.mode for run in theirs], is_dynamos)
+    # What was put into a graph may ask what the plain model does not ask; a graph that rests may be of another mode.
+    if len(ours) < len(modes) and (rested or _questions(ours) - _questions(theirs)):
+        with trial(source):
+            theirs = _runs(source, args, kwargs, modes)
+        ours = _runs_of_result(inner, args, kwargs, modes, is_dynamos=True)
+    as_it_is = [pair for pair in zip(ours, theirs, strict=True) if pair[0].mode.training == inner.training]
+    if all(mine.failed is not None and other.failed is not None for mine, other in as_it_is):
+        raise next(mine.failed for mine, _ in as_it_is if mine.failed is not None)
+    return _judged(ours, theirs, source, args, kwargs, history())
+
+
+def _judged(
+    ours: list[Run], theirs: list[Run], source: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], known: History
+) -> Sameness:
+    """Say what differs, apart from what another order of sums explains and from what no two runs agree in."""
+    notes: list[str] = []
+    modes = [run.mode for run in theirs]
+    found = _differences(ours, theirs)
+    close = [_close(*runs) for runs in zip(found, ours, theirs, strict=True)]
+    if any(close):
+        if not any(report.name == "open" and report.changed for report in known.reports):
+            alone = _alone(source, args, kwargs, modes) if "dynamo" in known.frontend else theirs
+            close = _without(close, _differences(alone, ours))
+        found = _without(found, close)
+        _note(notes, "at 32 bits {} as in the plain model up to float rounding, not to the bit", close)
+    if any(found):
+        with trial(source):
+            unstable = _differences(_runs(source, args, kwargs, modes), theirs)
+        found = _without(found, unstable)
+        _note(notes, "two runs of the plain model itself differ: {} could not be compared", unstable)
+    left = [f"at 32 bits, {mode}: {how}" for mode, each in zip(modes, found, strict=True) for how in each.values()]
+    for one in theirs:
+        if one.stuck is not None:
+            notes.append(f"{one.mode} gradients could not be compared: the plain model {_said(one.stuck)}")
+        if one.failed is not None and not left:
+            notes.append(f"{one.mode} neither the plain model nor the result runs on these inputs: {_said(one.failed)}")
+    more = [f"at 32 bits it differs from the plain model in {len(left) - TOLD} more places"] if left[TOLD:] else []
+    return Sameness((*left[:TOLD], *more), tuple(notes), tuple(str(one.mode) for one in theirs if one.failed is None))
+
+
+def _questions(runs: Iterable[Run]) -> set[str]:
+    return {question for run in runs for question in run.asked}
+
+
+def _every(mode: Mode, known: list[Run]) -> bool:
+    return True
+
+
+def _needed(mode: Mode, known: list[Run], is_dynamos: bool) -> bool:
+    """Whether a mode may differ from those that ran: what nobody asks for, no code can depend on.
+
+    Training with gradients and evaluation without are always run. Where the code asks, Dynamo makes another graph of
+    each answer, which is proven when it is there.
+    """
+    questions = _questions(known)
+    failed = any(run.failed is not None for run in known)
+    asks = GRADIENTS in questions or (TRAINING in questions and mode.gradients and not is_dynamos)
+    return mode.training == mode.gradients or asks or failed
+
+
+def _runs_of_result(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], modes: list[Mode], is_dynamos: bool
+) -> list[Run]:
+    """Run a result at 32 bits. Dynamo's guards ask whatever the plain code asks, and its tracing asks everything."""
+    with looking(model), trial(model), ExitStack() as stack:
+        for _, part in sessions_in(model):
+            stack.enter_context(part.state.at(FULL_PRECISION))
+        return _runs(model, args, kwargs, modes, watched=not is_dynamos)
+
+
+def _alone(source: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], modes: list[Mode]) -> list[Run]:
+    """Return what Dynamo makes of the plain model: some code computes in another order when a compiler looks."""
+    from cpt_fx.dynamo.engine import default_stance  # torch's compiler is slow to import
+
+    with trial(source), default_stance():
+        source.compile(backend="eager")
+        return _runs(source, args, kwargs, modes)
+
+
+def _without(found: list[Found], others: list[Found]) -> list[Found]:
+    return [{name: how for name, how in one.items() if name not in other}
+            for one, other in zip(found, others, strict=True)]  # fmt: skip
+
+
+def _note(notes: list[str], text: str, found: list[Found]) -> None:
+    names = list(dict.fromkeys(name for each in found for name in each))
+    if names:
+        notes.append(text.format(", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)))
+
+
+def _runs(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], modes: list[Mode], *, watched: bool = True,
+    needed: Callable[[Mode, list[Run]], bool] = _every,
+) -> list[Run]:  # fmt: skip
+    """Run a model in one mode after the other, as far as they are needed after what the ones before have shown."""
+    flags = [(module, module.training) for module in model.modules()]
+    as_given = model.training
+    runs: list[Run] = []
+    for mode in modes:
+        if not needed(mode, runs):
+            continue
+        model.train(mode.training)
+        for module, flag in flags if mode.training == as_given else ():
+            module.training = flag
+        # Not the state in which the model was captured: a number drawn there must not be the one that is drawn here.
+        _seed(model, 271_828 + MODES.index(mode))
+        given, named = _copied((args, kwargs))
+        runs.append(_run(model, given, named, mode, watched))
+    return runs
+
+
+def _seed(model: nn.Module, seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    for device in {tensor.device for tensor in model.parameters() if tensor.is_cuda}:
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed)
+
+
+def _copied(given: Any) -> Any:
+    """Copy arguments, for code that writes to them; what cannot be copied, and modules, are passed as they are."""
+    memo: dict[int, Any] = {}
+    for _, leaf in leaves(given, ""):
+        if isinstance(leaf, Tensor) and not leaf.is_leaf:
+            memo[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    memo |= {id(module): module for module in _modules_in(given)}
+    try:
+        return copy.deepcopy(given, memo)
+    except Exception:
+        return given
+
+
+def _modules_in(value: Any) -> Iterator[nn.Module]:
+    if isinstance(value, nn.Module):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _modules_in(item)
+
+
+def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode, watched: bool) -> Run:
+    """Run a model once, and for gradients back; collect everything that it returned, wrote, stored or drew."""
+    held = _held(model)
+    versions = {name: one._version for name, one in model.named_parameters()}
+    run = Run(mode)
+    try:
+        with torch.inference_mode(False), torch.set_grad_enabled(mode.gradients):
+            with asked() if watched else nullcontext(set[str]()) as run.asked:
+                output = called(model, args, kwargs)
+            stored = {name: value for name, value in _held(model).items() if _is_new(held.get(name, ABSENT), value)}
+            for name, value in (("the output", output), *stored.items()):
+                run.found |= {path: kept(leaf) for path, leaf in leaves(value, name)}
+            if mode.gradients:
+                try:
+                    run.found |= _gradients(model, [output, *stored.values()], (args, kwargs))
+                except Exception as error:
+                    run.stuck = error
+    except Exception as error:
+        run.failed = error
+        return run
+    run.found |= dict(leaves((args, kwargs), "the input"))
+    run.found["the state of torch's random numbers"] = torch.get_rng_state()
+    run.found["the state of Python's random numbers"] = random.getstate()
+    state: Any = numpy.random.get_state()
+    run.found["the state of numpy's random numbers"] = (state[1].tobytes(), *state[2:])
+    # Batch norm writes its statistics past their versions; who writes parameters so changes what the next run returns.
+    run.found |= {f"buffer {name}": kept(one) for name, one in model.named_buffers() if not _is_ours(name)}
+    changed = ((name, one) for name, one in model.named_parameters() if versions.get(name) != one._version)
+    run.found |= {f"parameter {name}": kept(one) for name, one in changed if not _is_ours(name)}
+    return run
+
+
+def _is_ours(name: str) -> bool:
+    return name.rpartition(".")[2].startswith(PREFIX)
+
+
+def _held(model: nn.Module) -> dict[str, Any]:
+    """Return the plain attributes of a model's modules; of torch's own layers none."""
+    return {
+        f"attribute {path}.{name}".replace(" .", " "): value
+        for path, module in model.named_modules()
+        if not plain_class(type(module)).__module__.startswith("torch.nn.")
+        for name, value in vars(module).items()
+        if name not in MODULE_OWN and not name.startswith(("__", PREFIX, PART, "_compiled", "_is_full"))
+    }
+
+
+def _is_new(before: Any, now: Any) -> bool:
+    """Whether an attribute was set, or may have been filled."""
+    return now is not before or (isinstance(now, _CONTAINERS) and len(now) > 0)
+
+
+def _gradients(model: nn.Module, outputs: list[Any], given: Any) -> dict[str, Any]:
+    """Go back from everything that depends on anything, each element weighed by a random number of its own."""
+    inputs = [leaf for _, leaf in leaves(given, "") if isinstance(leaf, Tensor) and leaf.requires_grad]
+    wanted: dict[str, Tensor] = {
+        f"{GRADIENT}{name}": one for name, one in model.named_parameters() if one.requires_grad
+    }
+    wanted |= {f"{GRADIENT}input {place}": one for place, one in enumerate(inputs)}
+    wanted = {name: one for name, one in wanted.items() if PREFIX not in name}
+    ends = list({id(out): out for out in _ends(outputs)}.values())
+    if not ends or not wanted:
+        return {}
+    chance = torch.Generator().manual_seed(len(ends))
+    weights = [torch.randn(out.shape, generator=chance, dtype=_drawn(out)).to(out) for out in ends]
+    found = torch.autograd.grad(ends, list(wanted.values()), weights, allow_unused=True)
+    return dict(zip(wanted, found, strict=True))
+
+
+def _ends(outputs: list[Any]) -> Iterator[Tensor]:
+    for _, leaf in leaves(outputs, ""):
+        if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.layout is torch.strided and not leaf.is_nested:
+            yield leaf
+
+
+def _drawn(tensor: Tensor) -> torch.dtype:
+    return torch.complex64 if tensor.is_complex() else torch.float32
+
+
+def _differences(ours: list[Run], theirs: list[Run]) -> list[Found]:
+    """Return for each mode the name of everything that differs, and how."""
+    return [dict(_apart(*pair)) for pair in zip(ours, theirs, strict=True)]
+
+
+def _apart(ours: Run, theirs: Run) -> Iterator[tuple[str, str]]:
+    if ours.failed is not None or theirs.failed is not None:
+        if ours.failed is None or theirs.failed is None:
+            yield "", f"the result {_said(ours.failed)}, the plain model {_said(theirs.failed)}"
+        return
+    if ours.stuck is not None and theirs.stuck is None:
+        yield "", f"the backward pass of the result {_said(ours.stuck)}, that of the plain model runs"
+    for name in dict.fromkeys((*theirs.found, *ours.found)):
+        if name.startswith(GRADIENT) and (ours.stuck is not None or theirs.stuck is not None):
+            continue
+        how = difference(ours.found.get(name, ABSENT), theirs.found.get(name, ABSENT))
+        if how:
+            yield name, f"{name} {how}"
+
+
+def _said(error: Exception | None) -> str:
+    return "runs" if error is None else f"raises: {(str(error).splitlines() or [''])[0]:.300}"
+
+
+def _close(found: Found, ours: Run, theirs: Run) -> Found:
+    """Return the differences that another order of sums explains."""
+    floor = SMALL * _largest_gradient(theirs) if found else 0.0
+    return {
+        name: how
+        for name, how in found.items()
+        if is_close(ours.found.get(name), theirs.found.get(name), floor if name.startswith(GRADIENT) else 0.0)
+    }
+
+
+def _largest_gradient(run: Run) -> float:
+    found = (value for name, value in run.found.items() if name.startswith(GRADIENT))
+    dense = (one for one in tensors_in(list(found)) if _is_dense(one) and one.numel())
+    return max((float(one.abs().max()) for one in dense), default=0.0)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and tensor.is_floating_point()
+
+
+def is_close(ours: Any, theirs: Any, floor: float = 0.0) -> bool:
+    """Whether two tensors of one kind are equal up to float rounding."""
+    if not isinstance(ours, Tensor) or not isinstance(theirs, Tensor) or ours.shape != theirs.shape:
+        return False
+    if ours.dtype != theirs.dtype or ours.requires_grad != theirs.requires_grad or not ours.dtype.is_floating_point:
+        return False
+    ours, theirs = (one.to_dense() if one.layout is not torch.strided else one for one in (ours, theirs))
+    far, largest = apart(ours, theirs)
+    return far <= max(ROUNDING, 8 * torch.finfo(ours.dtype).eps) * max(largest, floor)

@@ -1,0 +1,292 @@
+"""Whether a result is proven is said wherever it is shown, and holds as long as it is what was proven."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import cpt_fx
+from cpt_fx.inspection import VerificationError
+from cpt_fx.meta import QUANTIZER
+from cpt_fx.pass_base import Pass, Report
+from cpt_fx.passes.bind import Bind
+from cpt_fx.pipeline import Pipeline
+from cpt_fx.schedules import Static
+from tests.captures import captures
+from tests.inspection.models import Net, cyclic, images
+from tests.result.models import forget_compiled_code
+
+NOT_PROVEN = "captured, not proven: call `verify(*inputs)`"
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    yield from forget_compiled_code()
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
+
+
+def batch(rows: int = 4) -> Tensor:
+    return torch.randn(rows, 6)
+
+
+def state(model: nn.Module) -> str:
+    return cpt_fx.inspect(model).state
+
+
+# Where it is said.
+
+
+@captures
+def test_without_examples_nothing_is_run_and_that_is_said_everywhere(capture: str) -> None:
+    inspection = cpt_fx.inspect(cpt_fx.transform(small(), cyclic(), capture=capture))
+    shown = [str(inspection), repr(inspection), inspection._repr_html_(), inspection.html(), inspection.svg()]
+    shown += [inspection.state, json.dumps(inspection.to_dict())]
+    assert all(NOT_PROVEN in text for text in shown)
+
+
+@captures
+def test_examples_prove(capture: str) -> None:
+    result = cpt_fx.transform(small(), cyclic(), example_inputs=(batch(),), capture=capture)
+    assert state(result).startswith("proven: 8 quantizers keep to their levels; at 32 bits the same")
+    assert state(result) in str(cpt_fx.inspect(result)).replace("\n", " ")
+    assert all(view.times_run == 0 for view in cpt_fx.inspect(result).quantizers)
+    asked = cpt_fx.transform(small(), cyclic(), example_inputs=(batch(),), capture=capture, prove=False)
+    assert state(asked) == NOT_PROVEN
+    cpt_fx.inspect(asked).verify(batch())
+    assert state(asked).startswith("proven: ")
+
+
+def test_records_alone_prove_no_sameness() -> None:
+    result = cpt_fx.transform(small(), cyclic())
+    result(batch()).sum().backward()
+    assert cpt_fx.inspect(result).verify().proven
+    assert state(result) == NOT_PROVEN
+
+
+# What fails.
+
+
+@dataclass(frozen=True)
+class Doubling(Pass):
+    """A pass that changes what the model computes."""
+
+    name = "doubling"
+
+    def run(self, module: fx.GraphModule) -> Report:
+        node = next(iter(module.graph.find_nodes(op="output")))
+        with module.graph.inserting_before(node):
+            node.args = (module.graph.call_function(torch.mul, (node.args[0], 2)),)
+        return Report(self.name, 1)
+
+
+def test_transform_raises_where_the_proof_fails() -> None:
+    wrong = Pipeline.standard().after("bind", Doubling())
+    with pytest.raises(VerificationError, match=r"(?s)the output is off by.*prove=False") as caught:
+        wrong.transform(small(), cyclic(), example_inputs=(batch(),))
+    assert caught.type is cpt_fx.VerificationError
+    wrong.transform(small(), cyclic(), example_inputs=(batch(),), prove=False)
+    wrong.transform(small(), cyclic())
+
+
+@captures
+def test_no_quantizer_is_no_proof(capture: str) -> None:
+    if capture == "dynamo":
+        result = cpt_fx.transform(small(), cyclic(), capture=capture)
+        proof = cpt_fx.inspect(result).verify()  # before its first call
+    else:
+        result = cpt_fx.transform(small(), cyclic())
+        (module,) = cpt_fx.graphs(result)
+        for node in [node for node in module.graph.nodes if QUANTIZER in node.meta]:
+            del node.meta[QUANTIZER]
+        with pytest.raises(VerificationError):
+            cpt_fx.inspect(result).verify(batch())
+        return
+    assert not proof.proven and not proof.to_dict()["proven"]
+    assert str(proof).endswith("not proven: there is no quantizer: nothing is quantized")
+
+
+def test_all_excluded_is_no_proof() -> None:
+    result = cpt_fx.transform(small(), cyclic(), capture="dynamo", exclude=["0", "2"])
+    proof = cpt_fx.inspect(result).verify(batch())
+    assert not proof.proven and "there is no quantizer" in str(proof)
+    assert state(result) == NOT_PROVEN
+
+
+def test_what_stands_at_32_bits_is_no_proof() -> None:
+    result = cpt_fx.transform(small(), Static(32))
+    result(batch()).sum().backward()
+    proof = cpt_fx.inspect(result).verify()
+    assert not proof.proven and "no quantizer has rounded anything yet" in str(proof)
+    assert cpt_fx.inspect(result).verify(batch()).proven
+
+
+@captures
+def test_a_part_outside_is_named(capture: str, tmp_path: Any) -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight
+
+    whole = nn.Sequential(cpt_fx.transform(small(), cyclic(), capture=capture), nn.Linear(6, 6), nn.ReLU(), Head())
+    inspection = cpt_fx.inspect(whole)
+    proof = inspection.verify(batch())
+    for name in ("1: Linear", "3: Head"):
+        assert f"outside of what was transformed: {name}" in str(proof)
+        assert name.split(": ")[1] in str(inspection) and name.split(": ")[1] in inspection.html()
+    assert "outside of what was transformed: 1, 3" in inspection.state
+
+
+# How long it holds.
+
+
+def edited(result: Any) -> None:
+    (module,) = cpt_fx.graphs(result)
+    Doubling().run(module)
+
+
+def replaced(result: Any) -> None:
+    result[2] = nn.Linear(6, 6)
+
+
+def driven_by_another(result: Any) -> None:
+    Static(5).bind(result)
+
+
+def called_in_parts(result: Any) -> None:
+    result[0](batch())
+
+
+CHANGES: list[tuple[Callable[[Any], None], str]] = [
+    (edited, "graph 0 was edited since"),
+    (replaced, "'2' was replaced since"),
+    (driven_by_another, "another schedule was bound since"),
+    (called_in_parts, "graph 1 was no part of the proof"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), CHANGES, ids=lambda each: getattr(each, "__name__", ""))
+def test_what_is_changed_is_proven_no_more(change: Callable[[Any], None], said: str) -> None:
+    result = cpt_fx.transform(small(), cyclic(), example_inputs=(batch(),))
+    change(result)
+    assert state(result) == f"proven no more: {said}: call `verify(*inputs)`"
+    if change is not edited:
+        result(batch())
+        if change is not called_in_parts:
+            cpt_fx.inspect(result).verify(batch())
+            assert state(result).startswith("proven: ")
+
+
+def test_a_graph_that_comes_later_is_named() -> None:
+    result = cpt_fx.transform(small(), cyclic(), capture="dynamo", example_inputs=(batch(),))
+    known = len(cpt_fx.graphs(result))
+    result(torch.randn(2, 3, 6))
+    assert f"graph {known} was no part of the proof" in state(result)
+
+
+def test_steps_and_states_do_not_unprove() -> None:
+    schedule = cyclic()
+    result = cpt_fx.transform(small(), schedule, example_inputs=(batch(),))
+    optimizer = torch.optim.SGD(result.parameters(), lr=0.1)
+    for _ in range(3):
+        result(batch()).sum().backward()
+        optimizer.step()
+        schedule.step()
+    result.load_state_dict(result.state_dict())
+    result.eval()(batch())
+    assert state(result).startswith("proven: ")
+
+
+def test_a_copy_is_to_be_proven_itself() -> None:
+    result = cpt_fx.transform(small(), cyclic(), example_inputs=(batch(),))
+    assert state(copy.deepcopy(result)) == state(pickle.loads(pickle.dumps(result))) == NOT_PROVEN
+    assert state(result).startswith("proven: ")
+    graph = cpt_fx.single_graph(result)
+    assert state(graph) == NOT_PROVEN
+    assert "stands alone" in str(cpt_fx.inspect(graph).verify(batch()))
+
+
+# What drives it.
+
+
+class Rebinding(Bind):
+    """A subclass that does the same."""
+
+
+@dataclass(frozen=True)
+class Fixed(Pass):
+    """A pass in the place of bind that writes a width of its own."""
+
+    name = "bind"
+
+    def run(self, module: fx.GraphModule) -> Report:
+        return Report(self.name, 0)
+
+
+@captures
+def test_a_schedule_drives_or_the_proof_says_that_none_does(capture: str) -> None:
+    standard = Pipeline.standard()
+    given: dict[str, Any] = {"capture": capture, "prove": False, "example_inputs": (batch(),)}
+    for pipeline in (standard.drop("bind"), standard.replace("bind", Fixed())):
+        result = pipeline.transform(small(), cyclic(), **given)
+        with pytest.raises(VerificationError, match="no schedule drives Sequential"):
+            cpt_fx.inspect(result).verify(batch())
+        with pytest.raises(VerificationError, match="no schedule drives Sequential"):
+            pipeline.transform(small(), cyclic(), **{**given, "prove": True})
+    schedule = cyclic()
+    result = standard.replace("bind", Rebinding()).transform(small(), schedule, **{**given, "prove": True})
+    assert state(result).startswith("proven: ")
+    schedule.unbind(result)
+    with pytest.raises(VerificationError, match="no schedule drives Sequential: it was unbound"):
+        cpt_fx.inspect(result).verify(batch())
+
+
+def test_a_width_that_no_schedule_reaches() -> None:
+    result = cpt_fx.transform(small(), cyclic())
+    (module,) = cpt_fx.graphs(result)
+    node = next(node for node in module.graph.nodes if QUANTIZER in node.meta and "weight" in node.name)
+    with module.graph.inserting_before(node):
+        node.update_arg(1, module.graph.call_function(torch.tensor, (8,)))
+    module.recompile()
+    with pytest.raises(VerificationError, match="ran at 8 bits when 2 were asked for: no schedule drives it"):
+        cpt_fx.inspect(result).verify(batch())
+
+
+# Examples of all kinds.
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+@captures
+def test_examples_may_be_empty_and_ask_for_gradients(capture: str, rows: int) -> None:
+    given = batch(rows).requires_grad_()
+    result = cpt_fx.transform(small(), cyclic(), example_inputs=(given,), capture=capture, prove=rows > 0)
+    assert given.grad is None
+    if rows:
+        assert state(result).startswith("proven: ")
+    else:
+        assert cpt_fx.inspect(result)
+
+
+def test_a_model_with_statistics_is_left_as_it_was() -> None:
+    net = Net()
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    chance = torch.get_rng_state()
+    examples = images()
+    chance = torch.get_rng_state()
+    result = cpt_fx.transform(net, cyclic(), example_inputs=(examples,))
+    assert state(result).startswith("proven: ")
+    assert torch.equal(torch.get_rng_state(), chance)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
