@@ -109,5 +109,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """By the name of the row: positional arguments. What is floating point is given as an input or as a parameter."""
 
+BREAKS = {"cov", "corrcoef", "sparse_mm", "sparse_addmm", "hspmm"}
+"""Where Dynamo ends a graph: together with them, all others would be captured one by one, which takes minutes."""
 NO_PROGRAM = {"cov", "corrcoef"}
 """What torch.export itself cannot export."""
