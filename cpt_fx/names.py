@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import torch
 from torch import fx, nn
 
 from cpt_fx.meta import NAME, module_path
@@ -20,7 +21,8 @@ Frame = tuple[str, int, str]
 Place = tuple[tuple[Frame, ...], int]
 """Where in a module's code an operator stands, and the how manieth it is there within one call of the module."""
 
-_OURS = str(Path(__file__).parent)
+_OWN = (str(Path(__file__).parent), torch._ops.__file__, torch._tensor.__file__)
+"""Files whose code calls the operators of others."""
 _FRAME = re.compile(r'^\s*File "(.*)", line (\d+), in (.*)$', re.MULTILINE)
 RESUMED = re.compile(r"^torch_dynamo_resume_in_(.*)_at_\d+$")
 
@@ -76,7 +78,9 @@ class NamesOfOneGraph:
 def frames_of(stack_trace: str | None) -> tuple[Frame, ...]:
     """Return the frames of a stack trace from the innermost `forward` on, as (file, line, function)."""
     found = [(file, int(line), RESUMED.sub(r"\1", name)) for file, line, name in _FRAME.findall(stack_trace or "")]
-    # A mode of ours that lets a call through is no part of the model's code.
-    frames = [frame for frame in found if not frame[0].startswith(_OURS)]
+    # A function of torch that hands itself over, and our mode that takes it, are no part of the model's code.
+    over = [index for index, (_, _, name) in enumerate(found) if name == "handle_torch_function"]
+    handing = {*over, *(index - 1 for index in over)}
+    frames = [frame for index, frame in enumerate(found) if index not in handing and not frame[0].startswith(_OWN)]
     starts = [index for index, (_, _, name) in enumerate(frames) if "forward" in name]
     return tuple(frames[starts[-1] if starts else 0 :])
