@@ -1,0 +1,356 @@
+"""What has to hold for every model, in every frontend. Each oracle raises `Wrong` with what is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import fnmatch
+import pickle
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+import cpt_fx
+from cpt_fx.formats import FULL_PRECISION, Format
+from cpt_fx.integer import choice
+from cpt_fx.recipes import FAMILIES, Recipe, integer, resolve
+from cpt_fx.schedules import Bits, Schedule, Static
+from cpt_fx.standalone import transformed_in
+from tests.fuzz.case import OPENED, Case, Seen, Wrong, differences, loss_of, run
+from tests.fuzz.census import BITS, Census
+from tests.fuzz.options import nearest
+
+FRONTENDS = ("symbolic", "dynamo", "auto", "program")
+SEEDS = (5, 6, 7)
+"""A rounding may push one value over the middle between two levels; hardly so with each of these inputs."""
+ONE_PRODUCT = 1e-5
+
+
+class Skipped(Exception):  # noqa: N818
+    """An oracle has nothing to say about a model; the text says why."""
+
+
+class NotExportable(Exception):  # noqa: N818
+    """torch.export does not take the model, so there is no program to try."""
+
+
+class Trial:
+    """One model in one frontend."""
+
+    def __init__(self, case: Case, frontend: str, plain: dict[str, Seen]) -> None:
+        self.case, self.frontend, self.plain = case, frontend, plain
+        self.schedule: Schedule = case.module.schedule()
+        self.program: Any = None
+        if frontend == "program":
+            self.plain = self._export()
+        self.result = self.transformed(self.schedule)
+        self._opened: bool | None = None
+
+    def _export(self) -> dict[str, Seen]:
+        """Export the model, run the program itself for comparison, and put its state back."""
+        model = self.case.model().train()
+        args, kwargs = self.case.inputs()
+        try:
+            with _quiet():
+                self.program = torch.export.export(model, args, kwargs)
+                self.before = {name: value.detach().clone() for name, value in model.state_dict().items()}
+                reference = self.program.module(check_guards=False)
+                seen, again = (
+                    self._restored() and run(reference, self.case, "training", switch=False) for _ in range(2)
+                )
+        except Exception as error:
+            raise NotExportable(f"{type(error).__name__}") from None
+        self._restored()
+        return {
+            "training": {name: seen[name] for name in seen if not differences(_only(again, name), _only(seen, name))}
+        }
+
+    def _restored(self) -> Seen:
+        state = {**self.program.state_dict, **self.program.constants}
+        with torch.no_grad():
+            for name, value in self.before.items():
+                state[name].copy_(value)
+        return {name: None for name in state}
+
+    def restore(self) -> None:
+        """Put the state of a program back: every result of it shares its tensors."""
+        if self.program is not None:
+            self._restored()
+
+    def transformed(self, schedule: Schedule, **changes: Any) -> nn.Module:
+        """Transform the model anew."""
+        options = {**self.case.module.options(), **changes}
+        if self.program is not None:
+            self._restored()
+            return cpt_fx.transform(self.program, schedule, **options)
+        if "scale=None" in self.case.source or "deep=True" in self.case.source:
+            # A graph of torch.fx is the one for what its examples pass.
+            options["example_inputs"], options["example_kwargs"] = self.case.inputs()
+        return cpt_fx.transform(self.case.model(), schedule, capture=self.frontend, **options)
+
+    def run(self, model: nn.Module, kind: str, seed: int = 5) -> Seen:
+        """Run something of this model."""
+        with _quiet():
+            return run(model, self.case, kind, seed)
+
+    def within(self) -> float:
+        """How far numbers may be off: not at all, unless a fused operator was opened."""
+        reports = cpt_fx.inspect(self.result).passes
+        return OPENED if any(report.name == "open" and report.changed for report in reports) else 0.0
+
+    def recipe(self) -> Recipe:
+        """Return the recipe."""
+        return resolve(self.case.module.options().get("recipe"))
+
+
+def _only(seen: Seen, name: str) -> Seen:
+    return {name: seen[name]}
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _demand(found: list[str], what: str) -> None:
+    if found:
+        raise Wrong(f"{what}: {'; '.join(found[:4])}{' ...' if len(found) > 4 else ''}")
+
+
+def same(t: Trial) -> None:
+    """At 32 bits nothing is different: outputs, gradients, buffers, in training and evaluation, without gradients."""
+    twice = t.frontend == "symbolic" and "checkpoint" in t.case.source  # documented: buffers are updated once
+    for kind, expected in t.plain.items():
+        with cpt_fx.at_bits(t.result, FULL_PRECISION):
+            ours = t.run(t.result, kind)
+        if twice and re.search("BatchNorm|kept_state|spectral", t.case.source):
+            continue
+        _demand(differences(ours, expected, t.within()), f"{kind} at 32 bits")
+
+
+def widths(t: Trial) -> None:
+    """Every quantizer stands, and ran, at the width of the schedule's position, in training and in evaluation."""
+    patterns = list(t.case.module.options().get("overrides") or {})
+    if any(isinstance(pattern, type) for pattern in patterns):
+        raise Skipped("layers are overridden by type")
+    ran: dict[str, set[int]] = {}
+    position = 0
+    for step in (0, 1, 2, 5):
+        t.schedule.step(step)
+        position += step
+        if t.schedule.position != position:
+            raise Wrong(f"the schedule stands at {t.schedule.position}, not at {position}")
+        for kind in ("training", "evaluation"):
+            t.run(t.result, kind)
+            planned = t.schedule.bits(position) if kind == "training" else t.schedule.evaluation_bits(position)
+            found = []
+            for view in cpt_fx.inspect(t.result).quantizers:
+                if any(fnmatch.fnmatchcase(name, f"{pattern}*") for pattern in patterns for name in view.layers):
+                    continue
+                width = getattr(planned, "weight" if view.role == "bias" else view.role)
+                if view.dial.with_forward and planned.activation == 0:
+                    width = 0
+                seen = ran.setdefault(f"{view.graph} {view.node}", {BITS, FULL_PRECISION})
+                seen.add(width)
+                if view.bits != width:
+                    found.append(f"{view} is at {view.bits} bits, not {width}")
+                if not set(view.levels) <= seen:
+                    found.append(f"{view} ran at {sorted(view.levels)}, the schedule says {sorted(seen)}")
+                if any(count > 2**bits for bits, count in view.levels.items()):
+                    found.append(f"{view} showed {view.levels}")
+            _demand(found, f"{kind} at step {position}")
+
+
+def proof(t: Trial) -> None:
+    """The package's own proof passes."""
+    t.result.train()
+    args, kwargs = t.case.inputs()
+    with _quiet():
+        torch.manual_seed(6)
+        try:
+            trains = any(
+                value is not None for name, value in t.plain["training"].items() if name.startswith("gradient")
+            )
+            cpt_fx.inspect(t.result).verify(*args, gradients=trains, **kwargs)
+        except cpt_fx.VerificationError as error:
+            raise Wrong(f"verify: {error}") from None
+
+
+def census(t: Trial) -> None:
+    """Every product that reaches ATen at two bits has operands on four levels, or is listed."""
+    inspection = cpt_fx.inspect(t.result)
+    formats = list(_formats(t))
+    if any(0 < format.block < 16 for format in formats):
+        raise Skipped("blocks are shorter than what can be counted")
+    if re.search(r'"\w+, ?\w+, ?\w+->|multi_dot\(\[h, h|chain_matmul\(h, \S+, |kron', t.case.source):
+        raise Skipped("products of three are not quantized in between")
+    groups = frozenset(
+        {format.group.value for format in formats} | ({"vector"} if any(f.block for f in formats) else set())
+    )
+    counted = Census(groups or frozenset({"tensor"}), 2**BITS)
+    t.result.train()
+    args, kwargs = t.case.inputs()
+    with _quiet(), contextlib.ExitStack() as stack:
+        for _, part in transformed_in(t.result):
+            stack.enter_context(part.state.at(BITS))
+        torch.manual_seed(6)
+        with counted:
+            loss = loss_of(t.result(*args, **kwargs))
+            counted.backward = True
+            if loss is not None:
+                loss.backward()  # type: ignore[no-untyped-call]
+    gradients = all(rule.gradient for family in FAMILIES if (rule := t.recipe().rule(family)))
+    if not gradients or '"gradient": None' in t.case.source:
+        counted.unquantized = [item for item in counted.unquantized if not item.backward]
+    listed = {item.op for item in (*inspection.uncovered, *cpt_fx.inspect(t.result).uncovered)}
+    left = [str(item) for item in counted.unquantized if not _listed(item.name, listed)]
+    _demand(left, f"not quantized at {BITS} bits, and listed are {sorted(listed)}")
+    if counted.products and counted.undecided and not listed and not inspection.quantizers:
+        raise Wrong(f"{counted.products} products reached ATen, with no quantizer and nothing listed")
+
+
+def _listed(name: str, listed: set[str]) -> bool:
+    """Whether one of the listed operators may be what an operator of ATen comes from."""
+    convolves = "conv" in name
+    return any(("conv" in op) == convolves or op[:1].isupper() or op in ("checkpoint", "") for op in listed)
+
+
+def _formats(t: Trial) -> Iterator[Format]:
+    recipe = t.recipe()
+    yield from (
+        format
+        for family in FAMILIES
+        if (rule := recipe.rule(family)) is not None
+        for format in (rule.input, rule.weight, rule.bias, rule.gradient)
+        if format is not None
+    )
+    yield from (view.format for view in cpt_fx.inspect(t.result).quantizers)
+
+
+def round_trips(t: Trial) -> None:
+    """A copy, a pickle, a loaded checkpoint and what `revert` returns have the numbers of what they were made of."""
+    way = ("deepcopy", "pickle", "state_dict", "revert")[len(t.case.source) % 4]
+    expected = None
+    if way == "revert":
+        if "persistent=False" in t.case.source or t.frontend == "program":
+            raise Skipped("there is no plain model with the same state")
+        reverted = cpt_fx.revert(t.result)
+        plain = t.case.model()
+        plain.load_state_dict(reverted.state_dict())
+        for kind in ("evaluation", "training"):
+            _demand(differences(run(reverted, t.case, kind), run(plain, t.case, kind)), f"{kind} of the reverted model")
+        return
+    if way in ("deepcopy", "pickle"):
+        plain = t.case.model()
+        try:
+            copy.deepcopy(plain) if way == "deepcopy" else pickle.dumps(plain)
+        except Exception:
+            raise Skipped("the plain model cannot be copied that way") from None
+        other = copy.deepcopy(t.result) if way == "deepcopy" else pickle.loads(pickle.dumps(t.result))
+    else:
+        if "persistent=False" in t.case.source or t.frontend == "program":
+            raise Skipped("a checkpoint does not hold all of the model")
+        other = t.transformed(t.case.module.schedule())
+        _load(t, other)
+    for kind in ("evaluation", "training", "evaluation"):
+        expected, found = t.run(t.result, kind), t.run(other, kind)
+        _demand(differences(found, expected), f"{kind} after {way}")
+
+
+def _load(t: Trial, other: nn.Module) -> None:
+    state = copy.deepcopy(t.result.state_dict())
+    if any(key not in other.state_dict() for key in state):
+        t.run(other, "training")  # ranges come with the first call
+    other.load_state_dict(state)
+
+
+def compiled(t: Trial) -> None:
+    """Under torch.compile the numbers are those of eager mode."""
+    if not t.case.deterministic:
+        raise Skipped("rounding is random")
+    if "print(" in t.case.source:
+        raise Skipped("prints")
+    backend = "inductor" if len(t.case.source) % 199 == 0 else "aot_eager"
+    eager, result = t.transformed(Static(4)), t.transformed(Static(4))
+    fast = torch.compile(result, backend=backend)
+    _alike(t, eager, fast, f"compiled by {backend}", ("training", "evaluation without gradients"))
+
+
+def integers(t: Trial) -> None:
+    """Products on integers give the numbers of simulated ones, up to rounding."""
+    if "bfloat16" in t.case.source or "half()" in t.case.source or "double()" in t.case.source:
+        raise Skipped("not in float32 throughout")
+    recipe, bits = nearest(integer()), Bits(4, 4, 8)
+    changes = {"recipe": recipe, "overrides": None}
+    whole = t.transformed(Static(bits), execution="integer", **changes)
+    simulated = t.transformed(Static(bits), **changes)
+    with choice.chosen("always"):
+        _alike(t, simulated, whole, "on integers", ("training", "evaluation"))
+
+
+def _alike(t: Trial, expected: nn.Module, found: nn.Module, what: str, kinds: tuple[str, ...]) -> None:
+    """Compare two results on several inputs: wrong is what is off with each of them."""
+    for kind in kinds:
+        wrong: list[str] = []
+        for seed in SEEDS:
+            one = t.run(expected, kind, seed)
+            t.restore()
+            other = {name.replace("_orig_mod.", ""): value for name, value in t.run(found, kind, seed).items()}
+            wrong = differences({**other, "output type": one["output type"]}, one, ONE_PRODUCT)
+            if not wrong or any(_off(text) is None for text in wrong):
+                break
+        _demand(wrong, f"{kind} {what}")
+
+
+def _off(text: str) -> float | None:
+    found = re.search(r"off by ([\d.e+-]+)", text)
+    return float(found[1]) if found else None
+
+
+def alike(symbolic: Trial, dynamo: Trial) -> None:
+    """Two frontends quantize the same, list the same, and compute the same."""
+    hides = re.search(r"nn\.(LSTM|GRU|RNN|MultiheadAttention|Transformer)", symbolic.case.source)
+    if hides:
+        raise Skipped("torch.fx keeps layers whole that Dynamo opens")
+    if "is_compiling" in symbolic.case.source:
+        raise Skipped("asks whether it is compiled")
+
+    # Anew: the census has run these operator by operator, where nothing is shared.
+    results = {t: t.transformed(Static(4)) for t in (symbolic, dynamo)}
+    for t, result in results.items():
+        t.run(result, "training")
+
+    def places(t: Trial) -> list[str]:
+        quantizers = cpt_fx.inspect(results[t]).quantizers
+        return sorted({f"{layer} {view.role} {view.operand} {view.op}" for view in quantizers for layer in view.layers})
+
+    def listed(t: Trial) -> list[str]:
+        return sorted(
+            {f"{item.layer} {item.op} {item.operand} {item.by_choice}" for item in cpt_fx.inspect(results[t]).uncovered}
+        )
+
+    for what, of in (("quantized", places), ("uncovered", listed)):
+        ours, theirs = of(symbolic), of(dynamo)
+        only = [f"{text} (torch.fx only)" for text in ours if text not in theirs]
+        only += [f"{text} (Dynamo only)" for text in theirs if text not in ours]
+        _demand(only, what)
+    if symbolic.case.deterministic:
+        _alike(symbolic, results[symbolic], results[dynamo], "by Dynamo", ("training",))
+
+
+ORACLES: dict[str, tuple[Callable[[Trial], None], float]] = {
+    "same": (same, 1.0),
+    "widths": (widths, 0.5),
+    "proof": (proof, 1.0),
+    "census": (census, 1.0),
+    "round trips": (round_trips, 0.35),
+    "compiled": (compiled, 0.05),
+    "integers": (integers, 0.12),
+}
+"""Each with the share of models that it looks at."""

@@ -1,0 +1,143 @@
+"""The fuzzer sees what it is for: models that are another one once they are transformed, or that hide a product."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.fuzz import oracles
+from tests.fuzz.census import fewest_levels
+from tests.fuzz.oracles import ORACLES
+from tests.fuzz.saving import faults_of, save
+from tests.fuzz.shrink import shrunk
+from tests.fuzz.trying import Fault, Outcome, examine
+from tests.fuzz.workers import Again, Pool
+
+SOUND = """\
+import os
+import torch
+from torch import nn
+from cpt_fx import recipes
+from cpt_fx.schedules import Static
+from tests.fuzz.options import nearest
+
+
+# What it is made of reaches ATen as it does in the plain model.
+if not hasattr(torch.ops.fuzz_tests, "hidden"):
+    torch.library.define("fuzz_tests::hidden", "(Tensor a, Tensor b) -> Tensor")
+    torch.library.impl("fuzz_tests::hidden", "CompositeImplicitAutograd", torch.mm)
+hidden = torch.ops.fuzz_tests.hidden
+
+
+class Model(nn.Module):
+    made = 0
+
+    def __init__(self):
+        super().__init__()
+        Model.made += 1
+        self.first = nn.Linear(7, 6)
+        self.second = nn.Linear(6, 5)
+        self.last = nn.Linear(5, 5)
+
+    def forward(self, x):
+        h = torch.sin(x)
+        h = self.first(h)
+        h = torch.tanh(h)
+        h = self.second(h)
+        return h
+
+
+def inputs():
+    return (torch.randn(5, 7),), {}
+
+
+def schedule():
+    return Static(4)
+
+
+def options():
+    return dict(recipe=nearest(recipes.default()))
+"""
+# The first two are the plain ones.
+OTHER_NUMBERS = SOUND.replace(
+    "        self.last", "        if Model.made > 2:\n            self.first.bias.data += 1e-6\n        self.last"
+)
+HIDDEN = SOUND.replace("h = torch.tanh(h)", "h = h + hidden(h.detach(), h.detach().t()).mean()")
+DEADLY = SOUND.replace("        self.last", "        if Model.made > 2:\n            os.abort()\n        self.last")
+
+
+@pytest.fixture(autouse=True)
+def _forget_compiled_code() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+def tried(source: str, folder: Path, *names: str, frontends: tuple[str, ...] = ("dynamo",)) -> Outcome:
+    outcome = examine(0, source, folder, frontends=frontends, chosen=names)
+    assert outcome.fits
+    return outcome
+
+
+def test_a_sound_model_has_no_faults(tmp_path: Path) -> None:
+    outcome = tried(SOUND, tmp_path, *ORACLES, frontends=("symbolic", "dynamo"))
+    assert outcome.faults == []
+    assert outcome.states == {"symbolic": "captured", "dynamo": "captured"}
+    assert set(outcome.passes.values()) == {"passed"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_numbers_are_seen(tmp_path: Path) -> None:
+    outcome = tried(OTHER_NUMBERS, tmp_path, "same", "proof")
+    assert [fault.oracle for fault in outcome.faults] == ["same"]
+    assert "training at 32 bits: output is off by" in outcome.faults[0].message
+
+
+def test_a_product_that_is_not_listed_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oracles, "_listed", lambda name, listed: False)
+    (fault,) = tried(HIDDEN, tmp_path, "same", "census").faults
+    assert (fault.oracle, fault.kind) == ("census", "Wrong")
+    assert "mm (forward), operand 0 of (5, 6)" in fault.message
+
+
+def test_a_process_that_dies_is_seen_and_replaced() -> None:
+    pool = Pool(1)
+    try:
+        tasks = [Again(text, ("symbolic",), ("same",)) for text in (DEADLY, SOUND)]
+        (_, dead), (_, alive) = pool.results(iter(tasks))
+    finally:
+        pool.close()
+    assert dead == "the process ended with -6"
+    assert alive.passes == {"symbolic same": "passed"}
+
+
+def test_a_fault_is_shrunk_and_saved_as_a_test_that_is_red(tmp_path: Path) -> None:
+    def fails(source: str) -> bool:
+        found = examine(0, source, tmp_path, frontends=("symbolic",), chosen=("same",))
+        return found.fits and [fault.oracle for fault in found.faults] == ["same"]
+
+    small = shrunk(OTHER_NUMBERS, fails, seconds=60)
+    assert "second" not in small and "tanh" not in small and "hidden" not in small
+    assert "self.first(" in small and "1e-06" in small
+    path = save(small, Fault("same", "symbolic", "Wrong", "off"), tmp_path / "saved")
+    assert "def test_it_is_mended" in path.read_text()
+    assert faults_of(path, tmp_path, frontend="symbolic", oracle="same")
+    path.write_text(path.read_text().replace("1e-06", "0.0"))
+    assert not faults_of(path, tmp_path, frontend="symbolic", oracle="same")
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"), [(("tensor",), 20), (("channel",), 5), (("tensor", "vector"), 4), (("row", "channel"), 5)]
+)
+def test_levels_are_counted_by_range(groups: tuple[str, ...], expected: int) -> None:
+    x = torch.arange(1.0, 5).repeat(5, 2) * torch.tensor([1.0, 0.7, 0.3, 1.1, 1.9]).view(-1, 1)
+    y = x if groups[0] != "channel" and "row" not in groups else x + torch.eye(5, 8)
+    assert fewest_levels(y, groups, 4) == expected
+    assert fewest_levels(torch.randn(2, 2), groups, 4) is None
+
+
+def test_zero_is_no_level_since_padding_adds_it() -> None:
+    x = torch.tensor([0.5, 1.0, 1.5, 2.0, 0.0]).repeat(2)
+    assert fewest_levels(x, ("tensor",), 4) == 4
