@@ -115,7 +115,7 @@ def run(model: nn.Module, case: Case, kind: str, seed: int = 5, *, switch: bool 
         output = model(*args, **kwargs)
         loss = loss_of(output)
         if loss is not None:
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
     seen["output type"] = torch.tensor([len(type(output).__name__)])
     for name, value in tensors_in(output):
         seen[name] = value.detach().clone() if isinstance(value, Tensor) else _plain(value)

@@ -84,6 +84,11 @@ class Census(TorchDispatchMode):
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Whether torch's compiler goes on underneath: it is its graphs that are to be looked at."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
         if name in OPERANDS and func.namespace == "aten":

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.fuzz.scope import Scope
+from tests.fuzz.scope import Production, Scope
 
-Production = Callable[[Scope], "str | None"]
 DEEPEST = 2
 
 HOOKS = (

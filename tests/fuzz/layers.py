@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.fuzz.scope import Scope
+from tests.fuzz.scope import Production, Scope
 
 
 def linear(s: Scope) -> str:
@@ -209,7 +209,7 @@ def sequential(s: Scope) -> str:
     return f"h = {layer}(h)"
 
 
-LAYERS = {
+LAYERS: dict[Production, float] = {
     linear: 9,
     bilinear: 1,
     convolution: 7,

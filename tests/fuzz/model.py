@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +11,9 @@ from tests.fuzz.control import CONTROL, blocks
 from tests.fuzz.layers import LAYERS
 from tests.fuzz.options import drawn_patterns, drawn_recipe, drawn_schedule
 from tests.fuzz.products import PRODUCTS
-from tests.fuzz.scope import HEADER, Scope, Shared, Unfit
+from tests.fuzz.scope import HEADER, Production, Scope, Shared, Unfit
 from tests.fuzz.views import VIEWS
 from tests.fuzz.weights import WEIGHTS
-
-Production = Callable[[Scope], "str | None"]
 
 IMPORTS = """
 import cpt_fx

@@ -204,7 +204,7 @@ def census(t: Trial) -> None:
             loss = loss_of(t.result(*args, **kwargs))
             counted.backward = True
             if loss is not None:
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
     gradients = all(rule.gradient for family in FAMILIES if (rule := t.recipe().rule(family)))
     if not gradients or '"gradient": None' in t.case.source:
         counted.unquantized = [item for item in counted.unquantized if not item.backward]
@@ -278,7 +278,7 @@ def compiled(t: Trial) -> None:
         raise Skipped("prints")
     backend = "inductor" if len(t.case.source) % 199 == 0 else "aot_eager"
     eager, result = t.transformed(Static(4)), t.transformed(Static(4))
-    fast = torch.compile(result, backend=backend)
+    fast: Any = torch.compile(result, backend=backend)
     _alike(t, eager, fast, f"compiled by {backend}", ("training", "evaluation without gradients"))
 
 
@@ -286,7 +286,8 @@ def integers(t: Trial) -> None:
     """Products on integers give the numbers of simulated ones, up to rounding."""
     if "bfloat16" in t.case.source or "half()" in t.case.source or "double()" in t.case.source:
         raise Skipped("not in float32 throughout")
-    recipe, bits = nearest(integer()), Bits(4, 4, 8)
+    # At 8 bits hardly a product of grid points lies in the middle between two levels, as it does at 4.
+    recipe, bits = nearest(integer()), Bits(8, 8, 8)
     changes = {"recipe": recipe, "overrides": None}
     whole = t.transformed(Static(bits), execution="integer", **changes)
     simulated = t.transformed(Static(bits), **changes)
@@ -348,9 +349,9 @@ ORACLES: dict[str, tuple[Callable[[Trial], None], float]] = {
     "same": (same, 1.0),
     "widths": (widths, 0.5),
     "proof": (proof, 1.0),
-    "census": (census, 1.0),
     "round trips": (round_trips, 0.35),
     "compiled": (compiled, 0.05),
     "integers": (integers, 0.12),
+    "census": (census, 1.0),
 }
 """Each with the share of models that it looks at."""

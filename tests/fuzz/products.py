@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.fuzz.scope import Scope
+from tests.fuzz.scope import Production, Scope
 
 
 def by_weight(s: Scope) -> str:
@@ -216,7 +216,7 @@ def rare(s: Scope) -> str:
     return f"h = {s.one(ways)}"
 
 
-PRODUCTS = {
+PRODUCTS: dict[Production, float] = {
     by_weight: 8,
     with_bias: 5,
     with_itself: 4,

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 """
 
 Item = TypeVar("Item")
+Production = Callable[["Scope"], "str | None"]
 
 
 class Unfit(Exception):  # noqa: N818
@@ -128,7 +129,7 @@ class Scope:
         """Return what an expression is now."""
         return eval(text, self.shared.names, self.values)
 
-    def attempt(self, production: Callable[[Scope], str | None]) -> bool:
+    def attempt(self, production: Production) -> bool:
         """Draw some lines, run them, and keep them if what they leave is a value to go on from."""
         before, self.pending = dict(self.values), []
         try:

@@ -31,9 +31,9 @@ def shrunk(source: str, fails: Fails, seconds: float = 60.0) -> str:
         changed = False
         for find in (_without_statement, _without_wrapper, _without_argument, _simpler_expression):
             index = 0
-            while (text := _changed(source, find, index)) is not None and time.monotonic() < until:
-                if text != source and fails(text):
-                    source, changed = text, True
+            while (smaller := _changed(source, find, index)) is not None and time.monotonic() < until:
+                if smaller != source and fails(smaller):
+                    source, changed = smaller, True
                 else:
                     index += 1
     return tidy(source)

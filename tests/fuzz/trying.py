@@ -145,7 +145,7 @@ def _silent_refusal(message: str, case: Case, frontend: str) -> bool:
 
 def _ask(outcome: Outcome, trial: Trial, names: Sequence[str]) -> None:
     for name in names:
-        if name in ORACLES and not _one(outcome, name, trial.frontend, lambda name=name: ORACLES[name][0](trial)):  # type: ignore[misc]
+        if name in ORACLES and not _one(outcome, name, trial.frontend, lambda name=name: ORACLES[name][0](trial)):
             return
 
 

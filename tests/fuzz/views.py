@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.fuzz.scope import Scope
+from tests.fuzz.scope import Production, Scope
 
 
 def reshaped(s: Scope) -> str:
@@ -210,7 +210,7 @@ def other_dtype(s: Scope) -> str:
     return s.one(ways)
 
 
-VIEWS = {
+VIEWS: dict[Production, float] = {
     reshaped: 7,
     sliced: 5,
     element_by_element: 9,

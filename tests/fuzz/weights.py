@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.fuzz.scope import Scope
+from tests.fuzz.scope import Production, Scope
 
 PARAMETRIZATIONS = (
     "class Scaled(nn.Module):\n    def forward(self, weight):\n        return weight * 0.5\n",
@@ -143,7 +143,7 @@ def listed(s: Scope) -> str:
     return s.one((f"for w in {name}:\n    h = torch.tanh(h @ w)", f"h = h @ {name}[0] + h @ {name}[1]"))
 
 
-WEIGHTS = {
+WEIGHTS: dict[Production, float] = {
     parametrized: 2,
     computed: 4,
     vector_weight: 0.7,

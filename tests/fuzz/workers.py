@@ -54,7 +54,8 @@ def quiet() -> None:
 
     os.environ["CPT_FX_INTEGER"] = "always"
     torch.set_num_threads(1)
-    torch._logging.set_logs(all=logging.CRITICAL)
+    compiler_logs: Any = torch._logging
+    compiler_logs.set_logs(all=logging.CRITICAL)
     for name in ("torch", "cpt_fx"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -82,7 +83,8 @@ class Worker:
         self.process = context.Process(target=_work, args=(theirs,), daemon=True)
         self.process.start()
         theirs.close()
-        self.done, self.since, self.task = 0, 0.0, None
+        self.done, self.since = 0, 0.0
+        self.task: Any = None
 
     def stop(self) -> None:
         """End the process."""
