@@ -41,6 +41,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--model", type=int, help="only this one, in this process, with its source")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path, help="where to write what was found")
+    parser.add_argument("--record", type=Path, help="the folder for fuzz.json and fuzz.md: benchmarks/results")
     parser.add_argument("--save", type=Path, default=FOLDER, help="the folder for tests of what was found")
     parser.add_argument("--no-shrink", action="store_true", help="only count faults")
     return parser.parse_args()
@@ -83,6 +84,9 @@ def main() -> None:
                 report.saved[fault.signature] = str(save(smaller(source, fault), fault, given.save))
     print(report)
     print(f"{seconds:.0f} s with {given.workers} workers: {60 * report.models / max(seconds, 1):.0f} models a minute")
+    if given.record is not None:
+        (given.record / "fuzz.md").write_text(report.markdown(seconds, given.workers), encoding="utf-8")
+        given.json = given.json or given.record / "fuzz.json"
     if given.json is not None:
         given.json.write_text(json.dumps(report.to_dict(seconds, given.workers), indent=1) + "\n", encoding="utf-8")
     raise SystemExit(1 if report.faults else 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -79,6 +80,41 @@ class Report:
             ],
         }
 
+    def markdown(self, seconds: float, workers: int) -> str:
+        """Return a page of it."""
+        kinds = ("captured", "refused", "not exportable", "failed")
+        says = ("passed", "failed", "nothing to say")
+        lines = [
+            "# A run of the fuzzer",
+            "",
+            f"`{self.command}`, torch {torch.__version__}, {workers} workers, {seconds / 60:.0f} minutes: "
+            f"{self.models} models, {self.failing} with a fault. [What is tried](../../docs/reliability.md).",
+            "",
+            *_table("frontend", ("tried", *kinds), {
+                name: [counts.total(), *(counts[kind] for kind in kinds)] for name, counts in self.states.items()
+            }),
+            "",
+            *_table("oracle", says, {
+                name: [counts[said] for said in says] for name, counts in self.passes.items()
+            }),
+            "",
+            "## Refusals",
+            "",
+            *_table("reason", tuple(self.refusals), {
+                why: [counts[why] for counts in self.refusals.values()]
+                for why, _ in sum(self.refusals.values(), Counter()).most_common(15)
+            }),
+            "",
+            "## Faults",
+            "",
+            *(self._told() or ["None."]),
+        ]  # fmt: skip
+        return "\n".join(lines) + "\n"
+
+    def _told(self) -> list[str]:
+        found = sorted(self.faults.items(), key=lambda item: -len(item[1]))
+        return [f"* {len({number for number, _ in each})} models: {text.replace('|', '/')}" for text, each in found]
+
     def __str__(self) -> str:
         """Say it in some lines."""
         lines = [f"{self.models} models tried, {self.unfit} unfit, {self.failing} with a fault"]
@@ -95,3 +131,12 @@ class Report:
             if signature in self.saved:
                 lines.append(f"      saved as {self.saved[signature]}")
         return "\n".join(lines)
+
+
+def _table(first: str, heads: Sequence[str], rows: dict[str, list[int]]) -> list[str]:
+    """Return a table of numbers in Markdown."""
+    made = [f"| {first} | {' | '.join(heads)} |", f"| --- |{' ---: |' * len(heads)}"]
+    return made + [
+        f"| {name.replace('|', '/')} | {' | '.join(f'{count:,}' for count in counts)} |"
+        for name, counts in rows.items()
+    ]
