@@ -54,7 +54,8 @@ def main() -> None:
         raise SystemExit(one(given.seed, given.model))
     start = time.monotonic()
     until = start + 60 * given.minutes if given.minutes else start + 60 if given.models is None else float("inf")
-    report = Report(" ".join(["python -m tests.fuzz", *sys.argv[1:]]))
+    asked = {"minutes": given.minutes, "models": given.models, "first": given.first or None, "seed": given.seed}
+    report = Report("python -m tests.fuzz" + "".join(f" --{key} {n:g}" for key, n in asked.items() if n is not None))
     shown = sys.stderr.isatty()
 
     def tasks() -> Iterator[Numbered]:
@@ -81,7 +82,7 @@ def main() -> None:
     if not given.no_shrink:
         for source, fault in new:
             if source:
-                report.saved[fault.signature] = str(save(smaller(source, fault), fault, given.save))
+                report.saved[fault.signature] = save(smaller(source, fault), fault, given.save).name
     print(report)
     print(f"{seconds:.0f} s with {given.workers} workers: {60 * report.models / max(seconds, 1):.0f} models a minute")
     if given.record is not None:

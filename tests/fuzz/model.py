@@ -145,11 +145,13 @@ def _drawn(chance: random.Random) -> str:
 
 def _written(s: Scope, arguments: str, result: str, values: list[str]) -> str:
     chance = s.chance
+    text = "\n".join((*shared_text(s), s.text("Model", arguments, result)))
     layers = [
         (name, type(part).__name__)
         for name, part in s.live.named_modules()
         if isinstance(part, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.MultiheadAttention, nn.RNNBase))
         and hasattr(nn, type(part).__name__)
+        and all(word.isdigit() or f"self.{word} = " in text for word in name.split(".")[:2])
     ]
     exclude, overrides = drawn_patterns(chance, layers)
     positional = "".join(f"{value}, " for value in values if "=" not in value.partition("(")[0])

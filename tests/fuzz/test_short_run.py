@@ -11,7 +11,7 @@ from tests.fuzz.report import Report
 from tests.fuzz.workers import Numbered, Pool
 
 SEED = 2026
-MODELS = int(os.environ.get("CPT_FX_FUZZ", "10"))
+MODELS = int(os.environ.get("CPT_FX_FUZZ", "6"))
 """Each takes some two seconds of one core; `.ci/run` asks for more of them."""
 RUNS = 2
 """As many as a small machine has cores, and each has a process of its own, which warnings of torch do not stop."""

@@ -177,7 +177,8 @@ def fault(oracle: str, frontend: str, error: Exception) -> Fault:
     last = ([*ours] or [*frames])[-1]
     place = "" if isinstance(error, Wrong) else f"{Path(last.filename).name}:{last.name}"
     kind = type(error).__name__
-    text = str(error).strip() or kind
+    # Folders are another one at each run.
+    text = re.sub(r"(?:/[\w.+-]+)+/([\w.+-]+)", r"\1", str(error).strip()) or kind
     return Fault(oracle, frontend, kind, text[:1500], place)
 
 
