@@ -61,6 +61,8 @@ class Sameness:
     notes: tuple[str, ...] = ()
     modes: tuple[str, ...] = ()
     """How both were run and compared."""
+    stuck: bool = False
+    """Whether the plain model itself has a backward pass that cannot be asked for gradients."""
 
 
 @dataclass
@@ -130,7 +132,8 @@ def _judged(
         if one.failed is not None and not left:
             notes.append(f"{one.mode} neither the plain model nor the result runs on these inputs: {_said(one.failed)}")
     more = [f"at 32 bits it differs from the plain model in {len(left) - TOLD} more places"] if left[TOLD:] else []
-    return Sameness((*left[:TOLD], *more), tuple(notes), tuple(str(one.mode) for one in theirs if one.failed is None))
+    compared = tuple(str(one.mode) for one in theirs if one.failed is None)
+    return Sameness((*left[:TOLD], *more), tuple(notes), compared, any(one.stuck is not None for one in theirs))
 
 
 def _questions(runs: Iterable[Run]) -> set[str]:

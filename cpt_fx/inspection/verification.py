@@ -16,7 +16,7 @@ from cpt_fx.api import graphs, history_of
 from cpt_fx.bodies import state_of
 from cpt_fx.errors import TransformError
 from cpt_fx.evidence import SAMPLE
-from cpt_fx.formats import FULL_PRECISION
+from cpt_fx.formats import FULL_PRECISION, minimum_bits
 from cpt_fx.inspection.census import Seen, census, list_what_runs
 from cpt_fx.inspection.sameness import Sameness, compare
 from cpt_fx.inspection.views import QuantizerView, fields, quantizer_nodes, views_in
@@ -113,14 +113,16 @@ def verify(
         *_too_many_levels(views),
     ]
     same, seen, rested, tried = Sameness(), Seen(), set[int](), source is not None or bool(args or kwargs)
+    backward = _went_backward(views)
     if tried:
         with resting(transformed_in(model)) as rested:
             same = _compared(model, args, kwargs, gradients, source, rested)
-            views, wrong, seen = _try(model, args, kwargs, gradients)
+            gradients = gradients and not same.stuck
+            backward, views, wrong, seen = _try(model, args, kwargs, gradients)
             list_what_runs(model, seen)
         problems += [problem for problem in (*same.problems, *wrong) if problem not in problems]
-    working, idle = _parted(graphs(model), views, gradients)
-    problems += [*_undriven(model), *_never_ran(working, gradients)]
+    working, idle = _parted(graphs(model), views, gradients, backward)
+    problems += [*_undriven(model), *_never_ran(working, gradients and not backward)]
     if problems:
         listed = "".join(f"\n  {problem}" for problem in problems)
         raise VerificationError(f"{len(problems)} problem{'s' * (len(problems) > 1)} with quantization:{listed}")
@@ -164,8 +166,11 @@ def _covers(proof: Verification) -> str:
 
 def _try(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: bool
-) -> tuple[Views, list[str], Seen]:
-    """Run at `PROBE` bits under a census; return what was recorded, what is wrong with it, and what was seen."""
+) -> tuple[bool, Views, list[str], Seen]:
+    """Run at `PROBE` bits under a census: forward and back, then forward in the other mode, whose code may be another.
+
+    Return whether gradients went back, what was recorded, what is wrong with it, and what was seen.
+    """
     inner = eager_model(model)
     with looking(model), trial(model):
         for module in graphs(model):
@@ -175,10 +180,12 @@ def _try(
             for _, part in transformed_in(model):
                 stack.enter_context(part.state.at(PROBE))
             seen = stack.enter_context(census(model))
-            forward_and_backward(inner, args, kwargs, gradients=gradients)
+            backward = forward_and_backward(inner, args, kwargs, gradients=gradients)
+            inner.train(not inner.training)
+            forward_and_backward(inner, args, kwargs, gradients=False)
         views = views_in(model)
     problems = [*_bad_ranges(views), *_not_finite(views), *_too_many_levels(views), *_other_widths(views)]
-    return views, [*problems, *seen.problems, *map(str, seen.unknown)], seen
+    return backward, views, [*problems, *seen.problems, *map(str, seen.unknown)], seen
 
 
 def _broken_promises(modules: list[fx.GraphModule]) -> Iterator[str]:
@@ -240,20 +247,19 @@ def _not_finite(views: Views) -> list[str]:
 
 def _too_many_levels(views: Views) -> list[str]:
     return [
-        f"{view} showed {count} distinct levels at {bits} bits, {2**bits} are allowed: it does not quantize"
+        f"{view} showed {count} distinct levels at {bits} bits, {allowed} are allowed: it does not quantize"
         for view in views
         for bits, count in view.levels.items()
-        if count > 2**bits
+        if count > (allowed := 2 ** max(bits, minimum_bits(view.format.scheme)))
     ]
 
 
-def _parted(modules: list[fx.GraphModule], views: Views, gradients: bool) -> tuple[Views, Views]:
+def _parted(modules: list[fx.GraphModule], views: Views, gradients: bool, backward: bool) -> tuple[Views, Views]:
     """Tell quantizers that have work to do from gradient quantizers of which no run is expected.
 
     Gradients were not asked for, or nothing before the quantizer is trained, or the loss does not depend on it: a
     forward pass went through it, gradients reached others, and none came here.
     """
-    backward = _went_backward(views)
     trained = {
         (index, node.name) for index, module in enumerate(modules) for node in ([] if backward else _trained(module))
     }
@@ -269,10 +275,10 @@ def _went_backward(views: Views) -> bool:
     return any(view.role == "gradient" and view.times_run for view in views)
 
 
-def _never_ran(working: Views, gradients: bool) -> list[str]:
+def _never_ran(working: Views, waiting: bool) -> list[str]:
     silent = [view for view in working if not view.times_run]
     problems = [f"{view} never ran" for view in silent]
-    if gradients and not _went_backward(working) and any(view.role == "gradient" for view in silent):
+    if waiting and any(view.role == "gradient" for view in silent):
         problems.append("no gradient quantizer ran at all: without a backward pass, ask for verify(gradients=False)")
     return problems
 

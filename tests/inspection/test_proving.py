@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 
 import cpt_fx
 from cpt_fx.inspection import VerificationError
@@ -21,6 +22,7 @@ from cpt_fx.passes.bind import Bind
 from cpt_fx.pipeline import Pipeline
 from cpt_fx.schedules import Static
 from tests.captures import captures
+from tests.inspection.escapes import unseen
 from tests.inspection.models import Net, cyclic, images
 from tests.result.models import forget_compiled_code
 
@@ -290,3 +292,71 @@ def test_a_model_with_statistics_is_left_as_it_was() -> None:
     assert state(result).startswith("proven: ")
     assert torch.equal(torch.get_rng_state(), chance)
     assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+
+
+# Models whose quantizers cannot all run in one pass.
+
+
+class TwoWays(nn.Module):
+    """Multiplies by one layer in training, by another in evaluation, where it can go around the quantizers."""
+
+    def __init__(self, hidden: bool = False) -> None:
+        super().__init__()
+        self.trained, self.evaluated, self.hidden = nn.Linear(6, 6), nn.Linear(6, 6), hidden
+
+    def forward(self, x: Tensor) -> Tensor:
+        layer = self.trained if self.training else self.evaluated
+        result: Tensor = layer(x)
+        if self.hidden and not self.training:
+            result = result + unseen(lambda: x @ layer.weight)
+        return result
+
+
+def test_both_modes_are_looked_at() -> None:
+    result = cpt_fx.transform(TwoWays(), cyclic(), capture="dynamo", example_inputs=(batch(),))
+    assert cpt_fx.inspect(result.eval()).verify(batch()).proven
+    result = cpt_fx.transform(TwoWays(hidden=True), cyclic(), capture="dynamo")
+    with pytest.raises(VerificationError, match="mm of 4x6 and 6x6 in the forward pass"):
+        cpt_fx.inspect(result).verify(batch())
+
+
+class AroundIt(nn.Module):
+    """Lets gradients go around its only layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.fc(x).detach()
+        return result
+
+
+def test_a_layer_that_no_gradient_comes_to_is_idle() -> None:
+    result = cpt_fx.transform(AroundIt(), cyclic())
+    proof = cpt_fx.inspect(result).verify(batch().requires_grad_())
+    assert proof.proven and len(proof.idle) == 1
+
+
+def test_a_float_format_has_two_bits() -> None:
+    result = cpt_fx.transform(small(), Static(1), recipe="fp8")
+    result(batch()).sum().backward()
+    assert cpt_fx.inspect(result).verify(batch()).proven
+
+
+class Reentrant(nn.Module):
+    """Recomputes in a way that refuses to be asked for gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(self.fc, x, use_reentrant=True)
+        return result
+
+
+def test_a_backward_pass_that_cannot_be_asked_for_gradients_is_told() -> None:
+    result = cpt_fx.transform(Reentrant(), cyclic())
+    proof = cpt_fx.inspect(result).verify(batch().requires_grad_())
+    assert "gradients could not be compared" in str(proof) and "use_reentrant" in str(proof)

@@ -73,7 +73,7 @@ def _seen(call: nn.Module, x: Tensor) -> Any:
     return call(x)
 
 
-@torch._dynamo.disable
+@torch._dynamo.disable  # type: ignore[untyped-decorator]
 def _unseen(call: nn.Module, x: Tensor) -> Any:
     """Call where Dynamo does not look: between two graphs."""
     return call.forward(x)

@@ -58,20 +58,21 @@ class _Own(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Do what the instance says."""
-        return super().forward(x) * (2.0 if self.double else 1.0)
+        result: Tensor = super().forward(x)
+        return result * (2.0 if self.twice else 1.0)
 
 
 def test_layers_that_look_alike_are_one_only_where_they_do_the_same() -> None:
-    alike = [nn.Linear(3, 3) for _ in range(8)]
+    alike: list[Any] = [nn.Linear(3, 3) for _ in range(8)]
     alike[1].register_forward_hook(lambda layer, args, result: result * 2)
     alike[2].register_forward_hook(lambda layer, args, result: result * 3)
-    alike[3].forward = lambda x: x + 1  # type: ignore[method-assign]
-    alike[4].forward = lambda x: x + 2  # type: ignore[method-assign]
+    alike[3].forward = lambda x: x + 1
+    alike[4].forward = lambda x: x + 2
     alike[5].bias = None
     alike += [nn.Conv1d(4, 4, 1, padding_mode=mode, padding=1) for mode in ("zeros", "circular")]
-    for double in (False, True):
+    for twice in (False, True):
         alike.append(_Own(5, 5))
-        alike[-1].double = double  # type: ignore[assignment]
+        alike[-1].twice = twice
     model, x = nn.Sequential(*alike), torch.randn(4, 3)
     alike[9].register_forward_pre_hook(lambda layer, args: (args[0][:, 1:-1],))
     expected = numbers(model, x)
