@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from cpt_fx.api import graphs, history_of
 from cpt_fx.bodies import state_of
+from cpt_fx.capture.captured import WHOLE
 from cpt_fx.errors import TransformError
 from cpt_fx.evidence import SAMPLE
 from cpt_fx.formats import FULL_PRECISION, minimum_bits
@@ -23,6 +24,7 @@ from cpt_fx.inspection.views import QuantizerView, fields, quantizer_nodes, view
 from cpt_fx.meta import get_attribute
 from cpt_fx.passes.verify import Verify
 from cpt_fx.proof import Proof, resting
+from cpt_fx.session import Session
 from cpt_fx.spec import SpecError
 from cpt_fx.standalone import Standalone, transformed_in
 from cpt_fx.trial import eager_model, forward_and_backward, looking, trial
@@ -167,7 +169,7 @@ def _covers(proof: Verification) -> str:
 def _try(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: bool
 ) -> tuple[bool, Views, list[str], Seen]:
-    """Run at `PROBE` bits under a census: forward and back, then forward in the other mode, whose code may be another.
+    """Run at `PROBE` bits under a census: forward and back, then forward in the other mode, if its code may be another.
 
     Return whether gradients went back, what was recorded, what is wrong with it, and what was seen.
     """
@@ -181,11 +183,18 @@ def _try(
                 stack.enter_context(part.state.at(PROBE))
             seen = stack.enter_context(census(model))
             backward = forward_and_backward(inner, args, kwargs, gradients=gradients)
-            inner.train(not inner.training)
-            forward_and_backward(inner, args, kwargs, gradients=False)
+            if not _is_one_graph(inner):
+                inner.train(not inner.training)
+                forward_and_backward(inner, args, kwargs, gradients=False)
         views = views_in(model)
     problems = [*_bad_ranges(views), *_not_finite(views), *_too_many_levels(views), *_other_widths(views)]
     return backward, views, [*problems, *seen.problems, *map(str, seen.unknown)], seen
+
+
+def _is_one_graph(model: nn.Module) -> bool:
+    """Whether all that a call runs is one graph of torch.fx, which is the same in training and in evaluation."""
+    parts = transformed_in(model)
+    return len(parts) == 1 and not parts[0][0] and isinstance(parts[0][1], Session) and [*parts[0][1].traced] == [WHOLE]
 
 
 def _broken_promises(modules: list[fx.GraphModule]) -> Iterator[str]:
