@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 BITS = 2
@@ -72,17 +73,20 @@ class Product:
 
 @dataclass(eq=False)
 class Census(TorchDispatchMode):
-    """Look at every operator that runs inside."""
+    """Look at every operator that runs inside, for ranges of some groups, each with the length of its blocks or 0."""
 
-    groups: frozenset[str]
+    ranges: frozenset[tuple[str, int]]
     largest: int
     backward: bool = False
     products: int = 0
     undecided: int = 0
     unquantized: list[Product] = field(default_factory=list)
+    seen: dict[int, dict[Any, Tensor]] = field(default_factory=dict)
+    """By memory, the tensors that held all of it. They live as long as this, so that no memory is used again."""
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.groups = {group for group, _ in self.ranges} | {"vector" for _, block in self.ranges if block}
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -91,9 +95,23 @@ class Census(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
+        for value in args:
+            self._remember(value)
         if name in OPERANDS and func.namespace == "aten":
             self._look(name, args)
         return func(*args, **(kwargs or {}))
+
+    def _remember(self, x: Any) -> None:
+        if type(x) not in (Tensor, Parameter) or x.layout is not torch.strided or not x.is_floating_point():
+            return
+        memory = x.untyped_storage()
+        if x.numel() * x.itemsize == memory.nbytes() and not torch._debug_has_internal_overlap(x):
+            self.seen.setdefault(memory._cdata, {})[x.shape, x.stride()] = x.detach()
+
+    def _was_quantized(self, operand: Tensor) -> bool:
+        """Whether what an operand views is on levels as a whole: a view folds dims, and cuts through ranges."""
+        tensors = self.seen.get(operand.untyped_storage()._cdata, {}).values()
+        return any(is_on_levels(x, group, block, self.largest) for x in tensors for group, block in self.ranges)
 
     def _look(self, name: str, args: Any) -> None:
         self.products += 1
@@ -108,7 +126,7 @@ class Census(TorchDispatchMode):
             levels = fewest_levels(operand, self.groups, self.largest)
             if levels is None:
                 self.undecided += 1
-            elif levels > self.largest:
+            elif levels > self.largest and not self._was_quantized(operand):
                 self.unquantized.append(Product(name, place, levels, tuple(operand.shape), self.backward))
 
 
@@ -138,6 +156,29 @@ def _levels(x: Tensor, group: str, allowed: int) -> list[int | None]:
         # Of a batch of weights each has channels of its own.
     # Along the last dim, or all but the middle ones: what is left after views is a line in some direction.
     return found + [_most(x.movedim(dim, -1).reshape(-1, x.shape[dim]), allowed) for dim in range(x.ndim)]
+
+
+def is_on_levels(x: Tensor, group: str, block: int, allowed: int) -> bool:
+    """Whether a tensor has few levels in each of the very ranges, or their blocks, that a group makes of it."""
+    x = x.double()
+    for rows in _ranges(x, group):
+        parts = rows.split(block, dim=1) if block else (rows,)
+        counts = [_most(part, allowed) for part in parts]
+        # The last block may be too short to show anything, but not all of them.
+        if counts[0] is not None and all(count is None or count <= allowed for count in counts):
+            return True
+    return False
+
+
+def _ranges(x: Tensor, group: str) -> list[Tensor]:
+    """Return the ranges of a group as rows. Any dim may be the one of channels."""
+    if group == "tensor" or x.ndim < 2:
+        return [x.reshape(1, -1)]
+    if group == "vector":
+        return [x.reshape(-1, x.shape[-1])]
+    if group == "inner":
+        return [x.movedim(0, -2).reshape(-1, x.shape[0] * x.shape[-1])]
+    return [x.movedim(dim, 0).flatten(1) for dim in range(1 if group == "row" else x.ndim)]
 
 
 def _most(rows: Tensor, allowed: int) -> int | None:

@@ -190,10 +190,8 @@ def census(t: Trial) -> None:
         raise Skipped("blocks are shorter than what can be counted")
     if re.search(r'"\w+, ?\w+, ?\w+->|multi_dot\(\[h, h|chain_matmul\(h, \S+, |kron', t.case.source):
         raise Skipped("products of three are not quantized in between")
-    groups = frozenset(
-        {format.group.value for format in formats} | ({"vector"} if any(f.block for f in formats) else set())
-    )
-    counted = Census(groups or frozenset({"tensor"}), 2**BITS)
+    ranges = frozenset((format.group.value, format.block) for format in formats)
+    counted = Census(ranges or frozenset({("tensor", 0)}), 2**BITS)
     t.result.train()
     args, kwargs = t.case.inputs()
     with _quiet(), contextlib.ExitStack() as stack:

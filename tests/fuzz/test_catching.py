@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.fuzz import oracles
-from tests.fuzz.census import fewest_levels
+from tests.fuzz.census import Census, fewest_levels
 from tests.fuzz.oracles import ORACLES
 from tests.fuzz.saving import faults_of, save
 from tests.fuzz.shrink import shrunk
@@ -95,6 +96,17 @@ def test_other_numbers_are_seen(tmp_path: Path) -> None:
     assert "training at 32 bits: output is off by" in outcome.faults[0].message
 
 
+@pytest.mark.parametrize("format", ["group='row', block=16", "group='vector'"])
+def test_ranges_over_folded_dims_are_no_fault(tmp_path: Path, format: str) -> None:
+    rule = f"Rule(input=Format({format}), weight=Format(), gradient=Format({format}))"
+    source = SOUND.replace("import recipes", "import Format\nfrom cpt_fx.recipes import Recipe, Rule")
+    source = source.replace("nearest(recipes.default())", f'Recipe(name="folded", linear={rule}, matmul={rule})')
+    source = source.replace("torch.randn(5, 7)", "torch.randn(2, 5, 7)").replace(
+        "h = torch.tanh(h)", "h = (h @ h.sum((0, 1)))[..., None] + h"
+    )
+    assert tried(source, tmp_path, "census", frontends=("symbolic",)).faults == []
+
+
 def test_a_product_that_is_not_listed_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(oracles, "_listed", lambda name, listed: False)
     (fault,) = tried(HIDDEN, tmp_path, "same", "census").faults
@@ -141,3 +153,60 @@ def test_levels_are_counted_by_range(groups: tuple[str, ...], expected: int) -> 
 def test_zero_is_no_level_since_padding_adds_it() -> None:
     x = torch.tensor([0.5, 1.0, 1.5, 2.0, 0.0]).repeat(2)
     assert fewest_levels(x, ("tensor",), 4) == 4
+
+
+def on_four_levels(ranges: int, length: int) -> Tensor:
+    """Return ranges as rows, each with levels of its own."""
+    generator = torch.Generator().manual_seed(3)
+    codes = torch.randint(1, 5, (ranges, length), generator=generator)
+    return codes * (1 + torch.rand(ranges, 1, generator=generator))
+
+
+def in_blocks(rows: int, length: int, block: int) -> Tensor:
+    return torch.cat([on_four_levels(rows, min(block, length - start)) for start in range(0, length, block)], 1)
+
+
+def counted(x: Tensor, view: Callable[[Tensor], Tensor], *ranges: tuple[str, int]) -> int:
+    """Count the operands of a product that are not on four levels, where x was quantized and then viewed."""
+    census = Census(frozenset(ranges), 4)
+    with census:
+        operand = view(x)
+        (operand @ torch.ones(operand.shape[-1])).sum()
+    return len(census.unquantized)
+
+
+FOLDED = [
+    (in_blocks(2, 60, 16).view(2, 3, 20), lambda x: x.view(6, 20), ("row", 16)),
+    (in_blocks(2, 60, 16).view(2, 3, 20), lambda x: x.view(6, 20).t(), ("row", 16)),
+    (in_blocks(1, 200, 32).view(2, 5, 20), lambda x: x[1].t(), ("tensor", 32)),
+    (in_blocks(5, 12, 8).view(5, 2, 6).transpose(0, 1).contiguous(), lambda x: x.view(10, 6), ("inner", 8)),
+    (on_four_levels(5, 8), lambda x: x.view(40), ("vector", 0)),
+    (on_four_levels(5, 8), lambda x: x.view(40), ("channel", 0)),
+    (on_four_levels(8, 5).t(), lambda x: x.t().view(40), ("channel", 0)),
+]
+
+
+@pytest.mark.parametrize(("x", "view", "ranges"), FOLDED)
+def test_ranges_that_a_view_takes_apart_are_those_of_what_was_quantized(
+    x: Tensor, view: Callable[[Tensor], Tensor], ranges: tuple[str, int]
+) -> None:
+    assert counted(x, view, ranges) == 0
+    assert counted(torch.empty_like(x).normal_(), view, ranges) == 1
+    assert counted(x + torch.linspace(0, 1e-3, x.numel()).view(x.shape), view, ranges) == 1
+    assert counted(x, view, ("tensor", 0)) == 1
+
+
+def test_one_number_beside_its_levels_is_seen_through_a_view() -> None:
+    x = on_four_levels(5, 8)
+    x[2, 2] += 1e-3
+    assert counted(x, lambda x: x.view(40), ("vector", 0), ("row", 16)) == 1
+
+
+def test_a_quantized_part_of_a_memory_says_nothing_about_the_rest() -> None:
+    x = torch.cat((on_four_levels(5, 8), torch.randn(5, 8)))
+
+    def rest(x: Tensor) -> Tensor:
+        x[:5].view(40).sum()
+        return x[5:].view(40)
+
+    assert counted(x, rest, ("vector", 0)) == 1
