@@ -167,6 +167,11 @@ def minimum_bits(scheme: Scheme) -> int:
     return 2 if scheme is Scheme.FLOAT else 1
 
 
+def most_levels(scheme: Scheme, bits: int) -> int:
+    """Return how many levels a range may show at a width. Below its smallest width a scheme is what it is there."""
+    return int(2 ** max(bits, minimum_bits(scheme)))
+
+
 def group_dims(group: Group, channel_axis: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
     """Return `(keep, over)` for the ops: exactly one of them describes the group, whatever the tensor's rank."""
     return {

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from cpt_fx.formats import most_levels
 from cpt_fx.inspection import boxes
 from cpt_fx.inspection.layout import GAP_X, GAP_Y, LANE, PORT_Y, TIGHT, arrivals, place, plan
 from cpt_fx.inspection.svg import BACK, PAD, drawing, levels_of
@@ -102,7 +103,8 @@ def _facts(item: Item) -> list[tuple[str, str]]:
         seen = "nothing observed yet" if view.range is None else f"{view.range[0]:.4g} to {view.range[1]:.4g}"
         facts.append(("running range", seen))
     for bits, count in view.levels.items():
-        facts.append((f"at {bits} bits", f"{count} of {2**bits} levels, error {view.error[bits]:.2%}"))
+        allowed = most_levels(view.format.scheme, bits)
+        facts.append((f"at {bits} bits", f"{count} of {allowed} levels, error {view.error[bits]:.2%}"))
     facts += [("layers" if len(view.layers) > 1 else "layer", ", ".join(view.layers)), ("node", view.node)]
     return [*facts, *((key, value) for key, value in item.facts.items() if key == "made by")]
 

@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from cpt_fx import native
+from cpt_fx.formats import most_levels
 from cpt_fx.numerics import Grid, reduced_dims
 from cpt_fx.transformed import plain
 
@@ -88,9 +89,10 @@ class Grids:
             return True
         rows = ranges_of(result.detach(), grid)
         self.single += rows.shape[1] == 1
-        most, levels = levels_in(rows, 2**bits)
+        allowed = most_levels(grid.scheme, bits)
+        most, levels = levels_in(rows, allowed)
         self._levels.append(levels)
-        return most <= int(2**bits)
+        return most <= allowed
 
     def _is_unread(self, value: Tensor) -> bool:
         why = _unreadable(value)

@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from cpt_fx.formats import most_levels
 from cpt_fx.inspection.products import product_table
 from cpt_fx.inspection.views import QuantizerView
 
@@ -68,7 +69,7 @@ def what(view: QuantizerView) -> str:
 
 def levels(view: QuantizerView) -> str:
     """Return the levels seen of those allowed."""
-    return "–" if view.seen is None else f"{view.levels[view.seen]}/{2**view.seen}"
+    return "–" if view.seen is None else f"{view.levels[view.seen]}/{most_levels(view.format.scheme, view.seen)}"
 
 
 def widths_by_role(views: Iterable[QuantizerView]) -> dict[str, list[int]]:

@@ -17,7 +17,7 @@ from cpt_fx.bodies import state_of
 from cpt_fx.capture.captured import WHOLE
 from cpt_fx.errors import TransformError
 from cpt_fx.evidence import SAMPLE
-from cpt_fx.formats import FULL_PRECISION, minimum_bits
+from cpt_fx.formats import FULL_PRECISION, minimum_bits, most_levels
 from cpt_fx.inspection.census import Seen, census, list_what_runs
 from cpt_fx.inspection.sameness import Sameness, compare
 from cpt_fx.inspection.views import QuantizerView, fields, quantizer_nodes, views_in
@@ -259,7 +259,7 @@ def _too_many_levels(views: Views) -> list[str]:
         f"{view} showed {count} distinct levels at {bits} bits, {allowed} are allowed: it does not quantize"
         for view in views
         for bits, count in view.levels.items()
-        if count > (allowed := 2 ** max(bits, minimum_bits(view.format.scheme)))
+        if count > (allowed := most_levels(view.format.scheme, bits))
     ]
 
 
@@ -304,7 +304,9 @@ def _trained(module: fx.GraphModule) -> set[fx.Node]:
 
 
 def _summary(views: Views, working: Views, idle: Views, gradients: bool, *, tried: bool) -> Verification:
-    ratios = [count / 2**bits for view in working for bits, count in view.levels.items()]
+    ratios = [
+        count / most_levels(view.format.scheme, bits) for view in working for bits, count in view.levels.items()
+    ]
     widths = sorted({bits for view in working for bits in view.levels})
     blind = tuple(view.node for view in working if not view.levels and (tried or 0 < view.bits < FULL_PRECISION))
     notes = []
@@ -318,6 +320,9 @@ def _summary(views: Views, working: Views, idle: Views, gradients: bool, *, trie
         notes.append("every width stands at full precision: nothing was rounded")
     if any(bits > PROVABLE for bits in widths):
         notes.append(f"levels are counted in {SAMPLE} elements: that proves widths up to {PROVABLE} bits, not above")
+    narrow = [view.layer for view in working if any(bits < minimum_bits(view.format.scheme) for bits in view.levels)]
+    if narrow:
+        notes.append(f"at 1 bit a float is what it is at 2, with three levels: {', '.join(dict.fromkeys(narrow))}")
     skipped = [f"{view.layer} ({view.operand}, {view.skipped})" for view in working if view.skipped]
     if skipped:
         notes.append(f"batches that were not finite, from which no running range learned, came to {', '.join(skipped)}")

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import cpt_fx
-from cpt_fx.formats import FULL_PRECISION, Format
+from cpt_fx.formats import FULL_PRECISION, Format, Scheme
 from cpt_fx.integer import choice
 from cpt_fx.recipes import FAMILIES, Recipe, integer, resolve
 from cpt_fx.schedules import Bits, Schedule, Static
@@ -162,9 +162,14 @@ def widths(t: Trial) -> None:
                     found.append(f"{view} is at {view.bits} bits, not {width}")
                 if not set(view.levels) <= seen:
                     found.append(f"{view} ran at {sorted(view.levels)}, the schedule says {sorted(seen)}")
-                if any(count > 2**bits for bits, count in view.levels.items()):
+                if any(count > _most_levels(view.format, bits) for bits, count in view.levels.items()):
                     found.append(f"{view} showed {view.levels}")
             _demand(found, f"{kind} at step {position}")
+
+
+def _most_levels(format: Format, bits: int) -> int:
+    """Documented: a float has two bits at least, and a sign, so that one of its codes is a second zero."""
+    return 2 ** max(bits, 2) - 1 if format.scheme is Scheme.FLOAT else 2**bits
 
 
 def proof(t: Trial) -> None:

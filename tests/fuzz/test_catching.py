@@ -107,6 +107,16 @@ def test_ranges_over_folded_dims_are_no_fault(tmp_path: Path, format: str) -> No
     assert tried(source, tmp_path, "census", frontends=("symbolic",)).faults == []
 
 
+def test_a_float_at_one_bit_has_the_levels_of_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = SOUND.replace("Static(4)", "Static(1)").replace(
+        "nearest(recipes.default())", "recipes.default().with_rule('linear', input=recipes.fp8().linear.input)"
+    )
+    assert tried(source, tmp_path, "widths").faults == []
+    monkeypatch.setattr("cpt_fx.numerics.float_fields", lambda bits, exponent: (bits, bits + 1))
+    (fault,) = tried(source, tmp_path, "widths").faults
+    assert "activation quantizer" in fault.message and "showed {1: " in fault.message
+
+
 def test_a_product_that_is_not_listed_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(oracles, "_listed", lambda name, listed: False)
     (fault,) = tried(HIDDEN, tmp_path, "same", "census").faults

@@ -11,8 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import cpt_fx
+from cpt_fx.formats import Format
 from cpt_fx.inspection import Verification, VerificationError
+from cpt_fx.inspection.census import census
 from cpt_fx.native import simulate
+from cpt_fx.recipes import default
 from cpt_fx.schedules import Static
 from cpt_fx.trial import eager_model, tensors_in, trial
 from tests.inspection.models import Net, cyclic, images, train_step, trained, transformed
@@ -128,6 +131,19 @@ def test_too_many_levels_in_the_records() -> None:
         cpt_fx.inspect(model).verify()
     record(model, "stem_weight_q")[3] = 8
     cpt_fx.inspect(model).verify()
+
+
+def test_a_float_at_one_bit_is_what_it_is_at_two() -> None:
+    float_weight = default().with_rule("linear", weight=Format(scheme="float", exponent=2))
+    model = cpt_fx.transform(nn.Sequential(nn.Linear(40, 40)), Static(1), recipe=float_weight, capture="symbolic")
+    with census(model) as seen:
+        model(torch.randn(30, 40)).sum().backward()
+    assert not seen.problems
+    inspection = cpt_fx.inspect(model)
+    proof = inspection.verify()
+    assert proof.largest_ratio == 1.0
+    assert "at 1 bit a float is what it is at 2, with three levels: 0" in str(proof)
+    assert "3/4" in str(inspection) and "3 of 4 levels" in inspection.html()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
