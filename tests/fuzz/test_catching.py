@@ -124,6 +124,15 @@ def test_a_product_that_is_not_listed_is_seen(tmp_path: Path, monkeypatch: pytes
     assert "mm (forward), operand 0 of (5, 6)" in fault.message
 
 
+def test_a_proof_that_transform_makes_is_no_refusal(tmp_path: Path) -> None:
+    source = SOUND.replace("def forward(self, x)", "def forward(self, x, scale=None)").replace(
+        "h = torch.tanh(h)", "h = h + unseen(lambda: torch.mm(h.detach(), h.detach().t())).mean()"
+    )
+    outcome = tried(f"from tests.inspection.escapes import unseen\n{source}", tmp_path, "proof")
+    assert [(fault.oracle, fault.kind) for fault in outcome.faults] == [("proof", "VerificationError")]
+    assert outcome.states == {"dynamo": "failed"}
+
+
 def test_a_process_that_dies_is_seen_and_replaced() -> None:
     pool = Pool(1)
     try:

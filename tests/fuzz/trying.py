@@ -128,6 +128,9 @@ def _captured(outcome: Outcome, case: Case, plain: dict[str, Seen], frontend: st
         return trial
     except NotExportable as error:
         outcome.states[frontend] = f"not exportable: {error}"
+    except cpt_fx.VerificationError as error:  # of the proof that `transform` makes of its examples: no refusal
+        outcome.states[frontend] = "failed"
+        outcome.faults.append(fault("proof", frontend, error))
     except cpt_fx.TransformError as error:
         outcome.states[frontend] = f"refused: {reason(str(error))}"
         if _silent_refusal(str(error), case, frontend):
