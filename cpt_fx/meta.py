@@ -115,6 +115,8 @@ class Site:
     gradient_name: str = ""
     """Name of the node that carries the gradient quantizer, where it is not the operator itself."""
     return_quantized: bool = False
+    in_turn: bool = False
+    """Whether it multiplies more than two operands, one after the other: what it makes in between is listed."""
 
     def dial(self, role: str) -> Dial:
         """Return the dial of a role: biases without one of their own follow the weights."""

@@ -204,14 +204,15 @@ class _Walk:
         return SITE in node.meta and any(item is not None and item.role != "gradient" for item in inputs)
 
     def _decide(self, node: fx.Node, spec: Row, family: str, layer: str, rule: Rule, selecting: list[Pattern]) -> None:
-        operands = []
-        for index, name, kind in self._operands(node, spec):
+        operands, places = [], self._operands(node, spec)
+        for index, name, kind in places:
             operand = self._operand(node, spec, family, index, name, kind, rule)
             if isinstance(operand, Operand):
                 operands.append(operand)
             elif operand:
                 self.uncovered.append(Uncovered(layer, spec.name, operand, name, by_choice=rule.messages_only))
-        if spec.between and len(operands) > 2:
+        in_turn = spec.between and len(places) > 2
+        if in_turn:
             self.uncovered.append(Uncovered(layer, spec.name, BETWEEN))
         has_bias = any(item.role == "bias" for item in operands)
         complete = spec.family not in ("matmul", "aggregation") and (spec.name != "linear" or has_bias)
@@ -237,6 +238,7 @@ class _Walk:
             dials=tuple(dials.items()),
             gradient_name=output.name,
             return_quantized=rule.return_quantized,
+            in_turn=in_turn,
         )
         self.decided += 1
 

@@ -283,11 +283,14 @@ class _Book:
         self.listed[Uncovered(place.name, op, reason, "gradient", by_choice=True)] = graph
 
     def _allowed(self, place: Place, made: _Made) -> int:
-        """Return how many operands of a backward pass may be on no grid: what the recipe leaves, gradients as well."""
+        """Return how many operands of a backward pass may be on no grid.
+
+        That is what the recipe leaves, gradients as well: those of the result, and those of what is made in between.
+        """
         if place.node in self._inside:
             return 9
         assert place.site is not None
-        return made.loose + (place.site.gradient is None)
+        return made.loose + (place.site.gradient is None or place.site.in_turn)
 
     def _report(self, func: Any, operands: list[Any], loose: tuple[int, ...], place: Place, direction: str) -> None:
         if place.kind is Kind.OUTSIDE:

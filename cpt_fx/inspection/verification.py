@@ -304,9 +304,7 @@ def _trained(module: fx.GraphModule) -> set[fx.Node]:
 
 
 def _summary(views: Views, working: Views, idle: Views, gradients: bool, *, tried: bool) -> Verification:
-    ratios = [
-        count / most_levels(view.format.scheme, bits) for view in working for bits, count in view.levels.items()
-    ]
+    ratios = [count / most_levels(view.format.scheme, bits) for view in working for bits, count in view.levels.items()]
     widths = sorted({bits for view in working for bits in view.levels})
     blind = tuple(view.node for view in working if not view.levels and (tried or 0 < view.bits < FULL_PRECISION))
     notes = []

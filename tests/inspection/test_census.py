@@ -100,6 +100,52 @@ class Copies(nn.Module):
         return result
 
 
+class InTurn(nn.Module):
+    """An einsum of more than two operands."""
+
+    def __init__(self, equation: str, shapes: tuple[tuple[int, ...], ...]) -> None:
+        super().__init__()
+        self.fc, self.equation = nn.Linear(WIDTH, 6), equation
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum(self.equation, self.fc(x), *self.weights).sin()
+
+
+IN_TURN = [
+    ("ab,bc,c->ac", ((6, 8), (8,))),
+    ("ab,ab,b->b", ((6, 6), (6,))),
+    ("ab,bc,cd->ad", ((6, 8), (8, 6))),
+    ("ab,bc,ac->ac", ((6, 8), (6, 8))),
+    ("ab,b,bc,c->ac", ((6,), (6, 8), (8,))),
+]
+
+
+@pytest.mark.parametrize("left", ["", "input", "weight", "gradient"])
+@pytest.mark.parametrize(("equation", "shapes"), IN_TURN)
+def test_what_an_einsum_makes_in_between_is_listed_for_both_ways(
+    equation: str, shapes: tuple[tuple[int, ...], ...], left: str
+) -> None:
+    recipe = default().with_rule("linear", **({left: None} if left else {}))
+    model = cpt_fx.transform(InTurn(equation, shapes), Static(4), recipe=recipe, capture="symbolic")
+    seen = looked_at(model, batch())
+    assert not named(seen)
+    assert any(item.op == "einsum" and "in between" in item.reason for item in cpt_fx.inspect(model).uncovered)
+
+
+@pytest.mark.parametrize(("equation", "shapes"), [("ab,bc->ac", ((6, 8),)), IN_TURN[0]])
+def test_an_einsum_whose_gradient_has_no_quantizer(equation: str, shapes: tuple[tuple[int, ...], ...]) -> None:
+    model = cpt_fx.transform(InTurn(equation, shapes), Static(4), capture="symbolic")
+    (module,) = cpt_fx.graphs(model)
+    _without(next(node for node in module.graph.nodes if node.name.startswith("einsum") and "gradient_q" in node.name))
+    module.recompile()
+    x = batch()
+    assert any("bmm" in line and "2 times" in line for line in named(looked_at(model, x))) == (len(shapes) == 1)
+    model(x).sum().backward()
+    with pytest.raises(VerificationError, match=r"einsum.*gradient"):
+        cpt_fx.inspect(model).verify(x)
+
+
 RECIPES = [default(), paper(), paper(family="graph"), fp8(), mx()]
 
 
