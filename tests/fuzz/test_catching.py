@@ -70,6 +70,13 @@ HIDDEN = SOUND.replace("h = torch.tanh(h)", "h = h + hidden(h.detach(), h.detach
 DEADLY = SOUND.replace("        self.last", "        if Model.made > 2:\n            os.abort()\n        self.last")
 
 
+SUMMED = SOUND.replace("self.last =", "self.lstm = nn.LSTM(5, 8); self.off = 0.0; self.last =").replace(
+    "        return h",
+    "        h = nn.functional.layer_norm(self.lstm(h)[0], (8,))\n        return h, h.sum() + self.off",
+)
+OTHER_SUM = SUMMED.replace("self.off = 0.0", "self.off = 1e-3 * (Model.made > 2)")
+
+
 @pytest.fixture(autouse=True)
 def _forget_compiled_code() -> Iterator[None]:
     yield
@@ -115,6 +122,13 @@ def test_a_float_at_one_bit_has_the_levels_of_two(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("cpt_fx.numerics.float_fields", lambda bits, exponent: (bits, bits + 1))
     (fault,) = tried(source, tmp_path, "widths").faults
     assert "activation quantizer" in fault.message and "showed {1: " in fault.message
+
+
+def test_a_sum_that_is_nothing_but_rounding_is_measured_by_what_it_sums(tmp_path: Path) -> None:
+    assert tried(SUMMED, tmp_path, "same", "proof").faults == []
+    outcome = tried(OTHER_SUM, tmp_path, "same", "proof")
+    assert [fault.oracle for fault in outcome.faults] == ["same"]
+    assert "output.1 is off by" in outcome.faults[0].message
 
 
 def test_a_product_that_is_not_listed_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
