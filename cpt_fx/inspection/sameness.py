@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy
@@ -20,23 +21,15 @@ from cpt_fx.capture.tree import plain_tree
 from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.history import History
 from cpt_fx.inspection.asking import GRADIENTS, TRAINING, asked
-from cpt_fx.inspection.leaves import ABSENT, apart, difference, kept, leaves
+from cpt_fx.inspection.leaves import ABSENT, difference, kept, leaves
+from cpt_fx.inspection.rounding import GRADIENT, TURNS, Found, close_in, echoed_in, largest, scaled
 from cpt_fx.layer_state import PREFIX
 from cpt_fx.result import PART, plain_class, sessions_in
 from cpt_fx.trial import called, eager_model, looking, tensors_in, trial
 
-ROUNDING = 1e-5
-"""How far numbers may be apart, relative to the largest of a tensor, where the order of sums is another one."""
-SMALL = 0.01
-"""Some gradients are nothing but rounding, such as that of a key's bias: this part of the largest one measures them."""
-GRADIENT = "the gradient of "
 TOLD = 10
 """Differences that are told one by one."""
 _CONTAINERS = (list, dict, set, deque)
-
-
-Found = dict[str, str]
-"""The name of each thing that differs in a mode -> how."""
 
 
 class Mode(NamedTuple):
@@ -51,6 +44,15 @@ class Mode(NamedTuple):
 
 
 MODES = (Mode(True, True), Mode(False, False), Mode(True, False), Mode(False, True))
+
+
+class Call(NamedTuple):
+    """What both models are called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    stuck: Mapping[Mode, Exception] = MappingProxyType({})
+    """Modes in which nobody goes back, and what the backward pass of the plain model raised there."""
 
 
 @dataclass(frozen=True)
@@ -92,37 +94,35 @@ def compare(
     modes = [mode for mode in MODES if gradients or not mode.gradients]
     is_dynamos = "dynamo" in history().frontend
     needed = partial(_needed, is_dynamos=is_dynamos) if gradients else _every
-    with trial(source):
-        theirs = _runs(source, args, kwargs, modes, needed=needed)
-    ours = _runs_of_result(inner, args, kwargs, [run.mode for run in theirs], is_dynamos)
+    call, theirs = _runs_of_plain(source, Call(args, kwargs), modes, needed)
+    ours = _runs_of_result(inner, call, [run.mode for run in theirs], is_dynamos)
     # What was put into a graph may ask what the plain model does not ask; a graph that rests may be of another mode.
     if len(ours) < len(modes) and (rested or _questions(ours) - _questions(theirs)):
-        with trial(source):
-            theirs = _runs(source, args, kwargs, modes)
-        ours = _runs_of_result(inner, args, kwargs, modes, is_dynamos=True)
+        call, theirs = _runs_of_plain(source, call, modes, _every)
+        ours = _runs_of_result(inner, call, modes, is_dynamos=True)
     as_it_is = [pair for pair in zip(ours, theirs, strict=True) if pair[0].mode.training == inner.training]
     if all(mine.failed is not None and other.failed is not None for mine, other in as_it_is):
         raise next(mine.failed for mine, _ in as_it_is if mine.failed is not None)
-    return _judged(ours, theirs, source, args, kwargs, history())
+    return _judged(ours, theirs, source, call, history())
 
 
-def _judged(
-    ours: list[Run], theirs: list[Run], source: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], known: History
-) -> Sameness:
+def _judged(ours: list[Run], theirs: list[Run], source: nn.Module, call: Call, known: History) -> Sameness:
     """Say what differs, apart from what another order of sums explains and from what no two runs agree in."""
     notes: list[str] = []
     modes = [run.mode for run in theirs]
     found = _differences(ours, theirs)
-    close = [_close(*runs) for runs in zip(found, ours, theirs, strict=True)]
+    close = [close_in(each, mine.found, other.found) for each, mine, other in zip(found, ours, theirs, strict=True)]
+    if any(_without(found, close)):
+        close = [near | more for near, more in zip(close, _echoes(found, ours, theirs, source, call), strict=True)]
     if any(close):
         if not any(report.name == "open" and report.changed for report in known.reports):
-            alone = _alone(source, args, kwargs, modes) if "dynamo" in known.frontend else theirs
+            alone = _alone(source, call, modes) if "dynamo" in known.frontend else theirs
             close = _without(close, _differences(alone, ours))
         found = _without(found, close)
         _note(notes, "at 32 bits {} as in the plain model up to float rounding, not to the bit", close)
     if any(found):
         with trial(source):
-            unstable = _differences(_runs(source, args, kwargs, modes), theirs)
+            unstable = _differences(_runs(source, call, modes), theirs)
         found = _without(found, unstable)
         _note(notes, "two runs of the plain model itself differ: {} could not be compared", unstable)
     left = [f"at 32 bits, {mode}: {how}" for mode, each in zip(modes, found, strict=True) for how in each.values()]
@@ -156,23 +156,51 @@ def _needed(mode: Mode, known: list[Run], is_dynamos: bool) -> bool:
     return mode.training == mode.gradients or asks or failed
 
 
-def _runs_of_result(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], modes: list[Mode], is_dynamos: bool
-) -> list[Run]:
+def _runs_of_plain(
+    source: nn.Module, call: Call, modes: list[Mode], needed: Callable[[Mode, list[Run]], bool]
+) -> tuple[Call, list[Run]]:
+    """Run the plain model. Where it is stuck on the way back, nobody goes back: checkpoints that it passed, and those
+    that only the result passes, would have run their layers once more, and updated the buffers of these."""
+    with trial(source):
+        runs = _runs(source, call, modes, needed=needed)
+    stuck = {run.mode: run.stuck for run in runs if run.stuck is not None}
+    if stuck.keys() <= call.stuck.keys():
+        return call, runs
+    return _runs_of_plain(source, call._replace(stuck={**call.stuck, **stuck}), modes, needed)
+
+
+def _runs_of_result(model: nn.Module, call: Call, modes: list[Mode], is_dynamos: bool) -> list[Run]:
     """Run a result at 32 bits. Dynamo's guards ask whatever the plain code asks, and its tracing asks everything."""
     with looking(model), trial(model), ExitStack() as stack:
         for _, part in sessions_in(model):
             stack.enter_context(part.state.at(FULL_PRECISION))
-        return _runs(model, args, kwargs, modes, watched=not is_dynamos)
+        return _runs(model, call, modes, watched=not is_dynamos)
 
 
-def _alone(source: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], modes: list[Mode]) -> list[Run]:
+def _echoes(found: list[Found], ours: list[Run], theirs: list[Run], source: nn.Module, call: Call) -> list[Found]:
+    """Return the differences that the plain model shows as well when all that may be trained is scaled a little."""
+    moved: list[list[Run]] = []
+    as_given = {id(one) for one in tensors_in((call.args, call.kwargs))}  # what cannot be copied is not ours to scale
+    for turn in range(TURNS):
+        given, named = _copied((call.args, call.kwargs))
+        copied = [one for one in tensors_in((given, named)) if one.requires_grad and id(one) not in as_given]
+        with trial(source):
+            scaled([*source.parameters(), *copied], turn)
+            moved.append(_runs(source, Call(given, named, call.stuck), [run.mode for run in theirs]))
+    scale = largest(source.parameters())
+    return [
+        echoed_in(each, mine.found, other.found, [run.found for run in runs], scale)
+        for each, mine, other, *runs in zip(found, ours, theirs, *moved, strict=True)
+    ]
+
+
+def _alone(source: nn.Module, call: Call, modes: list[Mode]) -> list[Run]:
     """Return what Dynamo makes of the plain model: some code computes in another order when a compiler looks."""
     from cpt_fx.dynamo.engine import default_stance  # torch's compiler is slow to import
 
     with trial(source), default_stance():
         source.compile(backend="eager")
-        return _runs(source, args, kwargs, modes)
+        return _runs(source, call, modes)
 
 
 def _without(found: list[Found], others: list[Found]) -> list[Found]:
@@ -187,7 +215,7 @@ def _note(notes: list[str], text: str, found: list[Found]) -> None:
 
 
 def _runs(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], modes: list[Mode], *, watched: bool = True,
+    model: nn.Module, call: Call, modes: list[Mode], *, watched: bool = True,
     needed: Callable[[Mode, list[Run]], bool] = _every,
 ) -> list[Run]:  # fmt: skip
     """Run a model in one mode after the other, as far as they are needed after what the ones before have shown."""
@@ -202,8 +230,8 @@ def _runs(
             module.training = flag
         # Not the state in which the model was captured: a number drawn there must not be the one that is drawn here.
         _seed(model, 271_828 + MODES.index(mode))
-        given, named = _copied((args, kwargs))
-        runs.append(_run(model, given, named, mode, watched))
+        given, named = _copied((call.args, call.kwargs))
+        runs.append(_run(model, Call(given, named, call.stuck), mode, watched))
     return runs
 
 
@@ -237,11 +265,12 @@ def _modules_in(value: Any) -> Iterator[nn.Module]:
             yield from _modules_in(item)
 
 
-def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode, watched: bool) -> Run:
+def _run(model: nn.Module, call: Call, mode: Mode, watched: bool) -> Run:
     """Run a model once, and for gradients back; collect everything that it returned, wrote, stored or drew."""
+    args, kwargs, stuck = call
     held = _held(model)
     versions = {name: one._version for name, one in model.named_parameters()}
-    run = Run(mode)
+    run = Run(mode, stuck=stuck.get(mode))
     try:
         with torch.inference_mode(False), torch.set_grad_enabled(mode.gradients):
             with asked() if watched else nullcontext(set[str]()) as run.asked:
@@ -249,7 +278,7 @@ def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: 
             stored = {name: value for name, value in _held(model).items() if _is_new(held.get(name, ABSENT), value)}
             for name, value in (("the output", output), *stored.items()):
                 run.found |= {path: kept(leaf) for path, leaf in leaves(value, name)}
-            if mode.gradients:
+            if mode.gradients and mode not in stuck:
                 try:
                     run.found |= _gradients(model, [output, *stored.values()], (args, kwargs))
                 except Exception as error:
@@ -338,34 +367,3 @@ def _apart(ours: Run, theirs: Run) -> Iterator[tuple[str, str]]:
 
 def _said(error: Exception | None) -> str:
     return "runs" if error is None else f"raises: {(str(error).splitlines() or [''])[0]:.300}"
-
-
-def _close(found: Found, ours: Run, theirs: Run) -> Found:
-    """Return the differences that another order of sums explains."""
-    floor = SMALL * _largest_gradient(theirs) if found else 0.0
-    return {
-        name: how
-        for name, how in found.items()
-        if is_close(ours.found.get(name), theirs.found.get(name), floor if name.startswith(GRADIENT) else 0.0)
-    }
-
-
-def _largest_gradient(run: Run) -> float:
-    found = (value for name, value in run.found.items() if name.startswith(GRADIENT))
-    dense = (one for one in tensors_in(list(found)) if _is_dense(one) and one.numel())
-    return max((float(one.abs().max()) for one in dense), default=0.0)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_nested and tensor.is_floating_point()
-
-
-def is_close(ours: Any, theirs: Any, floor: float = 0.0) -> bool:
-    """Whether two tensors of one kind are equal up to float rounding."""
-    if not isinstance(ours, Tensor) or not isinstance(theirs, Tensor) or ours.shape != theirs.shape:
-        return False
-    if ours.dtype != theirs.dtype or ours.requires_grad != theirs.requires_grad or not ours.dtype.is_floating_point:
-        return False
-    ours, theirs = (one.to_dense() if one.layout is not torch.strided else one for one in (ours, theirs))
-    far, largest = apart(ours, theirs)
-    return far <= max(ROUNDING, 8 * torch.finfo(ours.dtype).eps) * max(largest, floor)

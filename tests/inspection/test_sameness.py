@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -139,6 +139,42 @@ def test_opened_operators_are_compared_up_to_rounding() -> None:
     assert compared(result, other).problems
 
 
+class Normal(nn.Module):
+    """Returns what a function makes of normalized rows, whose sum is nothing but rounding."""
+
+    def __init__(self, of: Callable[[Tensor], Tensor], lstm: nn.LSTM) -> None:
+        super().__init__()
+        self.of, self.lstm = of, lstm
+
+    def forward(self, given: Tensor) -> Tensor:
+        rows: Tensor = self.lstm(given)[0]
+        return self.of(nn.functional.layer_norm(rows, rows.shape[-1:]))
+
+
+def small(rows: Tensor) -> Tensor:
+    return rows.square().sum() * 1e-9
+
+
+SUMS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor], Any], bool]] = {
+    "a sum of rounding": (torch.sum, torch.sum, True),
+    "another loss": (torch.sum, lambda rows: rows.sum() + 1e-3, False),
+    "a small number": (small, lambda rows: small(rows) * 1.01, False),
+    "what rounding decides": (lambda rows: (rows * 1e6).sin(), lambda rows: (rows * 1e6).sin() + 0.1, False),
+    "a small number among others": (lambda rows: (rows, small(rows)), lambda rows: (rows, small(rows) * 1.01), False),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_number_that_is_nothing_but_rounding_is_compared_with_what_rounding_does(name: str) -> None:
+    right, wrong, same = SUMS[name]
+    for seed in range(2):
+        torch.manual_seed(seed)
+        lstm = nn.LSTM(6, 8)
+        result = transformed(Normal(right, lstm))
+        found = compared(result, Normal(wrong, lstm))
+        assert (found.problems == ()) == same, found
+
+
 def test_what_no_mode_can_run_is_an_error_of_the_model() -> None:
     with pytest.raises(ValueError, match=r"^the model does not run on the inputs given to verify"):
         compared(transformed(nn.Linear(6, 6)), None, torch.randn(2, 3))
@@ -160,6 +196,20 @@ def test_a_backward_pass_that_the_plain_model_cannot_make_is_a_note() -> None:
     assert found.problems == ()
     assert "in training gradients could not be compared: the plain model raises" in found.notes[0]
     assert "the backward pass of the result raises" in compared(model(forward), model(plainly)).problems[0]
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+def test_where_the_plain_model_is_stuck_nobody_runs_a_layer_once_more() -> None:
+    def forward(self: Any, given: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.norm, self.fc(given), use_reentrant=True)
+        return cast(Tensor, checkpoint(self.norm, y, use_reentrant=False))
+
+    net = model(forward)
+    found = compared(cpt_fx.transform(net, Static(4), capture="dynamo"), net)
+    assert found.problems == () and found.stuck
+    assert "in training gradients could not be compared" in found.notes[0]
+    wrong = model(lambda self, given: self.norm(self.norm(self.fc(given)) * 1.01))
+    assert any("buffer norm.running_mean" in problem for problem in compared(wrong, net).problems)
 
 
 def plainly(self: Any, given: Tensor) -> Tensor:
