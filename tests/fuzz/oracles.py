@@ -303,6 +303,7 @@ def _alike(t: Trial, expected: nn.Module, found: nn.Module, what: str, kinds: tu
     for kind in kinds:
         wrong: list[str] = []
         for seed in SEEDS:
+            t.restore()
             one = t.run(expected, kind, seed)
             t.restore()
             other = {name.replace("_orig_mod.", ""): value for name, value in t.run(found, kind, seed).items()}

@@ -67,6 +67,10 @@ OTHER_NUMBERS = SOUND.replace(
     "        self.last", "        if Model.made > 2:\n            self.first.bias.data += 1e-6\n        self.last"
 )
 HIDDEN = SOUND.replace("h = torch.tanh(h)", "h = h + hidden(h.detach(), h.detach().t()).mean()")
+# Results of one exported program share its buffers.
+COUNTS = SOUND.replace("        self.first =", "        self.count = nn.Buffer(torch.zeros(()))\n        self.first =").replace(
+    "h = torch.tanh(h)", "self.count += 1\n        h = torch.tanh(h / self.count.clone())"
+)
 DEADLY = SOUND.replace("        self.last", "        if Model.made > 2:\n            os.abort()\n        self.last")
 
 
@@ -95,6 +99,11 @@ def test_a_sound_model_has_no_faults(tmp_path: Path) -> None:
     assert outcome.states == {"symbolic": "captured", "dynamo": "captured"}
     assert set(outcome.passes.values()) == {"passed"}
     assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_of_one_program_begin_with_the_same_state(tmp_path: Path) -> None:
+    outcome = tried(COUNTS, tmp_path, "integers", frontends=("program",))
+    assert (outcome.passes, outcome.faults) == ({"program integers": "passed"}, [])
 
 
 def test_other_numbers_are_seen(tmp_path: Path) -> None:
