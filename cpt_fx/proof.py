@@ -16,9 +16,8 @@ NOT_PROVEN = "captured, not proven: call `verify(*inputs)`"
 
 
 @contextmanager
-def resting(parts: Sequence[tuple[str, Provable]]) -> Iterator[set[int]]:
-    """Yield the graphs of a model that have not run inside: those of another call, or of a layer by itself."""
-    graphs = [module for _, part in parts for module in part.graphs() if outermost(module) is module]
+def resting(graphs: Sequence[fx.GraphModule]) -> Iterator[set[int]]:
+    """Yield those of some graphs that have not run inside: of another call, of a layer by itself, of another branch."""
     rested = {id(module) for module in graphs}
 
     def noted(module: fx.GraphModule) -> Callable[..., Any]:
@@ -61,7 +60,8 @@ class Proof:
 
     def __init__(self, of: Provable, covers: str, rested: set[int]) -> None:
         self.covers = covers
-        self.graphs = [(ref(one), _text(one.graph)) for one in of.graphs() if id(outermost(one)) not in rested]
+        awake = (one for one in of.graphs() if rested.isdisjoint((id(one), id(outermost(one)))))
+        self.graphs = [(ref(one), _text(one.graph)) for one in awake]
         self.layers = {name: ref(module) for name, module in of.root.named_modules()}
         schedule = of.state.schedule
         self.schedule = None if schedule is None else ref(schedule)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,13 +13,13 @@ import torch
 from torch import fx, nn
 
 from cpt_fx.api import graphs, history_of
-from cpt_fx.bodies import state_of
+from cpt_fx.bodies import outermost, state_of
 from cpt_fx.capture.captured import WHOLE
 from cpt_fx.errors import TransformError
 from cpt_fx.evidence import SAMPLE
 from cpt_fx.formats import FULL_PRECISION, minimum_bits, most_levels
 from cpt_fx.inspection.census import Seen, census, list_what_runs
-from cpt_fx.inspection.sameness import Sameness, compare
+from cpt_fx.inspection.sameness import TOLD, Sameness, compare
 from cpt_fx.inspection.views import QuantizerView, fields, quantizer_nodes, views_in
 from cpt_fx.meta import get_attribute
 from cpt_fx.passes.verify import Verify
@@ -55,8 +55,8 @@ class Verification:
     unwitnessed: tuple[str, ...] = ()
     """Quantizers that ran, but whose levels nobody counted."""
     idle: tuple[str, ...] = ()
-    """Gradient quantizers that had nothing to do: nothing before them is trained, no loss depends on them, or gradients
-    were not asked for."""
+    """Quantizers that had nothing to do: those of code that the inputs do not reach; and gradient quantizers where
+    nothing before them is trained, no loss depends on them, or gradients were not asked for."""
     products: int = 0
     """Products that a trial run made at 2 bits: each had operands on a grid, or is listed as uncovered."""
     outside: tuple[str, ...] = ()
@@ -115,20 +115,22 @@ def verify(
         *_too_many_levels(views),
     ]
     same, seen, rested, tried = Sameness(), Seen(), set[int](), source is not None or bool(args or kwargs)
-    backward = _went_backward(views)
+    backward, unreached = _went_backward(views), Views()
     if tried:
-        with resting(transformed_in(model)) as rested:
+        with resting([module for module in modules if outermost(module) is module]) as rested:
             same = _compared(model, args, kwargs, gradients, source, rested)
             gradients = gradients and not same.stuck
-            backward, views, wrong, seen = _try(model, args, kwargs, gradients)
+            backward, views, unreached, wrong, seen = _try(model, args, kwargs, gradients)
             list_what_runs(model, seen)
         problems += [problem for problem in (*same.problems, *wrong) if problem not in problems]
-    working, idle = _parted(graphs(model), views, gradients, backward)
+        modules = graphs(model)
+        rested |= {id(modules[view.graph]) for view in unreached}
+    working, idle = _parted(modules, [view for view in views if view not in unreached], gradients, backward)
     problems += [*_undriven(model), *_never_ran(working, gradients and not backward)]
     if problems:
         listed = "".join(f"\n  {problem}" for problem in problems)
         raise VerificationError(f"{len(problems)} problem{'s' * (len(problems) > 1)} with quantization:{listed}")
-    proof = _summary(views, working, idle, gradients, tried=tried)
+    proof = _summary(views, working, idle, unreached, gradients, tried=tried)
     known = history_of(model).outside
     more = [name for name in seen.outside if name.partition(" (")[0] not in {item.layer for item in known}]
     outside = [f"outside of what was transformed: {item}" for item in (*known, *more)]
@@ -168,14 +170,16 @@ def _covers(proof: Verification) -> str:
 
 def _try(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: bool
-) -> tuple[bool, Views, list[str], Seen]:
+) -> tuple[bool, Views, Views, list[str], Seen]:
     """Run at `PROBE` bits under a census: forward and back, then forward in the other mode, if its code may be another.
 
-    Return whether gradients went back, what was recorded, what is wrong with it, and what was seen.
+    Return whether gradients went back, what was recorded, what was not reached, what is wrong, and what was seen. A
+    branch may be chosen by numbers, which are others than at 32 bits, and a graph may be that of another call: what
+    multiplies instead is seen.
     """
-    inner = eager_model(model)
-    with looking(model), trial(model):
-        for module in graphs(model):
+    inner, modules = eager_model(model), graphs(model)
+    with looking(model), trial(model), resting(modules) as rested:
+        for module in modules:
             for _, quantizer in quantizer_nodes(module.graph):
                 get_attribute(module, quantizer.record).zero_()
         with ExitStack() as stack:
@@ -186,9 +190,10 @@ def _try(
             if not _is_one_graph(inner):
                 inner.train(not inner.training)
                 forward_and_backward(inner, args, kwargs, gradients=False)
-        views = views_in(model)
+        views, modules = views_in(model, rested), graphs(model)
+        unreached = tuple(view for view in views if not view.times_run and id(modules[view.graph]) in rested)
     problems = [*_bad_ranges(views), *_not_finite(views), *_too_many_levels(views), *_other_widths(views)]
-    return backward, views, [*problems, *seen.problems, *map(str, seen.unknown)], seen
+    return backward, views, unreached, [*problems, *seen.problems, *map(str, seen.unknown)], seen
 
 
 def _is_one_graph(model: nn.Module) -> bool:
@@ -263,7 +268,9 @@ def _too_many_levels(views: Views) -> list[str]:
     ]
 
 
-def _parted(modules: list[fx.GraphModule], views: Views, gradients: bool, backward: bool) -> tuple[Views, Views]:
+def _parted(
+    modules: list[fx.GraphModule], views: Iterable[QuantizerView], gradients: bool, backward: bool
+) -> tuple[Views, Views]:
     """Tell quantizers that have work to do from gradient quantizers of which no run is expected.
 
     Gradients were not asked for, or nothing before the quantizer is trained, or the loss does not depend on it: a
@@ -303,7 +310,9 @@ def _trained(module: fx.GraphModule) -> set[fx.Node]:
     return found
 
 
-def _summary(views: Views, working: Views, idle: Views, gradients: bool, *, tried: bool) -> Verification:
+def _summary(
+    views: Views, working: Views, idle: Views, unreached: Views, gradients: bool, *, tried: bool
+) -> Verification:
     ratios = [count / most_levels(view.format.scheme, bits) for view in working for bits, count in view.levels.items()]
     widths = sorted({bits for view in working for bits in view.levels})
     blind = tuple(view.node for view in working if not view.levels and (tried or 0 < view.bits < FULL_PRECISION))
@@ -324,6 +333,9 @@ def _summary(views: Views, working: Views, idle: Views, gradients: bool, *, trie
     skipped = [f"{view.layer} ({view.operand}, {view.skipped})" for view in working if view.skipped]
     if skipped:
         notes.append(f"batches that were not finite, from which no running range learned, came to {', '.join(skipped)}")
+    if unreached:
+        named = ", ".join(list(dict.fromkeys(view.layer for view in unreached))[:TOLD])
+        notes.append(f"{len(unreached)} quantizers left out, since these inputs do not reach them: of {named}")
     if idle:
         why = "nothing before them is trained, or no loss depends on them" if gradients else "not asked for"
         notes.append(f"{len(idle)} gradient quantizers left out: {why}")
@@ -333,7 +345,7 @@ def _summary(views: Views, working: Views, idle: Views, gradients: bool, *, trie
         widths=tuple(widths),
         largest_ratio=max(ratios, default=0.0),
         unwitnessed=blind,
-        idle=tuple(sorted(view.node for view in idle)),
+        idle=tuple(sorted(view.node for view in (*idle, *unreached))),
         notes=tuple(notes),
         views=views,
     )

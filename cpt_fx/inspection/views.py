@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
@@ -98,9 +99,9 @@ def quantizer_nodes(graph: fx.Graph) -> list[tuple[fx.Node, Quantizer]]:
     return [(node, node.meta[QUANTIZER]) for node in graph.nodes if QUANTIZER in node.meta]
 
 
-def views_in(model: nn.Module) -> tuple[QuantizerView, ...]:
-    """Read every quantizer of a model, once where several captures of one layer share it."""
-    return read_in(model, _views_of)
+def views_in(model: nn.Module, rested: Set[int] = frozenset()) -> tuple[QuantizerView, ...]:
+    """Read every quantizer of a model, once where several captures of one layer share it: in one that did not rest."""
+    return read_in(model, partial(_views_of, rested=rested))
 
 
 def read_in(model: nn.Module, read: Callable[[str, Graphs], Iterable[View]]) -> tuple[View, ...]:
@@ -110,9 +111,9 @@ def read_in(model: nn.Module, read: Callable[[str, Graphs], Iterable[View]]) -> 
     return tuple(view for path, graphs in parts for view in read(path, graphs))
 
 
-def _views_of(path: str, graphs: Graphs) -> Iterable[QuantizerView]:
+def _views_of(path: str, graphs: Graphs, rested: Set[int]) -> Iterable[QuantizerView]:
     found: dict[str, QuantizerView] = {}
-    for index, module in graphs:
+    for index, module in sorted(graphs, key=lambda each: id(each[1]) in rested):
         for node, quantizer in quantizer_nodes(module.graph):
             if quantizer.record not in found:
                 found[quantizer.record] = _view(path, index, module, node, quantizer)

@@ -320,6 +320,70 @@ def test_both_modes_are_looked_at() -> None:
         cpt_fx.inspect(result).verify(batch())
 
 
+class ByNumbers(nn.Module):
+    """Takes another layer where there are few levels than where there are many."""
+
+    def __init__(self, hidden: bool = False) -> None:
+        super().__init__()
+        self.first, self.many, self.few, self.last = (nn.Linear(6, 6) for _ in range(4))
+        nn.init.eye_(self.first.weight)
+        nn.init.zeros_(self.first.bias)
+        self.hidden = hidden
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        if len(h.detach().unique()) > 9:
+            h = self.many(h)
+        else:
+            h = self.few(h) + (unseen(lambda: h @ h.t() @ h) if self.hidden else 0)
+        result: Tensor = self.last(h)
+        return result
+
+
+def test_a_branch_that_two_bits_do_not_take_is_no_part_of_the_proof() -> None:
+    x = torch.linspace(-1, 1, 24).view(4, 6)
+    result = cpt_fx.transform(ByNumbers(), Static(8), capture="dynamo", example_inputs=(x,))
+    result(x).sum().backward()
+    proof = cpt_fx.inspect(result).verify(x)
+    assert "4 quantizers left out, since these inputs do not reach them: of many" in str(proof)
+    assert proof.proven and len(proof.idle) == 4 and len(proof.views) == proof.quantizers == 16
+    assert state(result).startswith("proven no more: graph")
+    hiding = cpt_fx.transform(ByNumbers(hidden=True), Static(8), capture="dynamo")
+    with pytest.raises(VerificationError, match="mm of 4x4 and 4x6 in the forward pass"):
+        cpt_fx.inspect(hiding).verify(x)
+
+
+def test_a_quantizer_of_a_graph_that_ran_has_to_run() -> None:
+    x = torch.linspace(-1, 1, 24).view(4, 6)
+    result = cpt_fx.transform(ByNumbers(), Static(8), capture="dynamo", example_inputs=(x,))
+    for module in cpt_fx.graphs(result):
+        for node in module.graph.nodes:
+            if QUANTIZER in node.meta and "bias" in node.name:
+                node.target = lambda value, *rest, **options: value.clone()
+        module.recompile()
+    with pytest.raises(VerificationError, match=r"few: bias quantizer .* never ran") as caught:
+        cpt_fx.inspect(result).verify(x)
+    assert "first: bias" in str(caught.value) and "last: bias" in str(caught.value)
+    assert "many: bias" not in str(caught.value)
+
+
+@captures
+def test_a_layer_called_by_itself_is_no_part_of_a_proof_of_the_model(capture: str) -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.one(x)
+            return result
+
+    result: Any = cpt_fx.transform(Heads(), cyclic(), capture=capture)
+    result.other(batch())
+    proof = cpt_fx.inspect(result).verify(batch())
+    assert proof.proven and "do not reach them: of other" in str(proof)
+
+
 class AroundIt(nn.Module):
     """Lets gradients go around its only layer."""
 
