@@ -68,9 +68,9 @@ OTHER_NUMBERS = SOUND.replace(
 )
 HIDDEN = SOUND.replace("h = torch.tanh(h)", "h = h + hidden(h.detach(), h.detach().t()).mean()")
 # Results of one exported program share its buffers.
-COUNTS = SOUND.replace(
-    "        self.last", "        self.count = nn.Buffer(torch.zeros(()))\n        self.last"
-).replace("h = torch.tanh(h)", "self.n += 1\n        h = torch.tanh(h / self.n.clone())")
+COUNTS = SOUND.replace("        self.last", "        self.n = nn.Buffer(torch.zeros(()))\n        self.last").replace(
+    "h = torch.tanh(h)", "self.n += 1\n        h = torch.tanh(h / self.n.clone())"
+)
 DEADLY = SOUND.replace("        self.last", "        if Model.made > 2:\n            os.abort()\n        self.last")
 
 
