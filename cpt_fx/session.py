@@ -259,7 +259,7 @@ class Session:
         self.judge_patterns()
         check_coverage(self.history(), self.graphs(), strict=self.strict)
 
-    @no_collection()  # whose callbacks, in whatever line they come, would be taken for the model's code
+    @no_collection()
     def trace(self, entry: Entry, examples: Examples | None = None) -> None:
         """Trace the code of a module with torch.fx, and rewrite the graph; then those of modules that it calls."""
         with nets_asleep(), unchanged(self.root):

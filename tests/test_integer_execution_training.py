@@ -22,7 +22,6 @@ from torch import Tensor, nn
 import cpt_fx
 from cpt_fx.integer.counts import Outcome
 from cpt_fx.schedules import named
-from cpt_fx.standalone import precision_of
 from tests.integer_models import CONVOLUTIONS_PRODUCTS, ENCODER_PRODUCTS, Convolutions, Encoder, always, both, counts
 
 __all__ = ["always"]

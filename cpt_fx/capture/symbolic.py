@@ -34,6 +34,7 @@ from cpt_fx.capture.refusals import noting, place_of_error, place_of_forward
 from cpt_fx.capture.tracer import Tracer, expect, expect_given
 from cpt_fx.capture.tree import own_tree
 from cpt_fx.meta import get_attribute
+from cpt_fx.pipeline import no_collection
 from cpt_fx.result import PART, part_of
 
 _TRACING = threading.RLock()
@@ -164,6 +165,7 @@ def _trace(source: Source, fixed: Mapping[str, object], *, mode: bool) -> Traced
                 without_dynamo(),
                 replaced({**tracer.replacements(), **lost(), **stored()}),
                 refusing_functions(),
+                no_collection(),  # its callbacks, in whatever line they come, would be taken for the model's code
                 refusing_questions(kept) as tracer.look,
             ):
                 warnings.simplefilter("ignore")

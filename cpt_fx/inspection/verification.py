@@ -27,7 +27,7 @@ from cpt_fx.proof import Proof, resting
 from cpt_fx.session import Session
 from cpt_fx.spec import SpecError
 from cpt_fx.standalone import Standalone, transformed_in
-from cpt_fx.trial import eager_model, forward_and_backward, looking, trial
+from cpt_fx.trial import called, eager_model, forward_and_backward, looking, trial
 
 Views = tuple[QuantizerView, ...]
 
@@ -120,7 +120,7 @@ def verify(
         with resting([module for module in modules if outermost(module) is module]) as rested:
             same = _compared(model, args, kwargs, gradients, source, rested)
             gradients = gradients and not same.stuck
-            backward, views, unreached, wrong, seen = _try(model, args, kwargs, gradients)
+            backward, views, unreached, wrong, seen = _try(model, args, kwargs, gradients, same)
             list_what_runs(model, seen)
         problems += [problem for problem in (*same.problems, *wrong) if problem not in problems]
         modules = graphs(model)
@@ -169,7 +169,7 @@ def _covers(proof: Verification) -> str:
 
 
 def _try(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: bool
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: bool, same: Sameness
 ) -> tuple[bool, Views, Views, list[str], Seen]:
     """Run at `PROBE` bits under a census: forward and back, then forward in the other mode, if its code may be another.
 
@@ -187,9 +187,12 @@ def _try(
                 stack.enter_context(part.state.at(PROBE))
             seen = stack.enter_context(census(model))
             backward = forward_and_backward(inner, args, kwargs, gradients=gradients)
-            if not _is_one_graph(inner):
+            other = f"in {'evaluation' if inner.training else 'training'}"
+            # Without gradients if it can: code that sets hooks on what it computes runs with them alone.
+            if not _is_one_graph(inner) and (ran := [mode for mode in same.modes if mode.startswith(other)]):
                 inner.train(not inner.training)
-                forward_and_backward(inner, args, kwargs, gradients=False)
+                with torch.inference_mode(False), torch.set_grad_enabled(f"{other} without gradients" not in ran):
+                    called(inner, args, kwargs)
         views, modules = views_in(model, rested), graphs(model)
         unreached = tuple(view for view in views if not view.times_run and id(modules[view.graph]) in rested)
     problems = [*_bad_ranges(views), *_not_finite(views), *_too_many_levels(views), *_other_widths(views)]
