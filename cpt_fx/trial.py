@@ -26,7 +26,7 @@ def eager_model(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def _is_sharded(kind: type) -> bool:
+def is_sharded(kind: type) -> bool:
     return any(base.__name__ == "FSDPModule" for base in kind.__mro__)
 
 
@@ -61,7 +61,7 @@ def trial(model: nn.Module) -> Iterator[None]:
     copies: dict[int, Tensor] = {}
     devices = sorted({value.device.index for value in model.parameters() if value.device.type == "cuda"})
     # What `fully_shard` has gathered for a pass is freed in the next one, and must not be written afterwards.
-    sharded: list[Any] = [one for one in model.modules() if _is_sharded(type(one))]
+    sharded: list[Any] = [one for one in model.modules() if is_sharded(type(one))]
     with ExitStack() as stack:
         for one in sharded:
             one.reshard()

@@ -27,7 +27,7 @@ from cpt_fx.proof import Proof, resting
 from cpt_fx.session import Session
 from cpt_fx.spec import SpecError
 from cpt_fx.standalone import Standalone, transformed_in
-from cpt_fx.trial import called, eager_model, forward_and_backward, looking, trial
+from cpt_fx.trial import called, eager_model, forward_and_backward, is_sharded, looking, trial
 
 Views = tuple[QuantizerView, ...]
 
@@ -160,6 +160,8 @@ def _compared(
 ) -> Sameness:
     if any(isinstance(part, Standalone) for _, part in transformed_in(model)):
         return Sameness(notes=("a graph that stands alone is not compared with the plain model: verify the result",))
+    if any(is_sharded(type(one)) for one in model.modules()):
+        return Sameness(notes=("a sharded model is not compared with the plain model: verify it before it is sharded",))
     return compare(model, args, kwargs, gradients, partial(history_of, model), source, rested)
 
 
