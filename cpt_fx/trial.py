@@ -27,6 +27,7 @@ def eager_model(model: nn.Module) -> nn.Module:
 
 
 def is_sharded(kind: type) -> bool:
+    """Whether modules of a class gather their parameters for each pass."""
     return any(base.__name__ == "FSDPModule" for base in kind.__mro__)
 
 
