@@ -32,6 +32,7 @@ from cpt_fx.transformed import plain
 from cpt_fx.widths import LOOKS_ON
 
 OF_A_SECOND = "a product of a second backward pass: gradients of gradients are not quantized"
+INSIDE = "the code of this operator multiplies what it has computed itself: that stays in full precision"
 HOOKED = "a hook of the model's own changes it after it was quantized"
 _LEVELS = 4
 """Nodes of autograd that one operator may have under transforms of torch.func."""
@@ -245,6 +246,8 @@ class _Book:
             return
         if place.kind is Kind.SITE and all(map(self.grids.hold, operands_at(place))):
             assert place.site is not None
+            if place.is_registered:
+                self._list(place, place.site.op, INSIDE, "")
             if not spare_factors(place.site, len(operands)):
                 self._inside.add(place.node)
             return
@@ -274,13 +277,17 @@ class _Book:
         if is_changed_by_a_hook(came):
             self._list(came, _short(func), HOOKED)
             return
-        if came.kind is Kind.SITE and made is not None and len(loose) <= self._allowed(came, made):
-            return
+        if came.kind is Kind.SITE and made is not None:
+            if len(loose) <= self._allowed(came, made):
+                return
+            if came.is_registered and came.site is not None:
+                self._list(came, came.site.op, INSIDE)
+                return
         self._report(func, operands, loose, came, "backward")
 
-    def _list(self, place: Place, op: str, reason: str) -> None:
+    def _list(self, place: Place, op: str, reason: str, operand: str = "gradient") -> None:
         graph = None if place.node is None else place.node.graph
-        self.listed[Uncovered(place.name, op, reason, "gradient", by_choice=True)] = graph
+        self.listed[Uncovered(place.name, op, reason, operand, by_choice=True)] = graph
 
     def _allowed(self, place: Place, made: _Made) -> int:
         """Return how many operands of a backward pass may be on no grid.

@@ -178,14 +178,15 @@ def _runs_of_result(model: nn.Module, call: Call, modes: list[Mode], is_dynamos:
 
 
 def _echoes(found: list[Found], ours: list[Run], theirs: list[Run], source: nn.Module, call: Call) -> list[Found]:
-    """Return the differences that the plain model shows as well when all that may be trained is scaled a little."""
+    """Return the differences that the plain model shows as well when what is trained, or given, is scaled."""
     moved: list[list[Run]] = []
     as_given = {id(one) for one in tensors_in((call.args, call.kwargs))}  # what cannot be copied is not ours to scale
     for turn in range(TURNS):
         given, named = _copied((call.args, call.kwargs))
-        copied = [one for one in tensors_in((given, named)) if one.requires_grad and id(one) not in as_given]
+        copied = [one for one in tensors_in((given, named)) if id(one) not in as_given]
+        trained = [*source.parameters(), *(one for one in copied if one.requires_grad)]
         with trial(source):
-            scaled([*source.parameters(), *copied], turn)
+            scaled(trained or copied, turn)
             moved.append(_runs(source, Call(given, named, call.stuck), [run.mode for run in theirs]))
     scale = largest(source.parameters())
     return [
