@@ -21,6 +21,7 @@ from torch.nn.utils import parametrize
 from cpt_fx.frames import is_one_graph_demanded, skip_frame
 from cpt_fx.layer_state import PREFIX, forget, is_range, moved, own
 from cpt_fx.operators import HIDING
+from cpt_fx.watched import MARK as MARK
 from cpt_fx.watched import OF, look_of, own_function, watched_method
 from cpt_fx.watched import PART as PART
 
@@ -148,6 +149,7 @@ class Transformed(nn.Module):
         if theirs is not None:
             super().__setstate__(theirs)  # type: ignore[no-untyped-call]
         self.__dict__[PART] = part
+        self.__dict__.pop(MARK, None)
         object.__setattr__(self, "__class__", derived(type(self)))
 
 
@@ -224,7 +226,7 @@ def plain_layer(layer: nn.Module) -> nn.Module:
 
 def _body(cls: type[nn.Module]) -> dict[str, Any]:
     body: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    body |= {OF: cls, "forward": _forward_of(cls)}
+    body |= {OF: cls, "forward": _forward_of(cls), MARK: ""}
     if issubclass(cls, fx.GraphModule):
         body.update(_of_graph_modules(cls))
     elif not hasattr(cls, "graph"):
@@ -237,8 +239,22 @@ def _body(cls: type[nn.Module]) -> dict[str, Any]:
     return body
 
 
+RUNNING = "nobody"
+"""The mark of the session whose model Dynamo runs at this moment."""
+
+
+def mark(session: Session) -> None:
+    """Mark what belongs to a session, and has no forward of its own: Dynamo goes on there without asking more."""
+    for module in session.root.modules():
+        part: Part | None = module.__dict__.get(PART)
+        if part is not None and part.session is session and part.forward is None:
+            module.__dict__[MARK] = session.mark
+
+
 def _forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() and self._cpt_fx_part_of == RUNNING:
+            return cls.forward(self, *args, **kwargs)
         part: Part = self.__dict__[PART]
         session = part.session
         # A compiler that comes by cannot ask for threads; it runs in the one that holds the engine, if any does.
@@ -289,6 +305,7 @@ def _deepcopy_of(cls: type[nn.Module]) -> Callable[..., Any]:
         # The user's own way of copying makes a plain module; its parts are copied by theirs.
         object.__setattr__(self, "__class__", cls)
         part = self.__dict__.pop(PART)
+        self.__dict__.pop(MARK, None)
         try:
             new: nn.Module = copy.deepcopy(self, memo)
         finally:
@@ -352,6 +369,7 @@ def adopt(tree: nn.Module, session: Session) -> bool:
     if part is not None:
         # A layer out of another result, or the copy of one, becomes ours.
         part.session = session
+        tree.__dict__.pop(MARK, None)
     elif may_multiply(tree):
         tree.__dict__[PART] = Part(session, tree.__dict__.pop("forward", None))
         object.__setattr__(tree, "__class__", derived(type(tree)))

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 PART = "_cpt_fx_part"
 """Attribute of a module that runs rewritten graphs: the `Part` it is."""
+MARK = PART + "_of"
+"""Attribute of such a module: the mark of its session, once that has met Dynamo."""
 
 
 def _watched(function: Callable[..., Any]) -> Callable[..., Any]:

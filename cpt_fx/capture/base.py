@@ -13,7 +13,7 @@ from cpt_fx.errors import TransformError
 from cpt_fx.graph_module import QuantizedGraphModule, blank, take_tensors
 from cpt_fx.layer_state import own
 from cpt_fx.meta import STATE, get_attribute
-from cpt_fx.result import CALL_HOOKS, PART, plain_class
+from cpt_fx.result import CALL_HOOKS, MARK, PART, plain_class
 
 
 class CaptureError(TransformError):
@@ -53,7 +53,8 @@ def clone_tree(module: nn.Module, clones: dict[int, nn.Module], session: object 
     new = object.__new__(plain_class(type(module)))
     clones[id(module)] = new
     new.__dict__ = {key: value.copy() if key in MODULE_OWN else value for key, value in module.__dict__.items()}
-    new.__dict__.pop(PART, None)
+    for ours in (PART, MARK):
+        new.__dict__.pop(ours, None)
     if session is EVERY:
         for name in own(module):
             new._parameters.pop(name, None)

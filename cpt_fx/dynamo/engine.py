@@ -16,6 +16,7 @@ from torch._dynamo import eval_frame
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import skip_code
 
+from cpt_fx import result
 from cpt_fx.capture.captured import Capture
 from cpt_fx.capture.expected import look_at_ranges
 from cpt_fx.capture.tree import Places
@@ -109,6 +110,7 @@ class Engine:
         self.root = session.root
         self.state = session.state
         self.names = session.names
+        result.mark(session)
         self.running = False
         self._thread = 0
         self.runs = 0
@@ -177,8 +179,8 @@ class Engine:
             for other in ACTIVE:
                 if other is not self.session:
                     stack.enter_context(other.engine.net.asleep())
-            before = self.running, self._thread
-            self._note(True, threading.get_ident())
+            before = self.running, self._thread, result.RUNNING
+            self._note(True, threading.get_ident(), self.session.mark)
             ACTIVE.append(self.session)
             try:
                 yield
@@ -186,9 +188,10 @@ class Engine:
                 ACTIVE.remove(self.session)
                 self._note(*before)
 
-    def _note(self, running: bool, thread: int) -> None:
+    def _note(self, running: bool, thread: int, mark: str) -> None:
         self.running = self.session.running = running
         self._thread = thread
+        result.RUNNING = mark
 
     def run(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: Compiler | None = None,

@@ -53,7 +53,7 @@ def _assembled(session: Session, recording: Recording) -> tuple[QuantizedGraphMo
     root, view = session.root, recording.view
     graph = view.graph
     tree: nn.Module = object.__new__(plain_class(type(root)))
-    tree.__dict__ = {key: value for key, value in root.__dict__.items() if key != PART}
+    tree.__dict__ = {key: value for key, value in root.__dict__.items() if not key.startswith(PART)}
     inner: dict[str, fx.GraphModule] = {}
     for node in graph.find_nodes(op="get_attr"):
         name = str(node.target)
