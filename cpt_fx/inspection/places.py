@@ -26,7 +26,7 @@ from cpt_fx.result import PART
 
 _OURS, _TORCH = (str(Path(str(module.__file__)).parent) for module in (sys.modules["cpt_fx"], torch))
 _TESTED = str(Path(_OURS).parent / "passes")
-_GENERATED = "<eval_with_key>"
+GENERATED = "<eval_with_key>"
 _LISTING = {("net.py", "call"), ("scripts.py", "call")}
 """Functions of `cpt_fx.dynamo` that list what they run as it is: a local variable of theirs says so."""
 
@@ -81,10 +81,10 @@ class Places:
         """Return the place of the code that called this, up to the start of a backward pass where it is in one."""
         line, own, layer, again = "", "", 0, False
         backward = torch._C._current_autograd_node() is not None
-        for frame in _frames():
+        for frame in frames():
             code = frame.f_code
             file = code.co_filename
-            if file.startswith(_GENERATED):
+            if file.startswith(GENERATED):
                 found = self._node(frame)
                 place = None if found is None else self._of_node(found, frame, backward)
                 # Code of somebody else's inside of an operator, a mode or a hook, is no part of the operator.
@@ -136,7 +136,7 @@ class Places:
         lines = self._lines.get(frame.f_code)
         if lines is None:
             module = frame.f_locals.get("self")
-            lines = self._lines[frame.f_code] = _lines_of(module) if isinstance(module, fx.GraphModule) else {}
+            lines = self._lines[frame.f_code] = nodes_by_line(module) if isinstance(module, fx.GraphModule) else {}
             self._note_bodies(module)
             if id(module) in self._left_bodies:
                 lines = self._lines[frame.f_code] = dict.fromkeys(lines, self._left_bodies[id(module)])
@@ -160,14 +160,15 @@ def _line_of(node: fx.Node) -> str:
     return ", ".join(filter(None, (module_path(node)[0], where)))
 
 
-def _frames() -> Iterator[FrameType]:
+def frames() -> Iterator[FrameType]:
+    """Yield the frames of who called the function that asks, the innermost first."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
-def _lines_of(module: fx.GraphModule) -> dict[int, fx.Node]:
+def nodes_by_line(module: fx.GraphModule) -> dict[int, fx.Node]:
     """Return the node on each line of a graph's code."""
     nodes = list(module.graph.nodes)
     return {
