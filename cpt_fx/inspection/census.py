@@ -64,34 +64,17 @@ class Unknown:
         )
 
 
-@dataclass
-class Seen:
-    """What a census found."""
-
-    products: int = 0
-    unknown: tuple[Unknown, ...] = ()
-    outside: tuple[str, ...] = ()
-    """Modules outside of what was transformed that multiply, and with which operators."""
-    listed: dict[Uncovered, fx.Graph | None] = field(default_factory=dict)
-    """Products on a way back that nothing quantizes: of a second backward pass, or behind a hook. With their graph."""
-    problems: tuple[str, ...] = ()
-    """Quantizers that show more levels than their width allows in one of their ranges."""
-    notes: tuple[str, ...] = ()
-
-
 @contextmanager
 def census(model: nn.Module) -> Iterator[Seen]:
     """Look at everything that is multiplied inside of a `with` block, in all threads that run there."""
-    book = _Book(Places(model))
-    seen = Seen()
-    LOOKING.append(book.quantized)
+    seen = Seen(Places(model))
+    LOOKING.append(seen.quantized)
     try:
-        with _in_every_thread(book), _Watch(book):
+        with _in_every_thread(seen), _Watch(seen):
             yield seen
     finally:
-        LOOKING.remove(book.quantized)
-        book.is_open = False
-        book.close(seen)
+        LOOKING.remove(seen.quantized)
+        seen.is_open = False
 
 
 def list_what_runs(model: nn.Module, seen: Seen) -> None:
@@ -108,9 +91,9 @@ class _Watch(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, book: _Book) -> None:
+    def __init__(self, seen: Seen) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.book = book
+        self.seen = seen
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -128,7 +111,7 @@ class _Watch(TorchDispatchMode):
             return NotImplemented  # a tensor of its own kind: what it comes down to is looked at
         if not isinstance(func, torch._ops.OpOverload):
             if form_of(func) is not None:  # flex attention: query, key and value come first
-                self.book.product(func, list(args[:3]))
+                self.seen.product(func, list(args[:3]))
             return func(*self._watched(args), **self._watched(kwargs))
         positions, is_composite, writes = _what_is(func)
         if is_composite:
@@ -137,12 +120,12 @@ class _Watch(TorchDispatchMode):
         if func.namespace not in _CLOSED and not positions:
             return self._opened(func, args, kwargs)
         with torch._C.DisableTorchFunction():
-            if positions and self.book.is_open:
-                self.book.product(func, [args[place] for place in positions if place < len(args)])
+            if positions and self.seen.is_open:
+                self.seen.product(func, [args[place] for place in positions if place < len(args)])
             result = func(*args, **kwargs)
             for place in writes:
                 written = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
-                self.book.grids.forget(written)
+                self.seen.grids.forget(written)
         return result
 
     def _opened(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -197,20 +180,48 @@ class _Made:
 
 
 @dataclass
-class _Book:
+class Seen:
     """What a census has seen so far."""
 
     places: Places
     is_open: bool = True
     products: int = 0
-    unknown: dict[Any, Unknown] = field(default_factory=dict)
-    outside: dict[str, set[str]] = field(default_factory=dict)
     listed: dict[Uncovered, fx.Graph | None] = field(default_factory=dict)
-    problems: set[str] = field(default_factory=set)
+    """Products on a way back that nothing quantizes: of a second backward pass, or behind a hook. With their graph."""
     grids: Grids = field(default_factory=Grids)
+    _unknown: dict[Any, Unknown] = field(default_factory=dict)
+    _outside: dict[str, set[str]] = field(default_factory=dict)
+    _problems: set[str] = field(default_factory=set)
     _by_sequence: dict[int, _Made] = field(default_factory=dict)
     _inside: set[Any] = field(default_factory=set)
     """Nodes that make several products of their operands, or other operands of them."""
+
+    @property
+    def unknown(self) -> tuple[Unknown, ...]:
+        """Products of which nobody knows."""
+        return tuple(self._unknown.values())
+
+    @property
+    def outside(self) -> tuple[str, ...]:
+        """Modules outside of what was transformed that multiply, and with which operators."""
+        return tuple(f"{name} ({', '.join(sorted(ops))})" for name, ops in self._outside.items())
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Quantizers that show more levels than their width allows in one of their ranges."""
+        return tuple(sorted(self._problems))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What could not be looked at, or shows nothing."""
+        notes = [
+            f"products of {why} tensors were not looked at: they hold no values" for why in sorted(self.grids.unread)
+        ]
+        if self.grids.single:
+            notes.append(
+                f"{self.grids.single} times a range had a single element: to quantize one number changes nothing"
+            )
+        return tuple(notes)
 
     def quantized(self, result: Tensor, bits: int | None, grid: Grid, record: Tensor | None) -> None:
         """Take note of the result of a quantizer."""
@@ -220,7 +231,7 @@ class _Book:
             place = self.places.now()
             quantizer = quantizer_of(place)
             name = ", ".join(quantizer.layers) if quantizer else place.name
-            self.problems.add(f"{name}: a quantizer shows more levels in one of its ranges than {bits} bits have")
+            self._problems.add(f"{name}: a quantizer shows more levels in one of its ranges than {bits} bits have")
 
     def product(self, func: Any, operands: list[Any]) -> None:
         """Look at a product."""
@@ -294,29 +305,13 @@ class _Book:
 
     def _report(self, func: Any, operands: list[Any], loose: tuple[int, ...], place: Place, direction: str) -> None:
         if place.kind is Kind.OUTSIDE:
-            self.outside.setdefault(place.name, set()).add(_short(func))
+            self._outside.setdefault(place.name, set()).add(_short(func))
             return
         shapes = tuple(tuple(operand.shape) for operand in operands if isinstance(operand, Tensor))
         found = Unknown(_short(func), place.name, direction, shapes, loose)
         key = (found.op, found.place, found.direction)
-        before = self.unknown.get(key)
-        self.unknown[key] = found if before is None else replace(before, times=before.times + 1)
-
-    def close(self, seen: Seen) -> None:
-        """Say what was seen."""
-        seen.products = self.products
-        seen.unknown = tuple(self.unknown.values())
-        seen.outside = tuple(f"{name} ({', '.join(sorted(ops))})" for name, ops in self.outside.items())
-        seen.listed = self.listed
-        seen.problems = tuple(sorted(self.problems))
-        notes = [
-            f"products of {why} tensors were not looked at: they hold no values" for why in sorted(self.grids.unread)
-        ]
-        if self.grids.single:
-            notes.append(
-                f"{self.grids.single} times a range had a single element: to quantize one number changes nothing"
-            )
-        seen.notes = tuple(notes)
+        before = self._unknown.get(key)
+        self._unknown[key] = found if before is None else replace(before, times=before.times + 1)
 
 
 def _sequence() -> int:
@@ -352,14 +347,14 @@ def _nobody() -> Iterator[None]:
 
 
 @contextmanager
-def _in_every_thread(book: _Book) -> Iterator[None]:
+def _in_every_thread(seen: Seen) -> Iterator[None]:
     """Look at what threads do that start meanwhile, and at what pools of threads are given."""
 
     def watched(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Without what `with` does: its flags are those of the process.
-        if not book.is_open or torch._C._len_torch_dispatch_stack():
+        if not seen.is_open or torch._C._len_torch_dispatch_stack():
             return run(*args, **kwargs)
-        _push_mode(_Watch(book))
+        _push_mode(_Watch(seen))
         try:
             return run(*args, **kwargs)
         finally:

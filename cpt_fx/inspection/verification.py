@@ -19,6 +19,7 @@ from cpt_fx.errors import TransformError
 from cpt_fx.evidence import SAMPLE
 from cpt_fx.formats import FULL_PRECISION, minimum_bits, most_levels
 from cpt_fx.inspection.census import Seen, census, list_what_runs
+from cpt_fx.inspection.places import Places
 from cpt_fx.inspection.sameness import TOLD, Sameness, compare
 from cpt_fx.inspection.views import QuantizerView, fields, quantizer_nodes, views_in
 from cpt_fx.meta import get_attribute
@@ -114,7 +115,7 @@ def verify(
         *_bad_ranges(views),
         *_too_many_levels(views),
     ]
-    same, seen, rested, tried = Sameness(), Seen(), set[int](), source is not None or bool(args or kwargs)
+    same, seen, rested, tried = Sameness(), Seen(Places(model)), set[int](), source is not None or bool(args or kwargs)
     backward, unreached = _went_backward(views), Views()
     if tried:
         with resting([module for module in modules if outermost(module) is module]) as rested:
