@@ -25,7 +25,7 @@ from cpt_fx.inspection.leaves import ABSENT, difference, kept, leaves
 from cpt_fx.inspection.rounding import GRADIENT, TURNS, Found, close_in, echoed_in, largest, scaled
 from cpt_fx.layer_state import PREFIX
 from cpt_fx.result import PART, plain_class, sessions_in
-from cpt_fx.trial import called, eager_model, looking, tensors_in, trial
+from cpt_fx.trial import called, eager_model, tensors_in, trial
 
 TOLD = 10
 """Differences that are told one by one."""
@@ -171,7 +171,7 @@ def _runs_of_plain(
 
 def _runs_of_result(model: nn.Module, call: Call, modes: list[Mode], is_dynamos: bool) -> list[Run]:
     """Run a result at 32 bits. Dynamo's guards ask whatever the plain code asks, and its tracing asks everything."""
-    with looking(model), trial(model), ExitStack() as stack:
+    with trial(model), ExitStack() as stack:
         for _, part in sessions_in(model):
             stack.enter_context(part.state.at(FULL_PRECISION))
         return _runs(model, call, modes, watched=not is_dynamos)

@@ -28,7 +28,7 @@ from cpt_fx.proof import Proof, resting
 from cpt_fx.session import Session
 from cpt_fx.spec import SpecError
 from cpt_fx.standalone import Standalone, transformed_in
-from cpt_fx.trial import called, eager_model, forward_and_backward, is_sharded, looking, trial
+from cpt_fx.trial import called, eager_model, forward_and_backward, is_sharded, trial
 
 Views = tuple[QuantizerView, ...]
 
@@ -181,7 +181,7 @@ def _try(
     multiplies instead is seen.
     """
     inner, modules = eager_model(model), graphs(model)
-    with looking(model), trial(model), resting(modules) as rested:
+    with trial(model), resting(modules) as rested:
         for module in modules:
             for _, quantizer in quantizer_nodes(module.graph):
                 get_attribute(module, quantizer.record).zero_()
