@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 from cpt_fx.evidence import LOOKING
 from cpt_fx.frames import skip_frame
 from cpt_fx.inspection.levels import Grids
-from cpt_fx.inspection.places import Kind, Place, Places, is_changed_by_a_hook, operands_at, quantizer_of, spare_factors
+from cpt_fx.inspection.places import Kind, Place, Places, is_changed_by_a_hook, operands_at, spare_factors
 from cpt_fx.meta import Uncovered
 from cpt_fx.numerics import Grid
 from cpt_fx.operators import factors, form_of
@@ -39,7 +39,7 @@ _CLOSED = ("aten", "prim", "prims", "profiler", "cpt_fx", "c10d")
 """Operators whose own code need not be looked into: what multiplies among them is known by name."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Unknown:
     """A product, or a quantizer, of which nobody knows: operands that come from no quantizer, and no entry says why."""
 
@@ -48,10 +48,10 @@ class Unknown:
     """The layer, or file and line of the model's code."""
     direction: str
     """`forward` or `backward`."""
-    shapes: tuple[tuple[int, ...], ...]
-    operands: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...] = field(compare=False)
+    operands: tuple[int, ...] = field(compare=False)
     """Which of them are on no grid, by their number among the factors."""
-    times: int = 1
+    times: int = field(default=1, compare=False)
 
     def __str__(self) -> str:
         """Name it in one line."""
@@ -171,15 +171,6 @@ def _what_is(func: Any) -> tuple[tuple[int, ...], bool, tuple[int | str, ...]]:
 
 
 @dataclass
-class _Made:
-    """What is known of a product for its backward pass."""
-
-    place: Place
-    loose: int
-    runs: int = 1
-
-
-@dataclass
 class Seen:
     """What a census has seen so far."""
 
@@ -189,27 +180,20 @@ class Seen:
     listed: dict[Uncovered, fx.Graph | None] = field(default_factory=dict)
     """Products on a way back that nothing quantizes: of a second backward pass, or behind a hook. With their graph."""
     grids: Grids = field(default_factory=Grids)
-    _unknown: dict[Any, Unknown] = field(default_factory=dict)
+    unknown: list[Unknown] = field(default_factory=list)
+    """Products of which nobody knows."""
+    problems: list[str] = field(default_factory=list)
+    """Quantizers that show more levels than their width allows in one of their ranges."""
     _outside: dict[str, set[str]] = field(default_factory=dict)
-    _problems: set[str] = field(default_factory=set)
-    _by_sequence: dict[int, _Made] = field(default_factory=dict)
+    _made: dict[int, tuple[Place, int]] = field(default_factory=dict)
+    """By its number in autograd, where a product was made, and how many of its operands were on no grid."""
     _inside: set[Any] = field(default_factory=set)
     """Nodes that make several products of their operands, or other operands of them."""
-
-    @property
-    def unknown(self) -> tuple[Unknown, ...]:
-        """Products of which nobody knows."""
-        return tuple(self._unknown.values())
 
     @property
     def outside(self) -> tuple[str, ...]:
         """Modules outside of what was transformed that multiply, and with which operators."""
         return tuple(f"{name} ({', '.join(sorted(ops))})" for name, ops in self._outside.items())
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """Quantizers that show more levels than their width allows in one of their ranges."""
-        return tuple(sorted(self._problems))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -228,10 +212,8 @@ class Seen:
         with torch._C.DisableTorchFunction(), torch.no_grad(), _nobody():
             fits = self.grids.add(plain(result), bits, grid)
         if not fits:
-            place = self.places.now()
-            quantizer = quantizer_of(place)
-            name = ", ".join(quantizer.layers) if quantizer else place.name
-            self._problems.add(f"{name}: a quantizer shows more levels in one of its ranges than {bits} bits have")
+            said = f"a quantizer shows more levels in one of its ranges than {bits} bits have"
+            self.problems.append(f"{self.places.now().name}: {said}")
 
     def product(self, func: Any, operands: list[Any]) -> None:
         """Look at a product."""
@@ -251,7 +233,7 @@ class Seen:
         kept = replace(place, frame=None)
         number = _sequence() - 1
         for level in range(_LEVELS if place.transformed else 1):
-            self._by_sequence.setdefault(number - level, _Made(kept, len(loose)))
+            self._made.setdefault(number - level, (kept, len(loose)))
         if not loose or place.kind is Kind.LEFT:
             return
         if place.kind is Kind.SITE and all(map(self.grids.hold, operands_at(place))):
@@ -267,41 +249,30 @@ class Seen:
         if place.recomputes:
             self._forward(func, operands, loose, place)
             return
-        made = self._by_sequence.get(number)
-        if place.kind is not Kind.BACKWARD:
-            if loose:
-                self._report(func, operands, loose, place, "backward")
-            return
-        came = Place(Kind.NOWHERE, place.name or _name_of_node()) if made is None else made.place
-        if keeps_graph:
-            following = _sequence() - 1
-            second = came if came.kind is Kind.LEFT else Place(Kind.SECOND, came.name, came.node)
-            self._by_sequence.setdefault(following, _Made(second, 0))
+        came, allowed = place, 0
+        if place.kind is Kind.BACKWARD:
+            came, allowed = self._made.get(number, (Place(Kind.NOWHERE, place.name or _name_of_node()), 0))
+            if keeps_graph:
+                second = came if came.kind is Kind.LEFT else Place(Kind.SECOND, came.name, came.node)
+                self._made.setdefault(_sequence() - 1, (second, 0))
         if not loose or came.kind is Kind.LEFT:
             return
-        if came.kind is Kind.SECOND:
-            self._list(came, _short(func), OF_A_SECOND)
-            return
-        if is_changed_by_a_hook(came):
-            self._list(came, _short(func), HOOKED)
-            return
-        if came.kind is Kind.SITE and made is not None and len(loose) <= self._allowed(came, made):
-            return
-        self._report(func, operands, loose, came, "backward")
+        if came.kind is Kind.SECOND or is_changed_by_a_hook(came):
+            reason = OF_A_SECOND if came.kind is Kind.SECOND else HOOKED
+            item = Uncovered(came.name, _short(func), reason, "gradient", by_choice=True)
+            self.listed[item] = None if came.node is None else came.node.graph
+        elif came.kind is not Kind.SITE or len(loose) > self._allowed(came, allowed):
+            self._report(func, operands, loose, came, "backward")
 
-    def _list(self, place: Place, op: str, reason: str) -> None:
-        graph = None if place.node is None else place.node.graph
-        self.listed[Uncovered(place.name, op, reason, "gradient", by_choice=True)] = graph
-
-    def _allowed(self, place: Place, made: _Made) -> int:
-        """Return how many operands of a backward pass may be on no grid.
+    def _allowed(self, place: Place, forward: int) -> int:
+        """Return how many operands of a backward pass may be on no grid, where `forward` were on none before.
 
         That is what the recipe leaves, gradients as well: those of the result, and those of what is made in between.
         """
         if place.node in self._inside:
             return 9
         assert place.site is not None
-        return made.loose + (place.site.gradient is None or place.site.in_turn)
+        return forward + (place.site.gradient is None or place.site.in_turn)
 
     def _report(self, func: Any, operands: list[Any], loose: tuple[int, ...], place: Place, direction: str) -> None:
         if place.kind is Kind.OUTSIDE:
@@ -309,9 +280,10 @@ class Seen:
             return
         shapes = tuple(tuple(operand.shape) for operand in operands if isinstance(operand, Tensor))
         found = Unknown(_short(func), place.name, direction, shapes, loose)
-        key = (found.op, found.place, found.direction)
-        before = self._unknown.get(key)
-        self._unknown[key] = found if before is None else replace(before, times=before.times + 1)
+        if found in self.unknown:
+            self.unknown[self.unknown.index(found)].times += 1
+        else:
+            self.unknown.append(found)
 
 
 def _sequence() -> int:

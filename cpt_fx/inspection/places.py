@@ -19,7 +19,7 @@ from torch.utils import checkpoint
 
 from cpt_fx.bodies import AUTHORS_OWN
 from cpt_fx.integer.ops import INTEGER_PRODUCTS
-from cpt_fx.meta import LEFT, QUANTIZER, SITE, Site, get_attribute, module_path
+from cpt_fx.meta import LEFT, SITE, Site, get_attribute, module_path
 from cpt_fx.names import frames_of
 from cpt_fx.regions import TRANSFORMED
 from cpt_fx.result import PART
@@ -125,7 +125,7 @@ class Places:
 
     def _of_node(self, node: fx.Node, frame: FrameType, backward: bool) -> Place | None:
         if SITE in node.meta:
-            return Place(Kind.SITE, node.meta[SITE].layer, node, frame, backward)
+            return Place(Kind.SITE, node.meta[SITE].layer, node, frame, recomputes=backward)
         if LEFT in node.meta:
             transformed = node.meta[LEFT] == TRANSFORMED
             return Place(Kind.LEFT, module_path(node)[0], node, transformed=transformed, recomputes=backward)
@@ -203,8 +203,3 @@ def is_changed_by_a_hook(place: Place) -> bool:
 def spare_factors(site: Site, count: int) -> int:
     """Return how many of an operator's factors its recipe leaves as they are."""
     return max(0, count - sum(item.role != "bias" and not item.node for item in site.operands))
-
-
-def quantizer_of(place: Place) -> Any:
-    """Return the quantizer that a node is."""
-    return None if place.node is None else place.node.meta.get(QUANTIZER)

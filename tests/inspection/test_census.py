@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
 import cpt_fx
 from cpt_fx import native
@@ -225,6 +226,26 @@ def test_a_gradient_without_its_quantizer() -> None:
     module.recompile()
     (line,) = named(looked_at(model, batch()))
     assert line.startswith("0: mm of ") and "backward pass, 2 times" in line
+
+
+class Recomputed(nn.Module):
+    """Computes a layer again on the way back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(self.second, self.first(x), use_reentrant=False)
+        return result
+
+
+@captures
+@pytest.mark.parametrize("left", ["input", "weight", "gradient"])
+def test_what_a_recipe_leaves_may_be_computed_again(capture: str, left: str) -> None:
+    recipe = default().with_rule("linear", **{left: None})
+    result = cpt_fx.transform(Recomputed(), Static(4), recipe=recipe, capture=capture)
+    assert cpt_fx.inspect(result).verify(batch()).proven
 
 
 def test_parts_outside_are_named() -> None:
