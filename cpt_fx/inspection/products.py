@@ -18,6 +18,8 @@ from cpt_fx.layer_state import has_value
 from cpt_fx.meta import SIMULATED, SITE, Site, get_attribute
 from cpt_fx.operators import MULTIPLY
 
+HEADS = ("layer", "product", *DIRECTIONS, "in floating point because")
+
 
 @dataclass(frozen=True)
 class ProductView:
@@ -27,13 +29,13 @@ class ProductView:
     op: str
     """The operator of the model, such as `linear`."""
     node: str
-    integer: tuple[int, int, int] = (0, 0, 0)
+    integer: tuple[int, ...] = (0, 0, 0)
     """How often it ran on integers."""
-    floating: tuple[int, int, int] = (0, 0, 0)
+    floating: tuple[int, ...] = (0, 0, 0)
     """How often it ran in floating point, as far as it was counted: what is not lowered counts nothing."""
     reasons: tuple[str, ...] = ()
     """Why it is not on integers, or was not on all runs."""
-    ratios: tuple[float | None, float | None, float | None] = (None, None, None)
+    ratios: tuple[float | None, ...] = (None, None, None)
     """How many times as fast the last run of each is on integers here, where a measurement decided about it."""
     lowered: bool = False
     """Whether it is an integer operator in the graph."""
@@ -51,14 +53,15 @@ class ProductView:
         why = f": {'; '.join(self.reasons)}" if self.reasons else ""
         return f"{self.layer or '(root)'}: {self.op}: {f'on integers: {runs}' if self.lowered else 'simulated'}{why}"
 
-    def ran(self) -> tuple[str, str, str]:
+    def ran(self) -> tuple[str, ...]:
         """Return for each direction how many of its runs were on integers."""
-        first, second, third = (_share(*both) for both in zip(self.integer, self.floating, strict=True))
-        return first, second, third
+        both = zip(self.integer, self.floating, strict=True)
+        return tuple(f"{integer} of {integer + floating}" if floating else str(integer) for integer, floating in both)
 
-
-def _share(integer: int, floating: int) -> str:
-    return f"{integer} of {integer + floating}" if floating else str(integer)
+    def cells(self) -> tuple[str, ...]:
+        """Return what a table shows, under `HEADS`."""
+        ran = self.ran() if self.lowered else ("–",) * 3
+        return self.layer or "(root)", self.op, *ran, "; ".join(self.reasons)
 
 
 def products_in(model: nn.Module) -> tuple[ProductView, ...]:
@@ -88,10 +91,8 @@ def _view(path: str, index: int, module: fx.GraphModule, node: fx.Node, counts: 
         return ProductView(layer, site.op, node.name, reasons=tuple(reasons), graph=index)
     counted = get_attribute(module, str(counts.target))
     table = (counted if has_value(counted) else torch.zeros(COUNTS, dtype=torch.int64)).tolist()
-    first, second, third = (row[Outcome.INTEGER] for row in table)
     ran = [sum(row[:RATIO]) for row in table]
-    others = [total - row[Outcome.INTEGER] for total, row in zip(ran, table, strict=True)]
-    ratios = [row[RATIO] / 1000 if row[RATIO] else None for row in table]
+    ratios = tuple(row[RATIO] / 1000 if row[RATIO] else None for row in table)
     seen = [
         f"{DIRECTIONS[place]}: {_because(outcome, ratios[place])} ({row[outcome]} of {ran[place]})"
         for place, row in enumerate(table)
@@ -102,10 +103,10 @@ def _view(path: str, index: int, module: fx.GraphModule, node: fx.Node, counts: 
         layer=layer,
         op=site.op,
         node=node.name,
-        integer=(first, second, third),
-        floating=(others[0], others[1], others[2]),
+        integer=tuple(row[Outcome.INTEGER] for row in table),
+        floating=tuple(total - row[Outcome.INTEGER] for total, row in zip(ran, table, strict=True)),
         reasons=(*static, *seen),
-        ratios=(ratios[0], ratios[1], ratios[2]),
+        ratios=ratios,
         lowered=True,
         graph=index,
     )
@@ -119,12 +120,11 @@ def _because(outcome: Outcome, ratio: float | None) -> str:
 def product_table(views: Iterable[ProductView]) -> Table:
     """Return one row per product."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1))
-    for name in ("layer", "product"):
+    for name in HEADS[:2]:
         table.add_column(name, overflow="fold", max_width=30)
     for name in DIRECTIONS:
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("in floating point because", overflow="fold")
+    table.add_column(HEADS[-1], overflow="fold")
     for view in views:
-        table.add_row(view.layer or "(root)", view.op, *(view.ran() if view.lowered else ("–",) * 3),
-                      "; ".join(view.reasons))  # fmt: skip
+        table.add_row(*view.cells())
     return table

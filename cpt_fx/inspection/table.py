@@ -40,15 +40,9 @@ def quantizer_table(views: Iterable[QuantizerView]) -> Table:
                 heading = Text(view.layer or "(root)", "bold")
             if len(members) == 1:
                 heading.append(f"\n  {view.op}", "not bold dim")
-            table.add_row(
-                heading,
-                Text(what(view), COLOURS.get(view.role, "")),
-                str(view.format).replace("/", " "),
-                str(view.bits),
-                str(view.times_run) if view.times_run else Text("never", "bold red"),
-                levels(view),
-                f"{view.error[view.seen]:.1%}" if view.seen else "–",
-            )
+            name, kind, bits, runs, *seen = cells(view, 1)
+            style = "" if view.times_run else "bold red"
+            table.add_row(heading, Text(name, COLOURS.get(view.role, "")), kind, bits, Text(runs, style), *seen)
         table.add_section()
     return table
 
@@ -67,9 +61,13 @@ def what(view: QuantizerView) -> str:
     return f"{view.role} {view.operand}"
 
 
-def levels(view: QuantizerView) -> str:
-    """Return the levels seen of those allowed."""
-    return "–" if view.seen is None else f"{view.levels[view.seen]}/{most_levels(view.format.scheme, view.seen)}"
+def cells(view: QuantizerView, digits: int) -> tuple[str, ...]:
+    """Return what a table shows of a quantizer: what, format, bits, runs, levels of those allowed, and error."""
+    runs, seen, levels, error = str(view.times_run) if view.times_run else "never", view.seen, "–", "–"
+    if seen is not None:
+        levels = f"{view.levels[seen]}/{most_levels(view.format.scheme, seen)}"
+        error = f"{view.error[seen]:.{digits}%}"
+    return what(view), str(view.format).replace("/", " "), str(view.bits), runs, levels, error
 
 
 def widths_by_role(views: Iterable[QuantizerView]) -> dict[str, list[int]]:
