@@ -126,8 +126,10 @@ def verify(
         problems += [problem for problem in (*same.problems, *wrong) if problem not in problems]
         modules = graphs(model)
         rested |= {id(modules[view.graph]) for view in unreached}
-    working, idle = _parted(modules, [view for view in views if view not in unreached], gradients, backward)
-    problems += [*_undriven(model), *_never_ran(working, gradients and not backward)]
+    # Where the plain model, too, has nothing to go back from, no gradient is to be expected.
+    expected = gradients and (backward or not same.modes)
+    working, idle = _parted(modules, [view for view in views if view not in unreached], expected, backward)
+    problems += [*_undriven(model), *_never_ran(working, expected and not backward)]
     if problems:
         listed = "".join(f"\n  {problem}" for problem in problems)
         raise VerificationError(f"{len(problems)} problem{'s' * (len(problems) > 1)} with quantization:{listed}")

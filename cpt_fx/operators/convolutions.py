@@ -78,7 +78,8 @@ ROWS = (
         flops={"aten::conv_tbc": _tbc_flops, "aten::conv_tbc_backward": _tbc_backward_flops},
     ),
     left(
-        "the gradient of a convolution, called as a function", name="convolution_gradient",
+        "the gradient of a convolution, called as a function", "convolution_backward", "_convolution_double_backward",
+        "convolution_backward_overrideable", name="convolution_gradient",
         others=tuple(getattr(_GRADIENTS, f"conv{dims}d_{of}") for dims in (1, 2, 3) for of in ("input", "weight")),
     ),
     left(
@@ -86,7 +87,6 @@ ROWS = (
         "cudnn_convolution", "cudnn_convolution_transpose", "miopen_convolution", "miopen_convolution_transpose",
         "miopen_depthwise_convolution", "_nnpack_spatial_convolution", "thnn_conv2d", "slow_conv3d",
         "slow_conv_dilated2d", "slow_conv_dilated3d", "slow_conv_transpose2d", "slow_conv_transpose3d",
-        "_conv_depthwise2d", "conv_depthwise3d", "_mps_convolution", "convolution_backward",
-        "_convolution_double_backward", "convolution_backward_overrideable", name="convolution",
+        "_conv_depthwise2d", "conv_depthwise3d", "_mps_convolution", name="convolution",
     ),
 )  # fmt: skip

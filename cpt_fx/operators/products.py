@@ -75,7 +75,7 @@ def _grouped_flops(a: Any, b: Any, *rest: Any, out_shape: Any, **options: Any) -
 
 
 _SELF = (("self", "input"),)
-_GROUPED = (("mat_a", "input"), ("mat_b", "other"), ("mat2", "other"), ("self", "input"))
+_GROUPED = (("mat_a", "input"), ("self", "input"), ("mat_b", "other"), ("mat2", "other"), ("weight", "other"))
 _SCALED = tuple(getattr(F, name) for name in ("scaled_mm", "scaled_grouped_mm") if hasattr(F, name))
 _PACKED = "a product of a backend, whose operands are packed or have scales of their own"
 _LOW = "a product of numbers that are quantized already"

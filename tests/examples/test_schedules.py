@@ -40,9 +40,9 @@ def test_it_trains(domain: str, name: str) -> None:
     assert all(math.isfinite(loss) for loss in outcome.losses)
     assert math.isfinite(outcome.metrics[task.metric])
     proof = cpt_fx.inspect(outcome.model).verify()  # raises where a quantizer did not run, or made too many levels
-    assert proof.proven
     assert proof.quantizers
     trained = {width for width in schedule.trajectory()[:, 0].tolist() if width != FULL_PRECISION}
+    assert proof.proven == bool(trained), "at 32 bits nothing is rounded, and nothing proven"
     assert trained <= set(proof.widths)
 
 

@@ -21,7 +21,7 @@ CALLED = [row for row in ROWS if row.name in CALLS]
 NOT_HERE = {
     "convolution", "_compute_linear_combination", "packed_mm", "fused_attention", "mkldnn_linear",
     "fused_recurrent", "_sparse_mm_reduce_impl", "_trilinear", "scaled_mm", "sampled_addmm", "flex_attention",
-    "lowrank", "sspaddmm", "segment_reduce",
+    "lowrank", "sspaddmm", "segment_reduce", "convolution_gradient", "_flash_attention_forward_no_dropout_inplace",
 }  # fmt: skip
 """Operators of one backend, that no code calls by itself, or that take more than positions."""
 _DESCRIPTORS = (type(torch.Tensor.mm), type(torch.Tensor.__matmul__), type(torch.Tensor.lu))
