@@ -21,37 +21,36 @@ _MOVED, _ECHO = 1e-6, 5.0
 """How much everything is scaled for that, and how many times what it does is rounding."""
 GRADIENT = "the gradient of "
 
-Found = dict[str, str]
-"""The name of each thing that differs in a mode -> how."""
-Run = Mapping[str, Any]
-"""What came out of a run, by name."""
+Found = dict[tuple[int, str], str]
+"""The number of a mode and the name of each thing that differs there -> how."""
+Runs = Sequence[Mapping[str, Any]]
+"""What came out of a run in each mode, by name."""
 
 
-def close_in(found: Found, ours: Run, theirs: Run) -> Found:
+def close_in(found: Found, ours: Runs, theirs: Runs) -> Found:
     """Return the differences that another order of sums explains."""
-    gradients = (value for name, value in theirs.items() if name.startswith(GRADIENT))
-    floor = SMALL * largest(gradients) if found else 0.0
-    return {
-        name: how
-        for name, how in found.items()
-        if is_close(ours.get(name), theirs.get(name), floor if name.startswith(GRADIENT) else 0.0)
-    }
+    near: Found = {}
+    floors = [SMALL * largest(run[name] for name in run if name.startswith(GRADIENT)) for run in theirs if found]
+    for (place, name), how in found.items():
+        floor = floors[place] if name.startswith(GRADIENT) else 0.0
+        near |= {(place, name): how} if is_close(ours[place].get(name), theirs[place].get(name), floor) else {}
+    return near
 
 
-def echoed_in(found: Found, ours: Run, theirs: Run, moved: Sequence[Run], scale: float) -> Found:
+def echoed_in(found: Found, ours: Runs, theirs: Runs, moved: Sequence[Runs], scale: float) -> Found:
     """Return the differences that are rounding beside the largest number of a run, and that rounding does make.
 
     The sum of what was normalized is nothing but rounding, and so is the loss of what is learned by heart: no part of
     such a number can be asked for. `moved` are runs of the plain model that differ from `theirs` by no more than
     rounding; `scale` is the largest number that it computes with. What rounding leaves alone is none.
     """
-    limit = ROUNDING * max(scale, largest(theirs.values())) if found else 0.0
     near: Found = {}
-    for name, how in found.items():
-        mine, other, *more = values = [run.get(name, ABSENT) for run in (ours, theirs, *moved)]
+    limits = [ROUNDING * max(scale, largest(run.values())) for run in theirs]
+    for (place, name), how in found.items():
+        mine, other, *more = values = [runs[place].get(name, ABSENT) for runs in (ours, theirs, *moved)]
         if _is_dense(other) and all(_is_alike(one, other) for one in values):
             echo = max(apart(one, other)[0] for one in more)
-            near |= {name: how} if apart(mine, other)[0] <= min(limit, _ECHO * echo) else {}
+            near |= {(place, name): how} if apart(mine, other)[0] <= min(limits[place], _ECHO * echo) else {}
     return near
 
 
