@@ -10,9 +10,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import thread as pool
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 from cpt_fx.evidence import LOOKING
 from cpt_fx.frames import skip_frame
 from cpt_fx.inspection.levels import Grids
-from cpt_fx.inspection.places import Kind, Place, Places, is_changed_by_a_hook, operands_at, spare_factors
+from cpt_fx.inspection.places import Kind, Place, Places, is_changed_by_a_hook, operands_at
 from cpt_fx.meta import Uncovered
 from cpt_fx.numerics import Grid
 from cpt_fx.operators import factors, form_of
@@ -236,9 +236,8 @@ class Seen:
             self._made.setdefault(number - level, (kept, len(loose)))
         if not loose or place.kind is Kind.LEFT:
             return
-        if place.kind is Kind.SITE and all(map(self.grids.hold, operands_at(place))):
-            assert place.site is not None
-            if not spare_factors(place.site, len(operands)):
+        if place.kind is Kind.SITE and all(map(self.grids.hold, known := operands_at(place))):
+            if len(operands) <= len(known):  # its recipe leaves no factor
                 self._inside.add(place.node)
             return
         self._report(func, operands, loose, place, "forward")
@@ -333,16 +332,9 @@ def _in_every_thread(seen: Seen) -> Iterator[None]:
             _pop_mode()
 
     places: list[tuple[Any, str]] = [(threading.Thread, "_bootstrap_inner"), (pool._WorkItem, "run")]
-    plain_ones = [getattr(kind, name) for kind, name in places]
-    for (kind, name), run in zip(places, plain_ones, strict=True):
-        setattr(kind, name, _method(watched, run))
-    try:
+    with ExitStack() as stack:
+        for kind, name in places:
+            run = getattr(kind, name)
+            stack.callback(setattr, kind, name, run)
+            setattr(kind, name, lambda self, *args, run=run: watched(run, self, *args))
         yield
-    finally:
-        for (kind, name), run in zip(places, plain_ones, strict=True):
-            setattr(kind, name, run)
-
-
-def _method(function: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that calls a function with another one in front."""
-    return lambda self, *args: partial(function, run)(self, *args)

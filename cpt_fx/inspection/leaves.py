@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copyreg
+from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -43,22 +44,15 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
         pairs = [(f".{name}", item) for name, item in zip(value._fields, value, strict=False)]
     elif isinstance(value, (set, frozenset)):
         pairs = [(" (items)", len(value))]
-    elif isinstance(value, (list, tuple)) or type(value).__name__ == "deque":
+    elif isinstance(value, (list, tuple, deque)):
         pairs = [(f"[{place}]", item) for place, item in enumerate(value)]
-    elif is_dataclass(value):
-        pairs = [(f".{field.name}", getattr(value, field.name, None)) for field in fields(value)]
     else:
-        slots = [name for kind in type(value).__mro__ for name in _slots(kind)]
+        slots = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
         held = {name: getattr(value, name, None) for name in slots} | getattr(value, "__dict__", {})
         pairs = [(f".{name}", item) for name, item in held.items() if not name.startswith("__")]
     yield from pairs[:_ITEMS]
     if len(pairs) > _ITEMS:
         yield " (items)", len(pairs)
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    found = kind.__dict__.get("__slots__", ())
-    return (found,) if isinstance(found, str) else tuple(found)
 
 
 def kept(value: Any) -> Any:
@@ -94,7 +88,8 @@ def _named(value: Any) -> str:
     return f"a {value.__name__}" if isinstance(value, type) else f"{value!r:.60}"
 
 
-def _of_tensors(ours: Tensor, theirs: Tensor) -> str:
+def unlike(ours: Tensor, theirs: Tensor) -> str:
+    """Say what besides numbers tells two tensors from each other."""
     for what in ("shape", "dtype", "layout", "device", "requires_grad"):
         mine, other = getattr(ours, what), getattr(theirs, what)
         if mine != other:
@@ -102,9 +97,13 @@ def _of_tensors(ours: Tensor, theirs: Tensor) -> str:
             return f"has {what}={mine} instead of {other}"
     if type(ours) is not type(theirs):
         return f"is a {type(ours).__name__} instead of a {type(theirs).__name__}"
-    parts = list(zip(_parts(ours.detach()), _parts(theirs.detach()), strict=False))
-    if all(_is_equal(mine, other) for mine, other in parts):
-        return ""
+    return ""
+
+
+def _of_tensors(ours: Tensor, theirs: Tensor) -> str:
+    if said := unlike(ours, theirs):
+        return said
+    parts = zip(_parts(ours.detach()), _parts(theirs.detach()), strict=False)
     return next((_how_far(mine, other) for mine, other in parts if not _is_equal(mine, other)), "")
 
 

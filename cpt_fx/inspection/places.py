@@ -198,8 +198,3 @@ def is_changed_by_a_hook(place: Place) -> bool:
     ends = [node for node in place.node.graph.nodes if node.name == place.site.gradient_name]
     users = [user for end in ends for user in (*end.users, *(after for user in end.users for after in user.users))]
     return any("register_hook" in str(getattr(user.target, "__name__", user.target)) for user in users)
-
-
-def spare_factors(site: Site, count: int) -> int:
-    """Return how many of an operator's factors its recipe leaves as they are."""
-    return max(0, count - sum(item.role != "bias" and not item.node for item in site.operands))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpt_fx.inspection.leaves import ABSENT, apart
+from cpt_fx.inspection.leaves import ABSENT, apart, unlike
 from cpt_fx.trial import tensors_in
 
 ROUNDING = 1e-5
@@ -76,10 +76,8 @@ def _is_dense(value: Any) -> bool:
 
 def _is_alike(ours: Any, theirs: Any) -> bool:
     """Whether nothing but numbers tells two tensors from each other."""
-    if not isinstance(theirs, Tensor) or type(ours) is not type(theirs) or ours.shape != theirs.shape:
-        return False
-    same = all(getattr(ours, what) == getattr(theirs, what) for what in ("dtype", "layout", "device", "requires_grad"))
-    return same and theirs.is_floating_point()
+    both = isinstance(ours, Tensor) and isinstance(theirs, Tensor)
+    return both and not unlike(ours, theirs) and theirs.is_floating_point()
 
 
 def is_close(ours: Any, theirs: Any, floor: float = 0.0) -> bool:
