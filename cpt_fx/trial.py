@@ -95,26 +95,6 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(value, field.name))
 
 
-def forward_and_backward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, gradients: bool) -> bool:
-    """Run a model once, and, for `gradients`, back from a random weighted sum of its floating outputs; say if it did.
-
-    `torch.autograd.grad` accumulates nothing: neither `.grad` nor hooks that step an optimizer are involved. The
-    weights are random because the gradient of a plain sum is one number, on which nothing can be seen.
-    """
-    with torch.inference_mode(False), torch.set_grad_enabled(gradients):
-        outputs = list(tensors_in(called(model, args, kwargs)))
-        if not gradients:
-            return False
-        candidates = [*model.parameters(), *tensors_in(args), *tensors_in(kwargs)]
-        leaves = list({id(leaf): leaf for leaf in candidates if leaf.requires_grad}.values())
-        floating = [out for out in outputs if out.is_floating_point() and out.requires_grad]
-        losses = [(out * torch.randn_like(out)).sum() for out in floating]
-        if not (leaves and losses):
-            return False
-        torch.autograd.grad(losses, leaves, allow_unused=True)
-        return True
-
-
 def called(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a model; what goes wrong is said in a sentence, since torch's own may hold whole tensors."""
     # A graph module's own __call__ prints its generated code before it raises.

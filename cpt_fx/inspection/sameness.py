@@ -52,7 +52,7 @@ class Call(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    stuck: Mapping[Mode, Exception] = MappingProxyType({})
+    stuck: Mapping[Mode, Exception | None] = MappingProxyType({})
     """Modes in which nobody goes back, and what the backward pass of the plain model raised there."""
 
 
@@ -230,6 +230,14 @@ def _runs(
     return runs
 
 
+def run_in(model: nn.Module, call: Call, modes: list[Mode]) -> bool:
+    """Run a model in some modes; raise what it raises, and say whether gradients went back in any."""
+    runs = _runs(model, call, modes, watched=False)
+    for error in (error for run in runs for error in (run.failed, run.stuck) if error is not None):
+        raise error
+    return any(name.startswith(GRADIENT) for run in runs for name in run.found)
+
+
 def _seed(model: nn.Module, seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     for device in {tensor.device for tensor in model.parameters() if tensor.is_cuda}:
@@ -307,7 +315,11 @@ def _is_new(before: Any, now: Any) -> bool:
 
 
 def _gradients(model: nn.Module, outputs: list[Any], given: Any) -> dict[str, Any]:
-    """Go back from everything that depends on anything, each element weighed by a random number of its own."""
+    """Go back from everything that depends on anything, each element weighed by a random number of its own.
+
+    `torch.autograd.grad` accumulates nothing: neither `.grad` nor hooks that step an optimizer are involved. The
+    weights are random because the gradient of a plain sum is one number, on which nothing can be seen.
+    """
     inputs = [leaf for _, leaf in leaves(given, "") if isinstance(leaf, Tensor) and leaf.requires_grad]
     wanted: dict[str, Tensor] = {
         f"{GRADIENT}{name}": one for name, one in model.named_parameters() if one.requires_grad
@@ -325,8 +337,8 @@ def _gradients(model: nn.Module, outputs: list[Any], given: Any) -> dict[str, An
 
 def _ends(outputs: list[Any]) -> Iterator[Tensor]:
     for _, leaf in leaves(outputs, ""):
-        if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.layout is torch.strided and not leaf.is_nested:
-            yield leaf
+        if isinstance(leaf, Tensor) and leaf.requires_grad and (leaf.is_nested or leaf.layout is torch.strided):
+            yield from leaf.unbind() if leaf.is_nested else (leaf,)
 
 
 def _drawn(tensor: Tensor) -> torch.dtype:

@@ -20,7 +20,7 @@ from cpt_fx.evidence import SAMPLE
 from cpt_fx.formats import FULL_PRECISION, minimum_bits, most_levels
 from cpt_fx.inspection.census import Seen, census, list_what_runs
 from cpt_fx.inspection.places import Places
-from cpt_fx.inspection.sameness import TOLD, Sameness, compare
+from cpt_fx.inspection.sameness import MODES, TOLD, Call, Mode, Sameness, compare, run_in
 from cpt_fx.inspection.views import QuantizerView, fields, quantizer_nodes, views_in
 from cpt_fx.meta import get_attribute
 from cpt_fx.passes.verify import Verify
@@ -28,7 +28,7 @@ from cpt_fx.proof import Proof, resting
 from cpt_fx.session import Session
 from cpt_fx.spec import SpecError
 from cpt_fx.standalone import Standalone, transformed_in
-from cpt_fx.trial import called, eager_model, forward_and_backward, is_sharded, trial
+from cpt_fx.trial import eager_model, is_sharded, trial
 
 Views = tuple[QuantizerView, ...]
 
@@ -196,13 +196,12 @@ def _try(
             for _, part in transformed_in(model):
                 stack.enter_context(part.state.at(PROBE))
             seen = stack.enter_context(census(model))
-            backward = forward_and_backward(inner, args, kwargs, gradients=gradients)
-            other = f"in {'evaluation' if inner.training else 'training'}"
-            # Without gradients if it can: code that sets hooks on what it computes runs with them alone.
-            if not _is_one_graph(inner) and (ran := [mode for mode in same.modes if mode.startswith(other)]):
-                inner.train(not inner.training)
-                with torch.inference_mode(False), torch.set_grad_enabled(f"{other} without gradients" not in ran):
-                    called(inner, args, kwargs)
+            modes = [Mode(inner.training, gradients)]
+            if not _is_one_graph(inner):
+                # Without gradients if it can: code that sets hooks on what it computes runs with them alone.
+                others = [mode for mode in MODES if mode.training != inner.training and str(mode) in same.modes]
+                modes += sorted(others)[:1]
+            backward = run_in(inner, Call(args, kwargs, dict.fromkeys(modes[1:])), modes)
         views, modules = views_in(model, rested), graphs(model)
         unreached = tuple(view for view in views if not view.times_run and id(modules[view.graph]) in rested)
     return backward, views, unreached, seen

@@ -17,12 +17,13 @@ from cpt_fx import native
 from cpt_fx.bodies import state_of
 from cpt_fx.inspection.census import OF_A_SECOND, Seen, census
 from cpt_fx.inspection.levels import holds, levels_in, ranges_of
+from cpt_fx.inspection.sameness import Call, Mode, run_in
 from cpt_fx.inspection.verification import VerificationError
 from cpt_fx.numerics import Grid
 from cpt_fx.ops import FAKE_QUANTIZE, QUANTIZERS
 from cpt_fx.recipes import default, fp8, mx, paper
 from cpt_fx.schedules import Static
-from cpt_fx.trial import forward_and_backward, trial
+from cpt_fx.trial import trial
 from tests.captures import captures
 from tests.inspection.escapes import ESCAPES, WIDTH, Escaping, OperatorOfItsOwn
 from tests.zoo import ZOO
@@ -34,7 +35,7 @@ def looked_at(model: nn.Module, *args: Any, gradients: bool = True, **kwargs: An
         for state in {id(found): found for found in map(state_of, cpt_fx.graphs(model))}.values():
             stack.enter_context(state.at(2))
         with census(model) as seen:
-            forward_and_backward(model, args, kwargs, gradients=gradients)
+            run_in(model, Call(args, kwargs), [Mode(model.training, gradients)])
     return seen
 
 
