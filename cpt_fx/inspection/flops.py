@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from cpt_fx.capture.memory import run_aside
-from cpt_fx.inspection.digraph import Modules, module_of
 from cpt_fx.inspection.places import GENERATED, frames, nodes_by_line
+from cpt_fx.inspection.tree import Modules, module_of
 from cpt_fx.inspection.views import named_below
 from cpt_fx.meta import SITE, Site
 from cpt_fx.operators import FLOPS

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich import box
-from rich.table import Table
 from torch import fx, nn
 
 from cpt_fx.inspection.views import Graphs, named_below, read_in
@@ -115,16 +113,3 @@ def _view(path: str, index: int, module: fx.GraphModule, node: fx.Node, counts: 
 def _because(outcome: Outcome, ratio: float | None) -> str:
     measured = f", {ratio:.2g} times as fast" if outcome is Outcome.SIZE and ratio is not None else ""
     return REASONS[outcome] + measured
-
-
-def product_table(views: Iterable[ProductView]) -> Table:
-    """Return one row per product."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1))
-    for name in HEADS[:2]:
-        table.add_column(name, overflow="fold", max_width=30)
-    for name in DIRECTIONS:
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column(HEADS[-1], overflow="fold")
-    for view in views:
-        table.add_row(*view.cells())
-    return table

@@ -22,8 +22,19 @@ from cpt_fx.capture.tree import plain_tree
 from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.history import History
 from cpt_fx.inspection.asking import GRADIENTS, TRAINING, asked
-from cpt_fx.inspection.leaves import ABSENT, difference, kept, leaves
-from cpt_fx.inspection.rounding import GRADIENT, TURNS, Found, close_in, echoed_in, largest, scaled
+from cpt_fx.inspection.leaves import (
+    ABSENT,
+    GRADIENT,
+    TURNS,
+    Found,
+    close_in,
+    difference,
+    echoed_in,
+    kept,
+    largest,
+    leaves,
+    scaled,
+)  # fmt: skip
 from cpt_fx.layer_state import PREFIX
 from cpt_fx.result import PART, plain_class, sessions_in
 from cpt_fx.trial import called, eager_model, tensors_in, trial

@@ -114,7 +114,10 @@ def verify(
     backward, unreached = any(view.role == "gradient" and view.times_run for view in views), Views()
     if tried:
         with resting([module for module in modules if outermost(module) is module]) as rested:
-            same = _compared(model, args, kwargs, gradients, source, rested)
+            why = _incomparable(model)
+            same = Sameness(notes=(why,) if why else ())
+            if not why:
+                same = compare(model, args, kwargs, gradients, partial(history_of, model), source, rested)
             gradients = gradients and not same.stuck
             backward, views, unreached, seen = _try(model, args, kwargs, gradients, same)
         list_what_runs(model, seen)
@@ -163,19 +166,13 @@ def prove(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], sourc
         raise VerificationError(f"{error}\ntransform has proven its examples: prove=False leaves it out") from None
 
 
-def _compared(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    gradients: bool,
-    source: nn.Module | None,
-    rested: set[int],
-) -> Sameness:
+def _incomparable(model: nn.Module) -> str:
+    """Say why a model cannot be compared with the plain one, if it cannot."""
     if any(isinstance(part, Standalone) for _, part in transformed_in(model)):
-        return Sameness(notes=("a graph that stands alone is not compared with the plain model: verify the result",))
+        return "a graph that stands alone is not compared with the plain model: verify the result"
     if any(is_sharded(type(one)) for one in model.modules()):
-        return Sameness(notes=("a sharded model is not compared with the plain model: verify it before it is sharded",))
-    return compare(model, args, kwargs, gradients, partial(history_of, model), source, rested)
+        return "a sharded model is not compared with the plain model: verify it before it is sharded"
+    return ""
 
 
 def _try(
