@@ -140,18 +140,14 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 
 def _is_equal(ours: Tensor, theirs: Tensor) -> bool:
-    if ours.shape != theirs.shape:
-        return False
     bits = _WHOLE.get(ours.dtype.itemsize) if ours.is_floating_point() else None
     if bits is None:
         return torch.equal(ours, theirs)
     if torch.equal(ours.view(bits), theirs.view(bits)):
         return True
-    blank = ours.isnan()  # which can be written in many ways
-    if not bool(blank.any()) or not torch.equal(blank, theirs.isnan()):
-        return False
-    zero = ours.new_zeros(())
-    return torch.equal(torch.where(blank, zero, ours).view(bits), torch.where(blank, zero, theirs).view(bits))
+    # A NaN can be written in many ways.
+    ours, theirs = (torch.where(one.isnan(), torch.nan, one) for one in (ours, theirs))
+    return torch.equal(ours.view(bits), theirs.view(bits))
 
 
 def _how_far(ours: Tensor, theirs: Tensor) -> str:
