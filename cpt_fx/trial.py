@@ -61,7 +61,7 @@ def trial(model: nn.Module) -> Iterator[None]:
         for one in sharded:
             stack.callback(one.reshard)
         stack.enter_context(torch.random.fork_rng(devices=devices))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.compiler.set_stance("default", force_backend="eager"))
         try:
             for module, buffers, _ in modules:
                 # In the containers as they are: others may hold on to them.

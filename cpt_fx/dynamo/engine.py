@@ -321,9 +321,9 @@ skip_code(outer_compiler.__code__)
 
 @contextmanager
 def default_stance() -> Iterator[None]:
-    """Capture whatever the stance is: `force_eager` would skip the rewritten graphs, and with them the quantizers."""
+    """Capture whatever the stance is: another one would skip the rewritten graphs, and with them the quantizers."""
     stance: Any = nullcontext()
-    if eval_frame._stance.stance != "default":
+    if eval_frame._stance.stance != "default" or eval_frame._stance.backend is not None:
         stance = torch.compiler.set_stance("default")
     with stance:
         yield

@@ -32,6 +32,7 @@ from cpt_fx.transformed import plain
 from cpt_fx.widths import LOOKS_ON
 
 OF_A_SECOND = "a product of a second backward pass: gradients of gradients are not quantized"
+INSIDE = "the code of this operator multiplies what it has computed itself: that stays in full precision"
 HOOKED = "a hook of the model's own changes it after it was quantized"
 _LEVELS = 4
 """Nodes of autograd that one operator may have under transforms of torch.func."""
@@ -237,6 +238,9 @@ class Seen:
         if not loose or place.kind is Kind.LEFT:
             return
         if place.kind is Kind.SITE and all(map(self.grids.hold, known := operands_at(place))):
+            assert place.site is not None
+            if place.is_registered:
+                self._list(place, place.site.op, INSIDE, "")
             if len(operands) <= len(known):  # its recipe leaves no factor
                 self._inside.add(place.node)
             return
@@ -257,11 +261,16 @@ class Seen:
         if not loose or came.kind is Kind.LEFT:
             return
         if came.kind is Kind.SECOND or is_changed_by_a_hook(came):
-            reason = OF_A_SECOND if came.kind is Kind.SECOND else HOOKED
-            item = Uncovered(came.name, _short(func), reason, "gradient", by_choice=True)
-            self.listed[item] = None if came.node is None else came.node.graph
-        elif came.kind is not Kind.SITE or len(loose) > self._allowed(came, allowed):
-            self._report(func, operands, loose, came, "backward")
+            self._list(came, _short(func), OF_A_SECOND if came.kind is Kind.SECOND else HOOKED)
+        elif came.site is None or len(loose) > self._allowed(came, allowed):
+            if came.site is not None and came.is_registered:
+                self._list(came, came.site.op, INSIDE)
+            else:
+                self._report(func, operands, loose, came, "backward")
+
+    def _list(self, place: Place, op: str, reason: str, operand: str = "gradient") -> None:
+        graph = None if place.node is None else place.node.graph
+        self.listed[Uncovered(place.name, op, reason, operand, by_choice=True)] = graph
 
     def _allowed(self, place: Place, forward: int) -> int:
         """Return how many operands of a backward pass may be on no grid, where `forward` were on none before.

@@ -21,6 +21,7 @@ from cpt_fx.bodies import AUTHORS_OWN
 from cpt_fx.integer.ops import INTEGER_PRODUCTS
 from cpt_fx.meta import LEFT, SITE, Site, get_attribute, module_path
 from cpt_fx.names import frames_of
+from cpt_fx.operators import form_of
 from cpt_fx.regions import TRANSFORMED
 from cpt_fx.result import PART
 
@@ -62,6 +63,12 @@ class Place:
         """What was decided about the node."""
         return None if self.node is None else self.node.meta.get(SITE)
 
+    @property
+    def is_registered(self) -> bool:
+        """Whether the node calls an operator whose code is not torch's, but part of it all the same."""
+        form = None if self.node is None else form_of(self.node.target)
+        return form is not None and form.row.registered
+
 
 class Places:
     """Knows a model's modules, and finds where code that runs at this moment belongs to."""
@@ -88,7 +95,7 @@ class Places:
                 found = self._node(frame)
                 place = None if found is None else self._of_node(found, frame, backward)
                 # Code of somebody else's inside of an operator, a mode or a hook, is no part of the operator.
-                if place is not None and not (line and place.kind is Kind.SITE):
+                if place is not None and not (line and place.kind is Kind.SITE and not place.is_registered):
                     return place
                 if found is not None and not line:
                     line = _line_of(found)

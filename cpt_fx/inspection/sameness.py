@@ -191,15 +191,16 @@ def _runs_of_result(model: nn.Module, call: Call, modes: list[Mode], is_dynamos:
 
 
 def _moved(source: nn.Module, call: Call, modes: list[Mode]) -> list[list[dict[str, Any]]]:
-    """Return what comes out of the plain model when all that may be trained is scaled a little, a few times."""
+    """Return what comes out of the plain model when what is trained, or given, is scaled a little, a few times."""
     moved = []
     as_given = {id(one) for one in tensors_in(call[:2])}  # what cannot be copied is not ours to scale
     for turn in range(TURNS):
-        copied = _copied(call)
-        given = [one for one in tensors_in(copied[:2]) if one.requires_grad and id(one) not in as_given]
+        given = _copied(call)
+        copied = [one for one in tensors_in(given[:2]) if id(one) not in as_given]
+        trained = [*source.parameters(), *(one for one in copied if one.requires_grad)]
         with trial(source):
-            scaled([*source.parameters(), *given], turn)
-            moved.append([run.found for run in _runs(source, copied, modes)])
+            scaled(trained or copied, turn)
+            moved.append([run.found for run in _runs(source, given, modes)])
     return moved
 
 

@@ -77,7 +77,7 @@ def register(
     rows = tuple(
         Row(
             "" if left else family, short, call.arguments, call.operands(operands or {}), call.axes(output_axes or {}),
-            call.variadic(operands or {}), call.target, flops=costs, left=left,
+            call.variadic(operands or {}), call.target, flops=costs, left=left, registered=True,
             mutates=tuple(call.arguments.index(argument) for argument in mutates),
         )
         for call in calls

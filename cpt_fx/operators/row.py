@@ -65,6 +65,8 @@ class Row:
     """Whether a call of it multiplies, by its arguments; None where every call does."""
     between: bool = False
     """Whether it multiplies more than two operands, so that it has products of which nobody sees the factors."""
+    registered: bool = False
+    """Whether its code is not torch's: products that it makes of what it computes itself are part of it, and listed."""
     mutates: Places = ()
     """Arguments it overwrites, where its schema does not say."""
     fresh: bool = True

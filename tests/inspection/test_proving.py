@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import cProfile
 import json
 import pickle
+import pstats
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -424,3 +426,15 @@ def test_a_backward_pass_that_cannot_be_asked_for_gradients_is_told() -> None:
     result = cpt_fx.transform(Reentrant(), cyclic())
     proof = cpt_fx.inspect(result).verify(batch().requires_grad_())
     assert "gradients could not be compared" in str(proof) and "use_reentrant" in str(proof)
+
+
+def test_a_profiler_of_the_users_goes_on() -> None:
+    profiler = cProfile.Profile()
+    profiler.enable()
+    try:
+        proof = cpt_fx.inspect(cpt_fx.transform(small(), cyclic())).verify(batch())
+    finally:
+        profiler.disable()
+    assert len(proof.compared) == 4  # who asks for a mode was not to be seen
+    profiled = {name for _, _, name in pstats.Stats(profiler).stats}
+    assert {"verify", "_seed"} <= profiled  # before the runs, and after the first of them

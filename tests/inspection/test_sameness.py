@@ -175,6 +175,25 @@ def test_a_number_that_is_nothing_but_rounding_is_compared_with_what_rounding_do
         assert (found.problems == ()) == same, found
 
 
+class Bare(nn.Module):
+    """Has nothing that could be trained."""
+
+    def __init__(self, more: float = 0.0) -> None:
+        super().__init__()
+        self.more = more
+
+    def forward(self, given: Tensor) -> Tensor:
+        attended = nn.functional.scaled_dot_product_attention(given, given, given)
+        return nn.functional.layer_norm(attended, (24,)).sum() + self.more
+
+
+def test_a_number_that_is_nothing_but_rounding_needs_no_parameter() -> None:
+    given = torch.randn(2, 3, 33, 24, generator=torch.Generator().manual_seed(0))
+    result = transformed(Bare())
+    assert compared(result, Bare(), given).problems == ()
+    assert compared(result, Bare(1e-2), given).problems
+
+
 def test_what_no_mode_can_run_is_an_error_of_the_model() -> None:
     with pytest.raises(ValueError, match=r"^the model does not run on the inputs given to verify"):
         compared(transformed(nn.Linear(6, 6)), None, torch.randn(2, 3))

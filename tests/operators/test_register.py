@@ -12,6 +12,7 @@ from torch import Tensor, fx
 import cpt_fx
 from cpt_fx import operators
 from cpt_fx.aliasing import overwritten
+from cpt_fx.inspection.census import INSIDE
 from tests.operators.row_verdicts import FRONTENDS, SCHEDULE, Call, transformed, verdict
 
 LIBRARY = torch.library.Library("outside", "DEF")
@@ -193,6 +194,55 @@ def test_a_list_of_tensors_is_an_operand() -> None:
     ((_, _, _, *operands),) = verdict(transformed(model, "symbolic"))
     assert [name for name, *_ in operands] == ["operand0", "operand1"]
     handle.remove()
+
+
+@operators.whole
+def squashed(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply again what it has computed."""
+    return torch.tanh(x @ weight) @ weight
+
+
+@torch.library.custom_op("outside::chained", mutates_args=())
+def chained(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply twice, forward out of sight."""
+    return x @ weight @ weight
+
+
+@chained.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[1])
+
+
+def _chained_backward(ctx: Any, grad: Tensor) -> Any:
+    x, weight = ctx.saved_tensors
+    return grad @ weight.T @ weight.T, x.T @ grad @ weight.T + (x @ weight).T @ grad
+
+
+torch.library.register_autograd("outside::chained", _chained_backward, setup_context=_keep)
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS)
+@pytest.mark.parametrize("function", [squashed, chained], ids=["function", "operator"])
+def test_what_its_code_multiplies_in_between_is_part_of_it_and_listed(function: Any, frontend: str) -> None:
+    handle = operators.register(function, operands={"x": "either", "weight": "weight"})
+    try:
+        result = transformed(call(function), frontend)
+        cpt_fx.inspect(result).verify([torch.randn(3, 3)])
+        if not (frontend == "program" and function is squashed):  # of a function, torch.export saw the inside
+            assert {item.reason for item in cpt_fx.inspect(result).uncovered} == {INSIDE}
+    finally:
+        handle.remove()
+
+
+def test_an_operand_without_a_quantizer_is_found_in_a_registered_operator_too(registered: None) -> None:
+    model = call(GATED)
+    result = cpt_fx.transform(model, SCHEDULE, capture="symbolic")
+    graph = cpt_fx.graphs(result)[0].graph
+    (product,) = (node for node in graph.nodes if node.target in (GATED, GATED.default))
+    product.args = (product.args[0].args[0], *product.args[1:])
+    cpt_fx.graphs(result)[0].recompile()
+    with pytest.raises(cpt_fx.VerificationError):
+        cpt_fx.inspect(result).verify(model.example)
 
 
 @operators.whole
