@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 from cpt_fx.formats import most_levels
 from cpt_fx.inspection import boxes
 from cpt_fx.inspection.layout import GAP_X, GAP_Y, LANE, PORT_Y, TIGHT, arrivals, place, plan
-from cpt_fx.inspection.products import HEADS
-from cpt_fx.inspection.svg import BACK, PAD, drawing, levels_of
+from cpt_fx.inspection.svg import BACK, DARK, LIGHT, PAD, drawing, levels_of, resource, variables
 from cpt_fx.inspection.table import cells, what, width_text, widths_by_role
-from cpt_fx.inspection.theme import DARK, LIGHT, resource, variables
 from cpt_fx.inspection.tree import Item, build
-from cpt_fx.inspection.views import QuantizerView
+from cpt_fx.inspection.views import HEADS, QuantizerView
 
 if TYPE_CHECKING:
     from cpt_fx.inspection.model import Inspection

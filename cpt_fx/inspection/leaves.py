@@ -27,8 +27,6 @@ ROUNDING = 1e-5
 """How far numbers may be apart, relative to the largest of a tensor, where the order of sums is another one."""
 SMALL = 0.01
 """Some gradients are nothing but rounding, such as that of a key's bias: this part of the largest one measures them."""
-TURNS = 3
-"""How often to ask what rounding does: by chance one number may stay as it is."""
 _MOVED, _ECHO = 1e-6, 5.0
 """How much everything is scaled for that, and how many times what it does is rounding."""
 GRADIENT = "the gradient of "
@@ -186,14 +184,15 @@ def close_in(found: Found, ours: Runs, theirs: Runs) -> Found:
     return near
 
 
-def echoed_in(found: Found, ours: Runs, theirs: Runs, moved: Sequence[Runs], scale: float) -> Found:
+def echoed_in(found: Found, ours: Runs, theirs: Runs, moved: Sequence[Runs], computed_with: Iterable[Tensor]) -> Found:
     """Return the differences that are rounding beside the largest number of a run, and that rounding does make.
 
     The sum of what was normalized is nothing but rounding, and so is the loss of what is learned by heart: no part of
     such a number can be asked for. `moved` are runs of the plain model that differ from `theirs` by no more than
-    rounding; `scale` is the largest number that it computes with. What rounding leaves alone is none.
+    rounding; `computed_with` are its numbers, the largest of which counts. What rounding leaves alone is none.
     """
     near: Found = {}
+    scale = largest(computed_with)
     limits = [ROUNDING * max(scale, largest(run.values())) for run in theirs]
     for (place, name), how in found.items():
         mine, other, *more = values = [runs[place].get(name, ABSENT) for runs in (ours, theirs, *moved)]

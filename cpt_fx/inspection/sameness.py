@@ -22,25 +22,15 @@ from cpt_fx.capture.tree import plain_tree
 from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.history import History
 from cpt_fx.inspection.asking import GRADIENTS, TRAINING, asked
-from cpt_fx.inspection.leaves import (
-    ABSENT,
-    GRADIENT,
-    TURNS,
-    Found,
-    close_in,
-    difference,
-    echoed_in,
-    kept,
-    largest,
-    leaves,
-    scaled,
-)  # fmt: skip
+from cpt_fx.inspection.leaves import ABSENT, GRADIENT, Found, close_in, difference, echoed_in, kept, leaves, scaled
 from cpt_fx.layer_state import PREFIX
 from cpt_fx.result import PART, plain_class, sessions_in
 from cpt_fx.trial import called, eager_model, tensors_in, trial
 
 TOLD = 10
 """Differences that are told one by one."""
+TURNS = 3
+"""How often to ask what rounding does: by chance one number may stay as it is."""
 _CONTAINERS = (list, dict, set, deque)
 
 
@@ -130,7 +120,7 @@ def _judged(ours: list[Run], theirs: list[Run], source: nn.Module, call: Call, k
     came = [run.found for run in ours], [run.found for run in theirs]
     close = close_in(found, *came)
     if found.keys() - close.keys():
-        close |= echoed_in(found, *came, _moved(source, call, modes), largest(source.parameters()))
+        close |= echoed_in(found, *came, _moved(source, call, modes), source.parameters())
     if close:
         if not any(report.name == "open" and report.changed for report in known.reports):
             alone = _alone(source, call, modes) if "dynamo" in known.frontend else theirs

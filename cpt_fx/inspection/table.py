@@ -14,8 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cpt_fx.formats import most_levels
-from cpt_fx.inspection.products import HEADS
-from cpt_fx.inspection.views import QuantizerView
+from cpt_fx.inspection.views import HEADS, QuantizerView
 from cpt_fx.integer.counts import DIRECTIONS
 
 if TYPE_CHECKING:
