@@ -82,7 +82,6 @@ class Places:
                 self._inside |= {id(part) for part in module.modules()}
         self._lines: dict[CodeType, dict[int, fx.Node]] = {}
         self._left_bodies: dict[int, fx.Node] = {}
-        self._seen: set[int] = set()
 
     def now(self) -> Place:
         """Return the place of the code that called this, up to the start of a backward pass where it is in one."""
@@ -143,15 +142,15 @@ class Places:
         lines = self._lines.get(frame.f_code)
         if lines is None:
             module = frame.f_locals.get("self")
-            lines = self._lines[frame.f_code] = nodes_by_line(module) if isinstance(module, fx.GraphModule) else {}
-            self._note_bodies(module)
+            lines = self._lines[frame.f_code] = {}
+            if isinstance(module, fx.GraphModule):
+                lines |= nodes_by_line(module)
+                self._note_bodies(module)
             if id(module) in self._left_bodies:
-                lines = self._lines[frame.f_code] = dict.fromkeys(lines, self._left_bodies[id(module)])
+                lines |= dict.fromkeys(lines, self._left_bodies[id(module)])
         return lines.get(frame.f_lineno)
 
-    def _note_bodies(self, module: Any) -> None:
-        if not isinstance(module, fx.GraphModule):
-            return
+    def _note_bodies(self, module: fx.GraphModule) -> None:
         for node in module.graph.nodes:
             if node.target in AUTHORS_OWN and LEFT in node.meta:
                 for read in node.all_input_nodes:

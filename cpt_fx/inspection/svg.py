@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from cpt_fx.errors import check_int
 from cpt_fx.inspection.boxes import TITLE_BAR, Box, box_of, classes, frame_of, keys, label_of, number, text, title_width
 from cpt_fx.inspection.layout import Boxes, Placed, arrivals, in_columns, place, plan
-from cpt_fx.inspection.table import width_text, widths_by_role
+from cpt_fx.inspection.table import ROLES, width_text, widths_by_role
 from cpt_fx.inspection.tree import IN, OUT, Item, build
 
 if TYPE_CHECKING:
@@ -183,8 +183,9 @@ def _around(x: float, bottom: float, gutter: float, target: float, top: float) -
 
 
 def resource(name: str) -> str:
-    """Return the text of a file of this package."""
-    return files("cpt_fx.inspection").joinpath(name).read_text(encoding="utf-8")
+    """Return the text of a file of this package; what it says of `ROLE` is meant for every role."""
+    lines = files("cpt_fx.inspection").joinpath(name).read_text(encoding="utf-8").splitlines(keepends=True)
+    return "".join(line.replace("ROLE", role) for line in lines for role in (ROLES if "ROLE" in line else ("",)))
 
 
 def variables(palette: dict[str, str]) -> str:
