@@ -5,11 +5,10 @@ And of each product: what ran on integers, how often, and why the rest did not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -25,9 +24,6 @@ from cpt_fx.operators import MULTIPLY
 from cpt_fx.standalone import transformed_in
 
 HEADS = ("layer", "product", *DIRECTIONS, "in floating point because")
-View = TypeVar("View")
-Graphs = list[tuple[int, fx.GraphModule]]
-"""The graphs of one transformed part, each with its number in the whole."""
 
 
 @dataclass(frozen=True)
@@ -151,23 +147,21 @@ def quantizer_nodes(graph: fx.Graph) -> list[tuple[fx.Node, Quantizer]]:
 
 def views_in(model: nn.Module, rested: Set[int] = frozenset()) -> tuple[QuantizerView, ...]:
     """Read every quantizer of a model, once where several captures of one layer share it: in one that did not rest."""
-    return read_in(model, partial(_views_of, rested=rested))
-
-
-def read_in(model: nn.Module, read: Callable[[str, Graphs], Iterable[View]]) -> tuple[View, ...]:
-    """Read the graphs of everything transformed in a model; their numbers are those in the whole."""
-    number = count()
-    parts = [(path, [(next(number), module) for module in part.graphs()]) for path, part in transformed_in(model)]
-    return tuple(view for path, graphs in parts for view in read(path, graphs))
-
-
-def _views_of(path: str, graphs: Graphs, rested: Set[int]) -> Iterable[QuantizerView]:
-    found: dict[str, QuantizerView] = {}
-    for index, module in sorted(graphs, key=lambda each: id(each[1]) in rested):
+    found: dict[Any, QuantizerView] = {}
+    for path, index, module in _graphs_in(model, rested):
         for node, quantizer in quantizer_nodes(module.graph):
-            if quantizer.record not in found:
-                found[quantizer.record] = _view(path, index, module, node, quantizer)
-    return found.values()
+            key = id(state_of(module)), quantizer.record
+            if key not in found:
+                found[key] = _view(path, index, module, node, quantizer)
+    return tuple(found.values())
+
+
+def _graphs_in(model: nn.Module, rested: Set[int] = frozenset()) -> Iterator[tuple[str, int, fx.GraphModule]]:
+    """Walk over all graphs, of a part those last that rested: with the part's path, and the number in the whole."""
+    number = count()
+    for path, part in transformed_in(model):
+        numbered = [(path, next(number), module) for module in part.graphs()]
+        yield from sorted(numbered, key=lambda each: id(each[-1]) in rested)
 
 
 def named_below(path: str, layer: str) -> str:
@@ -236,20 +230,16 @@ def _range(module: fx.GraphModule, quantizer: Quantizer) -> tuple[float, float] 
 
 def products_in(model: nn.Module) -> tuple[ProductView, ...]:
     """Read every quantized product of a model, once where several captures of one layer count together."""
-    return read_in(model, _products_of)
-
-
-def _products_of(path: str, graphs: Graphs) -> Iterable[ProductView]:
     found: dict[Any, ProductView] = {}
-    for index, module in graphs:
+    for path, index, module in _graphs_in(model):
         for node in module.graph.nodes:
             if SITE not in node.meta or node.meta[SITE].family not in MULTIPLY:
                 continue
             counts: Any = node.kwargs.get("counts") if node.target in INTEGER_PRODUCTS else None
-            key = counts.target if counts is not None else (node.meta[SITE].layer, node.target)
+            key = id(state_of(module)), counts.target if counts is not None else (node.meta[SITE].layer, node.target)
             if key not in found:
                 found[key] = _product(path, index, module, node, counts)
-    return found.values()
+    return tuple(found.values())
 
 
 def _product(path: str, index: int, module: fx.GraphModule, node: fx.Node, counts: fx.Node | None) -> ProductView:
