@@ -69,12 +69,14 @@ class _Where(nullcontext[None]):
     def __init__(self, model: nn.Module, parts: Sequence[tuple[str, Result]] = ()) -> None:
         super().__init__()
         self.names = {id(module): name for name, module in model.named_modules()}
-        self.graphs: dict[int, tuple[str, dict[int, fx.Node], Modules]] = {}
+        self.graphs: dict[int, dict[int, tuple[str, Site | None]]] = {}
         for path, part in parts:
             self.names |= {id(module): named_below(path, name) for name, module in part.root.named_modules()}
             for graph in part.graphs():
-                modules = dict(graph.named_modules(remove_duplicate=False))
-                self.graphs[id(graph)] = (path, nodes_by_line(graph), modules)
+                known = dict(graph.named_modules(remove_duplicate=False))
+                self.graphs[id(graph)] = {
+                    line: _place(path, node, known) for line, node in nodes_by_line(graph).items()
+                }
 
     @property
     def parents(self) -> set[tuple[str, Site | None]]:
@@ -84,12 +86,15 @@ class _Where(nullcontext[None]):
             code = frame.f_code
             held = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
             layer = self.names.get(id(held)) if layer is None else layer
-            if code.co_filename.startswith(GENERATED) and id(held) in self.graphs:
-                path, lines, modules = self.graphs[id(held)]
-                node = lines[frame.f_lineno]
-                site: Site | None = node.meta.get(SITE)
-                return {(named_below(path, site.layer if site else module_of(node, modules)), site)}
+            here = self.graphs.get(id(held), {}).get(frame.f_lineno)
+            if here is not None and code.co_filename.startswith(GENERATED):
+                return {here}
         return {(layer or "", None)}
+
+
+def _place(path: str, node: fx.Node, known: Modules) -> tuple[str, Site | None]:
+    site: Site | None = node.meta.get(SITE)
+    return named_below(path, site.layer if site else module_of(node, known)), site
 
 
 def module_products(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Product]:
