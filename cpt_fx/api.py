@@ -106,12 +106,12 @@ def transform_with(
         assert session.state.schedule is schedule
     session.reminder.watch(session, plain, root)
     if session.frontend == "dynamo" and examples is not None:
-        session.examples = session.looking = True
+        session.examples = True
         with trial(root):
             run_aside(root, *examples)
             if frontend == "export":
                 session.engine.demand_one_graph(*examples)
-        session.examples = session.looking = False
+        session.examples = False
     if prove and examples is not None and not any(tensor.is_meta for tensor in root.parameters()):
         from cpt_fx.inspection.verification import prove as prove_it  # which needs this module
 

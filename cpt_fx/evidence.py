@@ -58,32 +58,28 @@ def witness(record: Tensor, x: Tensor, result: Tensor, bits: int, keep: tuple[in
     if not 0 < bits < FULL_PRECISION or not (is_free(record) and is_free(x)) or int(record[bits]):
         return
     before, after = sample_group(x, keep, over, block), sample_group(result, keep, over, block)
-    seen = _by_kernel(before, after)
-    if seen is None:
-        seen = _by_torch(before.double(), after.double())
+    seen = _measured(before, after)
     if seen is not None:
         record[bits], record[FULL_PRECISION + bits] = seen
 
 
-def _by_torch(before: Tensor, after: Tensor) -> tuple[int, int] | None:
-    """Return the number of levels and the error in parts per billion; None where a value is not finite."""
+def _measured(before: Tensor, after: Tensor) -> tuple[int, int] | None:
+    """Return the number of levels and the error in parts per billion; None where a value is not finite.
+
+    In one call, where a kernel can read the memory of both: a width is new to every quantizer at once.
+    """
+    library = native.load("witness.cpp")
+    if library is not None and all(map(_readable, (before, after))):
+        levels, error = ctypes.c_int64(), ctypes.c_int64()
+        written = map(ctypes.byref, (levels, error))
+        finite = library.cpt_fx_witness(before.data_ptr(), after.data_ptr(), before.numel(), *written)
+        return (levels.value, error.value) if finite else None
+    before, after = before.double(), after.double()
     if not bool(after.isfinite().all()):
         return None
     spread = before.norm()
-    error = (after - before).norm() / spread if bool(spread > 0) else spread
-    return after.unique().numel(), int((error * 1e9).round())
-
-
-def _by_kernel(before: Tensor, after: Tensor) -> tuple[int, int] | None:
-    """Do the same in one call, where that can read the memory of both: a width is new to every quantizer at once."""
-    library = native.load("witness.cpp")
-    if library is None or not all(map(_readable, (before, after))):
-        return None
-    levels, error = ctypes.c_int64(), ctypes.c_int64()
-    finite = library.cpt_fx_witness(
-        before.data_ptr(), after.data_ptr(), before.numel(), ctypes.byref(levels), ctypes.byref(error)
-    )
-    return (levels.value, error.value) if finite else None
+    apart = (after - before).norm() / spread if bool(spread > 0) else spread
+    return after.unique().numel(), int((apart * 1e9).round())
 
 
 def _readable(sample: Tensor) -> bool:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-from torch import fx, nn
+from torch import fx
 
 from cpt_fx.bodies import outermost
-from cpt_fx.runtime import Precision
+
+if TYPE_CHECKING:
+    from cpt_fx.standalone import Result
 
 NOT_PROVEN = "captured, not proven: call `verify(*inputs)`"
 
@@ -20,17 +23,12 @@ def resting(graphs: Sequence[fx.GraphModule]) -> Iterator[set[int]]:
     """Yield those of some graphs that have not run inside: of another call, of a layer by itself, of another branch."""
     rested = {id(module) for module in graphs}
 
-    def noted(module: fx.GraphModule) -> Callable[..., Any]:
-        forward = module.forward
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            rested.discard(id(module))
-            return forward(*args, **kwargs)
-
-        return run
+    def run(number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        rested.discard(number)
+        return forward(*args, **kwargs)
 
     for module in graphs:
-        module.__dict__["forward"] = noted(module)
+        module.__dict__["forward"] = partial(run, id(module), module.forward)
     try:
         yield rested
     finally:
@@ -38,27 +36,10 @@ def resting(graphs: Sequence[fx.GraphModule]) -> Iterator[set[int]]:
             module.__dict__.pop("forward", None)
 
 
-class Provable(Protocol):
-    """What a proof is of: a transform and its result."""
-
-    proof: Proof | None
-
-    @property
-    def root(self) -> nn.Module:
-        """The model."""
-
-    @property
-    def state(self) -> Precision:
-        """What drives it."""
-
-    def graphs(self) -> list[fx.GraphModule]:
-        """Return its graphs."""
-
-
 class Proof:
     """What a result was when it was proven; `rested` are the graphs that did not run then."""
 
-    def __init__(self, of: Provable, covers: str, rested: set[int]) -> None:
+    def __init__(self, of: Result, covers: str, rested: set[int]) -> None:
         self.covers = covers
         awake = (one for one in of.graphs() if rested.isdisjoint((id(one), id(outermost(one)))))
         self.graphs = [(ref(one), _text(one.graph)) for one in awake]
@@ -66,7 +47,7 @@ class Proof:
         schedule = of.state.schedule
         self.schedule = None if schedule is None else ref(schedule)
 
-    def changes(self, of: Provable, first: int) -> Iterator[str]:
+    def changes(self, of: Result, first: int) -> Iterator[str]:
         """Say what is another one by now; `first` is the number of the first graph."""
         known = {id(module): text for held, text in self.graphs if (module := held()) is not None}
         modules = dict(enumerate(of.graphs(), first))
@@ -86,7 +67,7 @@ class Proof:
             yield "another schedule was bound since"
 
 
-def proven_state(parts: Sequence[tuple[str, Provable]], outside: Iterable[str] = ()) -> str:
+def proven_state(parts: Sequence[tuple[str, Result]], outside: Iterable[str] = ()) -> str:
     """Say whether a model was proven, and what of that still holds."""
     first, covers, missing = 0, "", []
     for path, part in parts:
@@ -107,6 +88,5 @@ def _text(graph: fx.Graph) -> str:
 
 
 def _graphs(places: list[int]) -> str:
-    if len(places) == 1:
-        return f"graph {places[0]} was"
-    return f"graphs {', '.join(map(str, places))} were"
+    several = len(places) > 1
+    return f"graph{'s' * several} {', '.join(map(str, places))} {'were' if several else 'was'}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from types import ModuleType
 from typing import Any
 
@@ -115,8 +115,10 @@ def recalibrate(
         with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
             for put_back in _generators(batches, 3):
                 stack.callback(put_back)
-            for context in (trial(model), *map(_unnoticed, sessions)):
-                stack.enter_context(context)
+            stack.enter_context(trial(model))
+            for session in sessions:  # whose root may be outside of what runs
+                stack.callback(setattr, session.root, "training", session.root.training)
+                session.root.training = False
             layers = _alone_in_training(model, layers)
             if layers:
                 if bits is not None:
@@ -270,22 +272,6 @@ def _without_layer(session: Session) -> Iterator[str]:
             path, _ = module_path(node)
             if not isinstance(modules.get(path), _BatchNorm):
                 yield path or session.kind
-
-
-@contextmanager
-def _unnoticed(session: Session) -> Iterator[None]:
-    """Evaluate without being noticed, where the root may be outside of what runs."""
-    mode, session.root.training = session.root.training, False
-    noticed = isinstance(session, Session)
-    if noticed:
-        before = session._evaluates, session.reminder.awake
-        session._evaluates = session.reminder.awake = True
-    try:
-        yield
-    finally:
-        session.root.training = mode
-        if noticed:
-            session._evaluates, session.reminder.awake = before
 
 
 def _generators(holder: object, depth: int) -> Iterator[Callable[[], object]]:

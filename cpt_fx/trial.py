@@ -32,28 +32,16 @@ def is_sharded(kind: type) -> bool:
 
 
 @contextmanager
-def looking(model: nn.Module) -> Iterator[None]:
-    """Call a result without being its user: no reminder counts the calls, no warning of an evaluation is due."""
-    sessions: list[Any] = [session for _, session in sessions_in(model)]
-    before = [session.looking for session in sessions]
-    for session in sessions:
-        session.looking = True
-    try:
-        yield
-    finally:
-        for session, was in zip(sessions, before, strict=True):
-            session.looking = was
-
-
-@contextmanager
 def trial(model: nn.Module) -> Iterator[None]:
     """Put copies in the place of all buffers, and undo on leaving whatever happened inside.
 
     The originals of the buffers are not written at all, so that a backward pass that is still to come finds them as
     its forward pass left them. Parameters stay; one that the model's own code overwrites gets its values back. What we
-    add for a graph that is captured inside starts anew.
+    add for a graph that is captured inside starts anew. Who calls is not the user: no reminder counts the calls, and no
+    warning of an evaluation is due.
     """
-    states = [session.state for _, session in sessions_in(model)]
+    sessions = [session for _, session in sessions_in(model)]
+    states = [session.state for session in sessions]
     hidden = (module for state in states for module in state.modules())
     everything = {id(module): module for module in (*model.modules(), *hidden)}.values()
     modules = [(module, module._buffers.copy(), module.training) for module in everything]
@@ -64,6 +52,9 @@ def trial(model: nn.Module) -> Iterator[None]:
     # What `fully_shard` has gathered for a pass is freed in the next one, and must not be written afterwards.
     sharded: list[Any] = [one for one in model.modules() if is_sharded(type(one))]
     with ExitStack() as stack:
+        for session in sessions:
+            stack.callback(setattr, session, "looking", session.looking)
+            session.looking = True
         for one in sharded:
             one.reshard()
         stack.enter_context(unchanged(model, values=True))
@@ -102,26 +93,6 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
             yield from tensors_in(getattr(value, field.name))
-
-
-def forward_and_backward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, gradients: bool) -> bool:
-    """Run a model once, and, for `gradients`, back from a random weighted sum of its floating outputs; say if it did.
-
-    `torch.autograd.grad` accumulates nothing: neither `.grad` nor hooks that step an optimizer are involved. The
-    weights are random because the gradient of a plain sum is one number, on which nothing can be seen.
-    """
-    with torch.inference_mode(False), torch.set_grad_enabled(gradients):
-        outputs = list(tensors_in(called(model, args, kwargs)))
-        if not gradients:
-            return False
-        candidates = [*model.parameters(), *tensors_in(args), *tensors_in(kwargs)]
-        leaves = list({id(leaf): leaf for leaf in candidates if leaf.requires_grad}.values())
-        floating = [out for out in outputs if out.is_floating_point() and out.requires_grad]
-        losses = [(out * torch.randn_like(out)).sum() for out in floating]
-        if not (leaves and losses):
-            return False
-        torch.autograd.grad(losses, leaves, allow_unused=True)
-        return True
 
 
 def called(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -6,9 +6,8 @@ from torch import nn
 
 from cpt_fx.api import history_of
 from cpt_fx.inspection.model import CaptureInfo, Inspection
-from cpt_fx.inspection.products import ProductView
 from cpt_fx.inspection.verification import Verification, VerificationError
-from cpt_fx.inspection.views import QuantizerView
+from cpt_fx.inspection.views import ProductView, QuantizerView
 
 __all__ = ["CaptureInfo", "Inspection", "ProductView", "QuantizerView", "Verification", "VerificationError", "inspect"]
 

@@ -160,3 +160,20 @@ def label_of(item: Item) -> str:
     if item.kind == "module":
         return f"module {item.path or item.title}: {module_note(item)}"
     return f"{item.kind} {item.facts.get('node', item.title)}"
+
+
+def keys(roles: list[str]) -> tuple[str, float]:
+    """Return what the colours and shapes of boxes mean, in one line, and its length."""
+    entries = [(f"box quantizer {role}", role) for role in roles]
+    entries += [("box op", "operator"), ("box value", "parameter")]
+    entries += [("box end", "input, output"), ("box module", "module")]
+    parts, x = [], 0.0
+    for kind, label in entries:
+        swatch = rectangle("body", x, 0, 22, 14, 7 if kind in ("box value", "box end") else 4)
+        if "quantizer" in kind:
+            swatch += rectangle("badge", x + 2, 2, 9, 10, 2)
+        parts.append(f'<g class="{kind}">{swatch}</g>{text("s", x + 28, 7, label)}')
+        x += 28 + plain(label) + 14
+    note = "coloured boxes quantize, numbers are bits"
+    parts.append(text("s", x, 7, note))
+    return "".join(parts), x + plain(note)

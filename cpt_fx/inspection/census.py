@@ -10,9 +10,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import thread as pool
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 from cpt_fx.evidence import LOOKING
 from cpt_fx.frames import skip_frame
 from cpt_fx.inspection.levels import Grids
-from cpt_fx.inspection.places import Kind, Place, Places, is_changed_by_a_hook, operands_at, quantizer_of, spare_factors
+from cpt_fx.inspection.places import Kind, Place, Places, is_changed_by_a_hook, operands_at
 from cpt_fx.meta import Uncovered
 from cpt_fx.numerics import Grid
 from cpt_fx.operators import factors, form_of
@@ -40,7 +40,7 @@ _CLOSED = ("aten", "prim", "prims", "profiler", "cpt_fx", "c10d")
 """Operators whose own code need not be looked into: what multiplies among them is known by name."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Unknown:
     """A product, or a quantizer, of which nobody knows: operands that come from no quantizer, and no entry says why."""
 
@@ -49,10 +49,10 @@ class Unknown:
     """The layer, or file and line of the model's code."""
     direction: str
     """`forward` or `backward`."""
-    shapes: tuple[tuple[int, ...], ...]
-    operands: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...] = field(compare=False)
+    operands: tuple[int, ...] = field(compare=False)
     """Which of them are on no grid, by their number among the factors."""
-    times: int = 1
+    times: int = field(default=1, compare=False)
 
     def __str__(self) -> str:
         """Name it in one line."""
@@ -65,34 +65,17 @@ class Unknown:
         )
 
 
-@dataclass
-class Seen:
-    """What a census found."""
-
-    products: int = 0
-    unknown: tuple[Unknown, ...] = ()
-    outside: tuple[str, ...] = ()
-    """Modules outside of what was transformed that multiply, and with which operators."""
-    listed: dict[Uncovered, fx.Graph | None] = field(default_factory=dict)
-    """Products on a way back that nothing quantizes: of a second backward pass, or behind a hook. With their graph."""
-    problems: tuple[str, ...] = ()
-    """Quantizers that show more levels than their width allows in one of their ranges."""
-    notes: tuple[str, ...] = ()
-
-
 @contextmanager
 def census(model: nn.Module) -> Iterator[Seen]:
     """Look at everything that is multiplied inside of a `with` block, in all threads that run there."""
-    book = _Book(Places(model))
-    seen = Seen()
-    LOOKING.append(book.quantized)
+    seen = Seen(Places(model))
+    LOOKING.append(seen.quantized)
     try:
-        with _in_every_thread(book), _Watch(book):
+        with _in_every_thread(seen), _Watch(seen):
             yield seen
     finally:
-        LOOKING.remove(book.quantized)
-        book.is_open = False
-        book.close(seen)
+        LOOKING.remove(seen.quantized)
+        seen.is_open = False
 
 
 def list_what_runs(model: nn.Module, seen: Seen) -> None:
@@ -109,9 +92,9 @@ class _Watch(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, book: _Book) -> None:
+    def __init__(self, seen: Seen) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.book = book
+        self.seen = seen
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -129,7 +112,7 @@ class _Watch(TorchDispatchMode):
             return NotImplemented  # a tensor of its own kind: what it comes down to is looked at
         if not isinstance(func, torch._ops.OpOverload):
             if form_of(func) is not None:  # flex attention: query, key and value come first
-                self.book.product(func, list(args[:3]))
+                self.seen.product(func, list(args[:3]))
             return func(*self._watched(args), **self._watched(kwargs))
         positions, is_composite, writes = _what_is(func)
         if is_composite:
@@ -138,12 +121,12 @@ class _Watch(TorchDispatchMode):
         if func.namespace not in _CLOSED and not positions:
             return self._opened(func, args, kwargs)
         with torch._C.DisableTorchFunction():
-            if positions and self.book.is_open:
-                self.book.product(func, [args[place] for place in positions if place < len(args)])
+            if positions and self.seen.is_open:
+                self.seen.product(func, [args[place] for place in positions if place < len(args)])
             result = func(*args, **kwargs)
             for place in writes:
                 written = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
-                self.book.grids.forget(written)
+                self.seen.grids.forget(written)
         return result
 
     def _opened(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -189,39 +172,49 @@ def _what_is(func: Any) -> tuple[tuple[int, ...], bool, tuple[int | str, ...]]:
 
 
 @dataclass
-class _Made:
-    """What is known of a product for its backward pass."""
-
-    place: Place
-    loose: int
-    runs: int = 1
-
-
-@dataclass
-class _Book:
+class Seen:
     """What a census has seen so far."""
 
     places: Places
     is_open: bool = True
     products: int = 0
-    unknown: dict[Any, Unknown] = field(default_factory=dict)
-    outside: dict[str, set[str]] = field(default_factory=dict)
     listed: dict[Uncovered, fx.Graph | None] = field(default_factory=dict)
-    problems: set[str] = field(default_factory=set)
+    """Products on a way back that nothing quantizes: of a second backward pass, or behind a hook. With their graph."""
     grids: Grids = field(default_factory=Grids)
-    _by_sequence: dict[int, _Made] = field(default_factory=dict)
+    unknown: list[Unknown] = field(default_factory=list)
+    """Products of which nobody knows."""
+    problems: list[str] = field(default_factory=list)
+    """Quantizers that show more levels than their width allows in one of their ranges."""
+    _outside: dict[str, set[str]] = field(default_factory=dict)
+    _made: dict[int, tuple[Place, int]] = field(default_factory=dict)
+    """By its number in autograd, where a product was made, and how many of its operands were on no grid."""
     _inside: set[Any] = field(default_factory=set)
     """Nodes that make several products of their operands, or other operands of them."""
+
+    @property
+    def outside(self) -> tuple[str, ...]:
+        """Modules outside of what was transformed that multiply, and with which operators."""
+        return tuple(f"{name} ({', '.join(sorted(ops))})" for name, ops in self._outside.items())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What could not be looked at, or shows nothing."""
+        notes = [
+            f"products of {why} tensors were not looked at: they hold no values" for why in sorted(self.grids.unread)
+        ]
+        if self.grids.single:
+            notes.append(
+                f"{self.grids.single} times a range had a single element: to quantize one number changes nothing"
+            )
+        return tuple(notes)
 
     def quantized(self, result: Tensor, bits: int | None, grid: Grid, record: Tensor | None) -> None:
         """Take note of the result of a quantizer."""
         with torch._C.DisableTorchFunction(), torch.no_grad(), _nobody():
             fits = self.grids.add(plain(result), bits, grid)
         if not fits:
-            place = self.places.now()
-            quantizer = quantizer_of(place)
-            name = ", ".join(quantizer.layers) if quantizer else place.name
-            self.problems.add(f"{name}: a quantizer shows more levels in one of its ranges than {bits} bits have")
+            said = f"a quantizer shows more levels in one of its ranges than {bits} bits have"
+            self.problems.append(f"{self.places.now().name}: {said}")
 
     def product(self, func: Any, operands: list[Any]) -> None:
         """Look at a product."""
@@ -241,14 +234,14 @@ class _Book:
         kept = replace(place, frame=None)
         number = _sequence() - 1
         for level in range(_LEVELS if place.transformed else 1):
-            self._by_sequence.setdefault(number - level, _Made(kept, len(loose)))
+            self._made.setdefault(number - level, (kept, len(loose)))
         if not loose or place.kind is Kind.LEFT:
             return
-        if place.kind is Kind.SITE and all(map(self.grids.hold, operands_at(place))):
+        if place.kind is Kind.SITE and all(map(self.grids.hold, known := operands_at(place))):
             assert place.site is not None
             if place.is_registered:
                 self._list(place, place.site.op, INSIDE, "")
-            if not spare_factors(place.site, len(operands)):
+            if len(operands) <= len(known):  # its recipe leaves no factor
                 self._inside.add(place.node)
             return
         self._report(func, operands, loose, place, "forward")
@@ -259,71 +252,46 @@ class _Book:
         if place.recomputes:
             self._forward(func, operands, loose, place)
             return
-        made = self._by_sequence.get(number)
-        if place.kind is not Kind.BACKWARD:
-            if loose:
-                self._report(func, operands, loose, place, "backward")
-            return
-        came = Place(Kind.NOWHERE, place.name or _name_of_node()) if made is None else made.place
-        if keeps_graph:
-            following = _sequence() - 1
-            second = came if came.kind is Kind.LEFT else Place(Kind.SECOND, came.name, came.node)
-            self._by_sequence.setdefault(following, _Made(second, 0))
+        came, allowed = place, 0
+        if place.kind is Kind.BACKWARD:
+            came, allowed = self._made.get(number, (Place(Kind.NOWHERE, place.name or _name_of_node()), 0))
+            if keeps_graph:
+                second = came if came.kind is Kind.LEFT else Place(Kind.SECOND, came.name, came.node)
+                self._made.setdefault(_sequence() - 1, (second, 0))
         if not loose or came.kind is Kind.LEFT:
             return
-        if came.kind is Kind.SECOND:
-            self._list(came, _short(func), OF_A_SECOND)
-            return
-        if is_changed_by_a_hook(came):
-            self._list(came, _short(func), HOOKED)
-            return
-        if came.kind is Kind.SITE and made is not None:
-            if len(loose) <= self._allowed(came, made):
-                return
-            if came.is_registered and came.site is not None:
+        if came.kind is Kind.SECOND or is_changed_by_a_hook(came):
+            self._list(came, _short(func), OF_A_SECOND if came.kind is Kind.SECOND else HOOKED)
+        elif came.site is None or len(loose) > self._allowed(came, allowed):
+            if came.site is not None and came.is_registered:
                 self._list(came, came.site.op, INSIDE)
-                return
-        self._report(func, operands, loose, came, "backward")
+            else:
+                self._report(func, operands, loose, came, "backward")
 
     def _list(self, place: Place, op: str, reason: str, operand: str = "gradient") -> None:
         graph = None if place.node is None else place.node.graph
         self.listed[Uncovered(place.name, op, reason, operand, by_choice=True)] = graph
 
-    def _allowed(self, place: Place, made: _Made) -> int:
-        """Return how many operands of a backward pass may be on no grid.
+    def _allowed(self, place: Place, forward: int) -> int:
+        """Return how many operands of a backward pass may be on no grid, where `forward` were on none before.
 
         That is what the recipe leaves, gradients as well: those of the result, and those of what is made in between.
         """
         if place.node in self._inside:
             return 9
         assert place.site is not None
-        return made.loose + (place.site.gradient is None or place.site.in_turn)
+        return forward + (place.site.gradient is None or place.site.in_turn)
 
     def _report(self, func: Any, operands: list[Any], loose: tuple[int, ...], place: Place, direction: str) -> None:
         if place.kind is Kind.OUTSIDE:
-            self.outside.setdefault(place.name, set()).add(_short(func))
+            self._outside.setdefault(place.name, set()).add(_short(func))
             return
         shapes = tuple(tuple(operand.shape) for operand in operands if isinstance(operand, Tensor))
         found = Unknown(_short(func), place.name, direction, shapes, loose)
-        key = (found.op, found.place, found.direction)
-        before = self.unknown.get(key)
-        self.unknown[key] = found if before is None else replace(before, times=before.times + 1)
-
-    def close(self, seen: Seen) -> None:
-        """Say what was seen."""
-        seen.products = self.products
-        seen.unknown = tuple(self.unknown.values())
-        seen.outside = tuple(f"{name} ({', '.join(sorted(ops))})" for name, ops in self.outside.items())
-        seen.listed = self.listed
-        seen.problems = tuple(sorted(self.problems))
-        notes = [
-            f"products of {why} tensors were not looked at: they hold no values" for why in sorted(self.grids.unread)
-        ]
-        if self.grids.single:
-            notes.append(
-                f"{self.grids.single} times a range had a single element: to quantize one number changes nothing"
-            )
-        seen.notes = tuple(notes)
+        if found in self.unknown:
+            self.unknown[self.unknown.index(found)].times += 1
+        else:
+            self.unknown.append(found)
 
 
 def _sequence() -> int:
@@ -359,30 +327,23 @@ def _nobody() -> Iterator[None]:
 
 
 @contextmanager
-def _in_every_thread(book: _Book) -> Iterator[None]:
+def _in_every_thread(seen: Seen) -> Iterator[None]:
     """Look at what threads do that start meanwhile, and at what pools of threads are given."""
 
     def watched(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Without what `with` does: its flags are those of the process.
-        if not book.is_open or torch._C._len_torch_dispatch_stack():
+        if not seen.is_open or torch._C._len_torch_dispatch_stack():
             return run(*args, **kwargs)
-        _push_mode(_Watch(book))
+        _push_mode(_Watch(seen))
         try:
             return run(*args, **kwargs)
         finally:
             _pop_mode()
 
     places: list[tuple[Any, str]] = [(threading.Thread, "_bootstrap_inner"), (pool._WorkItem, "run")]
-    plain_ones = [getattr(kind, name) for kind, name in places]
-    for (kind, name), run in zip(places, plain_ones, strict=True):
-        setattr(kind, name, _method(watched, run))
-    try:
+    with ExitStack() as stack:
+        for kind, name in places:
+            run = getattr(kind, name)
+            stack.callback(setattr, kind, name, run)
+            setattr(kind, name, lambda self, *args, run=run: watched(run, self, *args))
         yield
-    finally:
-        for (kind, name), run in zip(places, plain_ones, strict=True):
-            setattr(kind, name, run)
-
-
-def _method(function: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that calls a function with another one in front."""
-    return lambda self, *args: partial(function, run)(self, *args)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +15,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from cpt_fx.capture.memory import run_aside
-from cpt_fx.inspection.digraph import module_of
+from cpt_fx.inspection.places import GENERATED, frames, nodes_by_line
+from cpt_fx.inspection.tree import Modules, module_of
 from cpt_fx.inspection.views import named_below
 from cpt_fx.meta import SITE, Site
 from cpt_fx.operators import FLOPS
-from cpt_fx.result import plain_rest
-from cpt_fx.standalone import transformed_in
+from cpt_fx.standalone import Result, transformed_in
 from cpt_fx.trial import eager_model, trial
 
 
@@ -34,7 +34,7 @@ class Product:
 
 
 @contextmanager
-def _counting(model: nn.Module) -> Iterator[FlopCounterMode]:
+def _counting(model: nn.Module, where: _Where) -> Iterator[FlopCounterMode]:
     """Count operations in evaluation mode, with the fused kernels off that the counter does not know."""
     fast_path = torch.backends.mha.get_fastpath_enabled()
     with ExitStack() as stack:
@@ -53,8 +53,8 @@ def _counting(model: nn.Module) -> Iterator[FlopCounterMode]:
             module.training = False
         ours = {torch.ops.cpt_fx._multiply: _integer_flops} | {_operator(name): cost for name, cost in FLOPS.items()}
         counter = FlopCounterMode(display=False, custom_mapping=ours)
-        # It would set hooks for all modules, which want to be called as modules then.
-        counter.mod_tracker = _NoModules()  # type: ignore[assignment]
+        # Its own would set hooks for all modules, which want to be called as modules then.
+        counter.mod_tracker = where  # type: ignore[assignment]
         yield stack.enter_context(counter)
 
 
@@ -63,50 +63,65 @@ def _operator(name: str) -> Any:
     return getattr(getattr(torch.ops, namespace), packet)
 
 
-class _NoModules(nullcontext[None]):
-    """Tells the counter of no modules."""
+class _Where(nullcontext[None]):
+    """Tells the counter where it is, in the place of a module's name: the layer, and of a node what was decided."""
 
-    parents = frozenset({"Global"})
+    def __init__(self, model: nn.Module, parts: Sequence[tuple[str, Result]] = ()) -> None:
+        super().__init__()
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self.graphs: dict[int, dict[int, tuple[str, Site | None]]] = {}
+        for path, part in parts:
+            self.names |= {id(module): named_below(path, name) for name, module in part.root.named_modules()}
+            for graph in part.graphs():
+                known = dict(graph.named_modules(remove_duplicate=False))
+                self.graphs[id(graph)] = {
+                    line: _place(path, node, known) for line, node in nodes_by_line(graph).items()
+                }
+
+    @property
+    def parents(self) -> set[tuple[str, Site | None]]:
+        """The node that runs, or, outside of all graphs, the innermost module."""
+        layer = None
+        for frame in frames():
+            code = frame.f_code
+            held = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+            layer = self.names.get(id(held)) if layer is None else layer
+            here = self.graphs.get(id(held), {}).get(frame.f_lineno)
+            if here is not None and code.co_filename.startswith(GENERATED):
+                return {here}
+        return {(layer or "", None)}
+
+
+def _place(path: str, node: fx.Node, known: Modules) -> tuple[str, Site | None]:
+    site: Site | None = node.meta.get(SITE)
+    return named_below(path, site.layer if site else module_of(node, known)), site
 
 
 def module_products(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Product]:
     """Count a plain model: to each module what runs in it and not in a module below it."""
     model = eager_model(model)
-    own = {name: 0 for name, _ in model.named_modules()}
-
-    def note(name: str, spent: int) -> None:
-        own[name] += spent
-
-    with _counting(model) as counter, _watched(model.named_modules(), counter, note):
+    with _counting(model, _Where(model)) as counter:
         run_aside(model, args, kwargs)
-    return [Product(name, flops) for name, flops in own.items()]
+    found = {product.layer: product for product in _products(counter)}
+    return [found[name] for name, _ in model.named_modules() if name in found]
 
 
-@contextmanager
-def _watched(
-    modules: Iterable[tuple[str, nn.Module]], counter: FlopCounterMode, note: Callable[[str, int], None]
-) -> Iterator[None]:
-    """Note at the end of each call of a module what ran in it and not in another one of them."""
-    running: list[list[int]] = []
+def graph_products(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Product]:
+    """Count a transformed model operator by operator, and module by module what stands in no graph."""
+    model = _for_a_look(eager_model(model))
+    _check_inputs(model, args, kwargs)
+    with _counting(model, _Where(model)) as counter:
+        # Once before: Dynamo may need other graphs for evaluation.
+        run_aside(model, args, kwargs)
+        counter.flop_counts.clear()
+        counter.mod_tracker = _Where(model, transformed_in(model))  # type: ignore[assignment]
+        run_aside(model, args, kwargs)
+    return _products(counter)
 
-    def enter(module: nn.Module, given: Any) -> None:
-        running.append([counter.get_total_flops(), 0])
 
-    def leave(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, given: Any, result: Any) -> None:
-            start, inner = running.pop()
-            spent = counter.get_total_flops() - start
-            note(name, spent - inner)
-            if running:
-                running[-1][1] += spent
-
-        return hook
-
-    with ExitStack() as hooks:
-        for name, module in modules:
-            hooks.callback(module.register_forward_pre_hook(enter).remove)
-            hooks.callback(module.register_forward_hook(leave(name)).remove)
-        yield
+def _products(counter: FlopCounterMode) -> list[Product]:
+    counts: Any = counter.flop_counts
+    return [Product(layer, sum(found.values()), site) for (layer, site), found in counts.items()]
 
 
 def _integer_flops(name: str, a: Sequence[Any], b: Sequence[Any], *rest: Any, out_shape: Any) -> int:
@@ -115,49 +130,6 @@ def _integer_flops(name: str, a: Sequence[Any], b: Sequence[Any], *rest: Any, ou
         return 0
     summed = torch.Size(b[0][1:]).numel() if name.startswith("conv") else int(a[0][-1])
     return 2 * torch.Size(out_shape).numel() * summed
-
-
-class _Counter(fx.Interpreter):
-    """Runs a graph node by node and notes what each costs."""
-
-    def __init__(self, path: str, module: fx.GraphModule, counter: FlopCounterMode, products: list[Product]) -> None:
-        super().__init__(module)
-        self.path = path
-        self.counter = counter
-        self.products = products
-        self.known = dict(module.named_modules(remove_duplicate=False))
-
-    def run_node(self, n: fx.Node) -> Any:
-        """Run one node."""
-        before = self.counter.get_total_flops()
-        result = super().run_node(n)
-        spent = self.counter.get_total_flops() - before
-        if spent:
-            site: Site | None = n.meta.get(SITE)
-            layer = site.layer if site else module_of(n, self.known)
-            self.products.append(Product(named_below(self.path, layer), spent, site))
-        return result
-
-
-def graph_products(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Product]:
-    """Count a transformed model operator by operator, and layer by layer what stands outside of what is transformed."""
-    products: list[Product] = []
-    model = _for_a_look(eager_model(model))
-    _check_inputs(model, args, kwargs)
-    with _counting(model) as counter, ExitStack() as restored:
-        # Once before: Dynamo may need other graphs for evaluation.
-        run_aside(model, args, kwargs)
-        before = counter.get_total_flops()
-        for path, result in transformed_in(model):
-            for module in result.graphs():
-                interpreter = _Counter(path, module, counter, products)
-                restored.callback(module.__dict__.pop, "forward")
-                module.__dict__["forward"] = _entrance(interpreter)
-        plain = _watched(plain_rest(model), counter, lambda name, spent: products.append(Product(name, spent)))
-        restored.enter_context(plain)
-        run_aside(model, args, kwargs)
-        rest = counter.get_total_flops() - before - sum(product.flops for product in products)
-    return [*products, Product("", rest)]
 
 
 def _for_a_look(model: nn.Module) -> nn.Module:
@@ -177,15 +149,3 @@ def _check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         if name and what.startswith("missing"):
             raise TypeError(f"the model needs the argument {name}, which the example inputs leave out") from None
         raise
-
-
-def _entrance(interpreter: _Counter) -> Callable[..., Any]:
-    """Return a forward that runs the interpreter: keywords and defaults become what the placeholders expect."""
-    signature = inspect.signature(interpreter.module.forward)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        return interpreter.run(*given.args, *given.kwargs.values())
-
-    return forward

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 from cpt_fx.formats import most_levels
 from cpt_fx.inspection import boxes
 from cpt_fx.inspection.layout import GAP_X, GAP_Y, LANE, PORT_Y, TIGHT, arrivals, place, plan
-from cpt_fx.inspection.svg import BACK, PAD, drawing, levels_of
-from cpt_fx.inspection.table import levels, what, width_text, widths_by_role
-from cpt_fx.inspection.theme import DARK, LIGHT, resource, variables
+from cpt_fx.inspection.svg import BACK, DARK, LIGHT, PAD, drawing, levels_of, resource, variables
+from cpt_fx.inspection.table import cells, what, width_text, widths_by_role
 from cpt_fx.inspection.tree import Item, build
-from cpt_fx.inspection.views import QuantizerView
-from cpt_fx.integer.counts import DIRECTIONS
+from cpt_fx.inspection.views import HEADS, QuantizerView
 
 if TYPE_CHECKING:
     from cpt_fx.inspection.model import Inspection
@@ -161,21 +159,11 @@ def _products(inspection: Inspection) -> str:
     products = inspection.products
     if not any(product.lowered for product in products):
         return ""
-    rows = [
-        (item.layer or "(root)", item.op, *(item.ran() if item.lowered else ("–",) * 3), "; ".join(item.reasons))
-        for item in products
-    ]
-    heads = ("layer", "product", *DIRECTIONS, "in floating point because")
-    return f"<section><h2>On integers</h2>{_table(heads, rows)}</section>"
+    return f"<section><h2>On integers</h2>{_table(HEADS, [product.cells() for product in products])}</section>"
 
 
 def _quantizers(views: tuple[QuantizerView, ...]) -> str:
-    rows = [
-        (view.layer, view.op, what(view), str(view.format).replace("/", " "), str(view.bits),
-         str(view.times_run) if view.times_run else "never", levels(view),
-         f"{view.error[view.seen]:.2%}" if view.seen else "–")
-        for view in views
-    ]  # fmt: skip
+    rows = [(view.layer, view.op, *cells(view, 2)) for view in views]
     return _table(("layer", "operator", "quantized", "format", "bits", "runs", "levels", "error"), rows)
 
 

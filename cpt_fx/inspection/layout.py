@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import networkx as nx
 import numpy as np
@@ -134,12 +134,12 @@ class Placed:
     """Coordinates: centre x and top y of each id, height of each row, and the size of the whole."""
 
     x: dict[str, float]
-    top: dict[str, float]
-    row_of: dict[str, int]
-    row_top: list[float]
-    row_height: list[float]
-    width: float
-    height: float
+    top: dict[str, float] = field(default_factory=dict)
+    row_of: dict[str, int] = field(default_factory=dict)
+    row_top: list[float] = field(default_factory=list)
+    row_height: list[float] = field(default_factory=list)
+    width: float = 0.0
+    height: float = 0.0
     cuts: dict[int, float] = field(default_factory=dict)
     """Rows at which a new column starts, and where the way up to it is."""
 
@@ -147,8 +147,7 @@ class Placed:
 def place(plan: Plan, boxes: Boxes) -> Placed:
     """Put boxes into their rows, straight below what they follow where there is room."""
     width = {node: boxes.get(node, _LANE).width for row in plan.rows for node in row}
-    row_of = {node: place for place, row in enumerate(plan.rows) for node in row}
-    axis = {node: _axis(boxes.get(node, _LANE)) for node in row_of}
+    axis = {node: _axis(boxes.get(node, _LANE)) for node in width}
     x: dict[str, float] = {}
     for row in plan.rows:
         _settle(row, [0.0] * len(row), width, x)
@@ -168,21 +167,33 @@ def place(plan: Plan, boxes: Boxes) -> Placed:
                 wanted.append(wish / sum(weights) - axis[node] if near else x[node])
             _settle(row, wanted, width, x)
     _straighten(plan, width, x)
-    left = min((x[node] - width[node] / 2 for node in x), default=0.0)
-    right = max((x[node] + width[node] / 2 for node in x), default=0.0)
-    top: dict[str, float] = {}
-    row_top, row_height, y, gap = [], [], 0.0, 0.0
-    for row in plan.rows:
-        height = max((boxes[node].height for node in row if node in boxes), default=0.0)
-        y += gap if height and row is not plan.rows[0] else min(gap, PORT_Y)
-        row_top.append(y)
-        row_height.append(height)
-        for node in row:
-            top[node] = y + (height - boxes[node].height) / 2 if node in boxes else y
-        y += height
-        gap = GAP_Y if height else PORT_Y
-    shifted = {node: value - left for node, value in x.items()}
-    return Placed(shifted, top, row_of, row_top, row_height, right - left, y)
+    return _stacked(plan, boxes, x, [0])
+
+
+def _stacked(plan: Plan, boxes: Boxes, x: dict[str, float], starts: list[int]) -> Placed:
+    """Put rows below each other, in columns that begin at some of them."""
+    placed = Placed({}, row_of={node: place for place, row in enumerate(plan.rows) for node in row})
+    left = -GUTTER
+    for first, end in itertools.pairwise([*starts, len(plan.rows)]):
+        nodes = [(node, boxes.get(node, _LANE).width / 2) for row in plan.rows[first:end] for node in row]
+        low = min((x[node] - half for node, half in nodes), default=0.0)
+        if first:
+            placed.cuts[first] = left + GUTTER / 2
+        left += GUTTER
+        placed.x |= {node: x[node] - low + left for node, _ in nodes}
+        left += max((x[node] + half for node, half in nodes), default=0.0) - low
+        y = gap = 0.0
+        for row in plan.rows[first:end]:
+            height = max((boxes[node].height for node in row if node in boxes), default=0.0)
+            y += gap if height and y else min(gap, PORT_Y)
+            placed.row_top.append(y)
+            placed.row_height.append(height)
+            placed.top |= {node: y + (height - boxes[node].height) / 2 if node in boxes else y for node in row}
+            y += height
+            gap = GAP_Y if height else PORT_Y
+        placed.height = max(placed.height, y)
+    placed.width = left
+    return placed
 
 
 def _straighten(plan: Plan, width: dict[str, float], x: dict[str, float]) -> None:
@@ -269,22 +280,7 @@ def _broken(plan: Plan, placed: Placed, boxes: Boxes, height: float) -> Placed:
         if placed.row_top[row] + placed.row_height[row] - placed.row_top[starts[-1]] > height * 1.02:
             cuts = [place for place in possible if starts[-1] < place <= row]
             starts += cuts[-1:]
-    result = replace(placed, x=dict(placed.x), top=dict(placed.top), row_top=list(placed.row_top), cuts={})
-    left = 0.0
-    for first, end in itertools.pairwise([*starts, len(plan.rows)]):
-        nodes = [node for row in plan.rows[first:end] for node in row]
-        low = min(placed.x[node] - boxes.get(node, _LANE).width / 2 for node in nodes)
-        high = max(placed.x[node] + boxes.get(node, _LANE).width / 2 for node in nodes)
-        if first:
-            result.cuts[first] = left - GUTTER / 2
-        for node in nodes:
-            result.x[node] += left - low
-            result.top[node] -= placed.row_top[first]
-        for row in range(first, end):
-            result.row_top[row] -= placed.row_top[first]
-        left += high - low + GUTTER
-    result.width, result.height = left - GUTTER, max(map(sum, zip(result.row_top, result.row_height, strict=True)))
-    return result
+    return _stacked(plan, boxes, placed.x, starts)
 
 
 def _bridges(plan: Plan) -> list[int]:

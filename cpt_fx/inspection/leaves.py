@@ -1,9 +1,10 @@
-"""What can be compared of any value: the numbers of its tensors, plain values, and of all else its type."""
+"""What can be compared of any value, how one differs from another, and which differences are nothing but rounding."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+import copyreg
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -22,6 +23,18 @@ _DEPTH, _ITEMS = 8, 1000
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ABSENT: Any = object()
 """In the place of a leaf that is not there."""
+ROUNDING = 1e-5
+"""How far numbers may be apart, relative to the largest of a tensor, where the order of sums is another one."""
+SMALL = 0.01
+"""Some gradients are nothing but rounding, such as that of a key's bias: this part of the largest one measures them."""
+_MOVED, _ECHO = 1e-6, 5.0
+"""How much everything is scaled for that, and how many times what it does is rounding."""
+GRADIENT = "the gradient of "
+
+Found = dict[tuple[int, str], str]
+"""The number of a mode and the name of each thing that differs there -> how."""
+Runs = Sequence[Mapping[str, Any]]
+"""What came out of a run in each mode, by name."""
 
 
 def leaves(value: Any, path: str, known: frozenset[int] = frozenset()) -> Iterator[tuple[str, Any]]:
@@ -43,22 +56,15 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
         pairs = [(f".{name}", item) for name, item in zip(value._fields, value, strict=False)]
     elif isinstance(value, (set, frozenset)):
         pairs = [(" (items)", len(value))]
-    elif isinstance(value, (list, tuple)) or type(value).__name__ == "deque":
+    elif isinstance(value, (list, tuple, deque)):
         pairs = [(f"[{place}]", item) for place, item in enumerate(value)]
-    elif is_dataclass(value):
-        pairs = [(f".{field.name}", getattr(value, field.name, None)) for field in fields(value)]
     else:
-        slots = [name for kind in type(value).__mro__ for name in _slots(kind)]
+        slots = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
         held = {name: getattr(value, name, None) for name in slots} | getattr(value, "__dict__", {})
         pairs = [(f".{name}", item) for name, item in held.items() if not name.startswith("__")]
     yield from pairs[:_ITEMS]
     if len(pairs) > _ITEMS:
         yield " (items)", len(pairs)
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    found = kind.__dict__.get("__slots__", ())
-    return (found,) if isinstance(found, str) else tuple(found)
 
 
 def kept(value: Any) -> Any:
@@ -94,7 +100,8 @@ def _named(value: Any) -> str:
     return f"a {value.__name__}" if isinstance(value, type) else f"{value!r:.60}"
 
 
-def _of_tensors(ours: Tensor, theirs: Tensor) -> str:
+def unlike(ours: Tensor, theirs: Tensor) -> str:
+    """Say what besides numbers tells two tensors from each other."""
     for what in ("shape", "dtype", "layout", "device", "requires_grad"):
         mine, other = getattr(ours, what), getattr(theirs, what)
         if mine != other:
@@ -102,9 +109,13 @@ def _of_tensors(ours: Tensor, theirs: Tensor) -> str:
             return f"has {what}={mine} instead of {other}"
     if type(ours) is not type(theirs):
         return f"is a {type(ours).__name__} instead of a {type(theirs).__name__}"
-    parts = list(zip(_parts(ours.detach()), _parts(theirs.detach()), strict=False))
-    if all(_is_equal(mine, other) for mine, other in parts):
-        return ""
+    return ""
+
+
+def _of_tensors(ours: Tensor, theirs: Tensor) -> str:
+    if said := unlike(ours, theirs):
+        return said
+    parts = zip(_parts(ours.detach()), _parts(theirs.detach()), strict=False)
     return next((_how_far(mine, other) for mine, other in parts if not _is_equal(mine, other)), "")
 
 
@@ -127,18 +138,14 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 
 def _is_equal(ours: Tensor, theirs: Tensor) -> bool:
-    if ours.shape != theirs.shape:
-        return False
     bits = _WHOLE.get(ours.dtype.itemsize) if ours.is_floating_point() else None
     if bits is None:
         return torch.equal(ours, theirs)
     if torch.equal(ours.view(bits), theirs.view(bits)):
         return True
-    blank = ours.isnan()  # which can be written in many ways
-    if not bool(blank.any()) or not torch.equal(blank, theirs.isnan()):
-        return False
-    zero = ours.new_zeros(())
-    return torch.equal(torch.where(blank, zero, ours).view(bits), torch.where(blank, zero, theirs).view(bits))
+    # A NaN can be written in many ways.
+    ours, theirs = (torch.where(one.isnan(), torch.nan, one) for one in (ours, theirs))
+    return torch.equal(ours.view(bits), theirs.view(bits))
 
 
 def _how_far(ours: Tensor, theirs: Tensor) -> str:
@@ -165,3 +172,66 @@ def apart(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
     finite = other.abs()[other.isfinite()]
     far = float(torch.where(alike, 0.0, (mine - other).abs()).nan_to_num(nan=torch.inf).max())
     return far, float(finite.max()) if finite.numel() else 0.0
+
+
+def close_in(found: Found, ours: Runs, theirs: Runs) -> Found:
+    """Return the differences that another order of sums explains."""
+    near: Found = {}
+    floors = [SMALL * largest(run[name] for name in run if name.startswith(GRADIENT)) for run in theirs if found]
+    for (place, name), how in found.items():
+        floor = floors[place] if name.startswith(GRADIENT) else 0.0
+        near |= {(place, name): how} if is_close(ours[place].get(name), theirs[place].get(name), floor) else {}
+    return near
+
+
+def echoed_in(found: Found, ours: Runs, theirs: Runs, moved: Sequence[Runs], computed_with: Iterable[Tensor]) -> Found:
+    """Return the differences that are rounding beside the largest number of a run, and that rounding does make.
+
+    The sum of what was normalized is nothing but rounding, and so is the loss of what is learned by heart: no part of
+    such a number can be asked for. `moved` are runs of the plain model that differ from `theirs` by no more than
+    rounding; `computed_with` are its numbers, the largest of which counts. What rounding leaves alone is none.
+    """
+    near: Found = {}
+    scale = largest(computed_with)
+    limits = [ROUNDING * max(scale, largest(run.values())) for run in theirs]
+    for (place, name), how in found.items():
+        mine, other, *more = values = [runs[place].get(name, ABSENT) for runs in (ours, theirs, *moved)]
+        if _is_dense(other) and all(_is_alike(one, other) for one in values):
+            echo = max(apart(one, other)[0] for one in more)
+            near |= {(place, name): how} if apart(mine, other)[0] <= min(limits[place], _ECHO * echo) else {}
+    return near
+
+
+def scaled(tensors: Iterable[Tensor], seed: int) -> None:
+    """Scale each tensor by a number close to 1: elements that are equal, and zeros, stay so."""
+    chance = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for one in tensors:
+            if _is_dense(one) and 0 not in one.stride() and not one.is_inference():
+                one.mul_(1 + _MOVED * float(torch.randn((), generator=chance)))
+
+
+def largest(values: Iterable[Any]) -> float:
+    """Return the largest element of all dense tensors among some values."""
+    dense = (one.detach() for one in values if _is_dense(one) and one.numel())
+    return max((float(one.abs().max()) for one in dense), default=0.0)
+
+
+def _is_dense(value: Any) -> bool:
+    is_strided = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested
+    return is_strided and value.is_floating_point()
+
+
+def _is_alike(ours: Any, theirs: Any) -> bool:
+    """Whether nothing but numbers tells two tensors from each other."""
+    both = isinstance(ours, Tensor) and isinstance(theirs, Tensor)
+    return both and not unlike(ours, theirs) and theirs.is_floating_point()
+
+
+def is_close(ours: Any, theirs: Any, floor: float = 0.0) -> bool:
+    """Whether two tensors of one kind are equal up to float rounding."""
+    if not _is_alike(ours, theirs):
+        return False
+    ours, theirs = (one.to_dense() if one.layout is not torch.strided else one for one in (ours, theirs))
+    far, most = apart(ours, theirs)
+    return far <= max(ROUNDING, 8 * torch.finfo(ours.dtype).eps) * max(most, floor)

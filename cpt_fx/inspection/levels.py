@@ -44,14 +44,11 @@ def levels_in(rows: Tensor, most: int) -> tuple[int, Tensor]:
         found = torch.empty(rows.shape[0], most)
         count = library.cpt_fx_levels(rows.data_ptr(), *rows.shape, most, found.data_ptr())
         return count, found.view(-1)
-    rows = rows.to(torch.float64 if rows.dtype is torch.float64 else torch.float32)
-    levels, next_one = [], rows.amin(1, keepdim=True)
-    for _ in range(most):
-        levels.append(next_one)
-        next_one = torch.where(rows > next_one, rows, torch.inf).amin(1, keepdim=True)
-    every = torch.cat(levels, 1)
-    larger = int((every.isfinite().sum(1) + next_one.isfinite().squeeze(1)).max())
-    return larger, every[every.isfinite()]
+    ordered = rows.sort(1).values
+    is_new = torch.ones_like(ordered, dtype=torch.bool)
+    is_new[:, 1:] = ordered[:, 1:] > ordered[:, :-1]
+    is_new &= ordered.isfinite() & (is_new.cumsum(1) <= most + 1)
+    return int(is_new.sum(1).max()), ordered[is_new]
 
 
 def holds(x: Tensor, levels: Tensor) -> bool:

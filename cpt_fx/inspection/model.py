@@ -13,12 +13,11 @@ from torch import fx, nn
 
 from cpt_fx.api import graphs, history_of
 from cpt_fx.inspection import table
-from cpt_fx.inspection.digraph import digraph
 from cpt_fx.inspection.html import page
-from cpt_fx.inspection.products import ProductView, products_in
 from cpt_fx.inspection.svg import drawing
+from cpt_fx.inspection.tree import digraph
 from cpt_fx.inspection.verification import Verification, verify
-from cpt_fx.inspection.views import QuantizerView, fields, views_in
+from cpt_fx.inspection.views import ProductView, QuantizerView, fields, products_in, views_in
 from cpt_fx.meta import Uncovered
 from cpt_fx.pass_base import Report
 from cpt_fx.proof import proven_state

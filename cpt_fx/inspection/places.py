@@ -19,7 +19,7 @@ from torch.utils import checkpoint
 
 from cpt_fx.bodies import AUTHORS_OWN
 from cpt_fx.integer.ops import INTEGER_PRODUCTS
-from cpt_fx.meta import LEFT, QUANTIZER, SITE, Site, get_attribute, module_path
+from cpt_fx.meta import LEFT, SITE, Site, get_attribute, module_path
 from cpt_fx.names import frames_of
 from cpt_fx.operators import form_of
 from cpt_fx.regions import TRANSFORMED
@@ -27,7 +27,7 @@ from cpt_fx.result import PART
 
 _OURS, _TORCH = (str(Path(str(module.__file__)).parent) for module in (sys.modules["cpt_fx"], torch))
 _TESTED = str(Path(_OURS).parent / "passes")
-_GENERATED = "<eval_with_key>"
+GENERATED = "<eval_with_key>"
 _LISTING = {("net.py", "call"), ("scripts.py", "call")}
 """Functions of `cpt_fx.dynamo` that list what they run as it is: a local variable of theirs says so."""
 
@@ -82,16 +82,15 @@ class Places:
                 self._inside |= {id(part) for part in module.modules()}
         self._lines: dict[CodeType, dict[int, fx.Node]] = {}
         self._left_bodies: dict[int, fx.Node] = {}
-        self._seen: set[int] = set()
 
     def now(self) -> Place:
         """Return the place of the code that called this, up to the start of a backward pass where it is in one."""
         line, own, layer, again = "", "", 0, False
         backward = torch._C._current_autograd_node() is not None
-        for frame in _frames():
+        for frame in frames():
             code = frame.f_code
             file = code.co_filename
-            if file.startswith(_GENERATED):
+            if file.startswith(GENERATED):
                 found = self._node(frame)
                 place = None if found is None else self._of_node(found, frame, backward)
                 # Code of somebody else's inside of an operator, a mode or a hook, is no part of the operator.
@@ -132,7 +131,7 @@ class Places:
 
     def _of_node(self, node: fx.Node, frame: FrameType, backward: bool) -> Place | None:
         if SITE in node.meta:
-            return Place(Kind.SITE, node.meta[SITE].layer, node, frame, backward)
+            return Place(Kind.SITE, node.meta[SITE].layer, node, frame, recomputes=backward)
         if LEFT in node.meta:
             transformed = node.meta[LEFT] == TRANSFORMED
             return Place(Kind.LEFT, module_path(node)[0], node, transformed=transformed, recomputes=backward)
@@ -143,15 +142,15 @@ class Places:
         lines = self._lines.get(frame.f_code)
         if lines is None:
             module = frame.f_locals.get("self")
-            lines = self._lines[frame.f_code] = _lines_of(module) if isinstance(module, fx.GraphModule) else {}
-            self._note_bodies(module)
+            lines = self._lines[frame.f_code] = {}
+            if isinstance(module, fx.GraphModule):
+                lines |= nodes_by_line(module)
+                self._note_bodies(module)
             if id(module) in self._left_bodies:
-                lines = self._lines[frame.f_code] = dict.fromkeys(lines, self._left_bodies[id(module)])
+                lines |= dict.fromkeys(lines, self._left_bodies[id(module)])
         return lines.get(frame.f_lineno)
 
-    def _note_bodies(self, module: Any) -> None:
-        if not isinstance(module, fx.GraphModule):
-            return
+    def _note_bodies(self, module: fx.GraphModule) -> None:
         for node in module.graph.nodes:
             if node.target in AUTHORS_OWN and LEFT in node.meta:
                 for read in node.all_input_nodes:
@@ -167,14 +166,15 @@ def _line_of(node: fx.Node) -> str:
     return ", ".join(filter(None, (module_path(node)[0], where)))
 
 
-def _frames() -> Iterator[FrameType]:
+def frames() -> Iterator[FrameType]:
+    """Yield the frames of who called the function that asks, the innermost first."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
-def _lines_of(module: fx.GraphModule) -> dict[int, fx.Node]:
+def nodes_by_line(module: fx.GraphModule) -> dict[int, fx.Node]:
     """Return the node on each line of a graph's code."""
     nodes = list(module.graph.nodes)
     return {
@@ -204,13 +204,3 @@ def is_changed_by_a_hook(place: Place) -> bool:
     ends = [node for node in place.node.graph.nodes if node.name == place.site.gradient_name]
     users = [user for end in ends for user in (*end.users, *(after for user in end.users for after in user.users))]
     return any("register_hook" in str(getattr(user.target, "__name__", user.target)) for user in users)
-
-
-def spare_factors(site: Site, count: int) -> int:
-    """Return how many of an operator's factors its recipe leaves as they are."""
-    return max(0, count - sum(item.role != "bias" and not item.node for item in site.operands))
-
-
-def quantizer_of(place: Place) -> Any:
-    """Return the quantizer that a node is."""
-    return None if place.node is None else place.node.meta.get(QUANTIZER)

@@ -15,20 +15,22 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from cpt_fx.capture.base import MODULE_OWN
 from cpt_fx.capture.tree import plain_tree
 from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.history import History
 from cpt_fx.inspection.asking import GRADIENTS, TRAINING, asked
-from cpt_fx.inspection.leaves import ABSENT, difference, kept, leaves
-from cpt_fx.inspection.rounding import GRADIENT, TURNS, Found, close_in, echoed_in, largest, scaled
+from cpt_fx.inspection.leaves import ABSENT, GRADIENT, Found, close_in, difference, echoed_in, kept, leaves, scaled
 from cpt_fx.layer_state import PREFIX
 from cpt_fx.result import PART, plain_class, sessions_in
-from cpt_fx.trial import called, eager_model, looking, tensors_in, trial
+from cpt_fx.trial import called, eager_model, tensors_in, trial
 
 TOLD = 10
 """Differences that are told one by one."""
+TURNS = 3
+"""How often to ask what rounding does: by chance one number may stay as it is."""
 _CONTAINERS = (list, dict, set, deque)
 
 
@@ -51,7 +53,7 @@ class Call(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    stuck: Mapping[Mode, Exception] = MappingProxyType({})
+    stuck: Mapping[Mode, Exception | None] = MappingProxyType({})
     """Modes in which nobody goes back, and what the backward pass of the plain model raised there."""
 
 
@@ -80,6 +82,10 @@ class Run:
     """In which way its code asked for the mode."""
 
 
+Needed = Callable[[Mode, list[Run]], bool]
+"""Whether to run in a mode, after what the ones before have shown."""
+
+
 def compare(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: bool,
     history: Callable[[], History], source: nn.Module | None = None, rested: Set[int] = frozenset(),
@@ -93,12 +99,12 @@ def compare(
     source = plain_tree(inner) if source is None else eager_model(source)
     modes = [mode for mode in MODES if gradients or not mode.gradients]
     is_dynamos = "dynamo" in history().frontend
-    needed = partial(_needed, is_dynamos=is_dynamos) if gradients else _every
+    needed = partial(_needed, is_dynamos=is_dynamos) if gradients else None
     call, theirs = _runs_of_plain(source, Call(args, kwargs), modes, needed)
     ours = _runs_of_result(inner, call, [run.mode for run in theirs], is_dynamos)
     # What was put into a graph may ask what the plain model does not ask; a graph that rests may be of another mode.
     if len(ours) < len(modes) and (rested or _questions(ours) - _questions(theirs)):
-        call, theirs = _runs_of_plain(source, call, modes, _every)
+        call, theirs = _runs_of_plain(source, call, modes)
         ours = _runs_of_result(inner, call, modes, is_dynamos=True)
     as_it_is = [pair for pair in zip(ours, theirs, strict=True) if pair[0].mode.training == inner.training]
     if all(mine.failed is not None and other.failed is not None for mine, other in as_it_is):
@@ -111,21 +117,22 @@ def _judged(ours: list[Run], theirs: list[Run], source: nn.Module, call: Call, k
     notes: list[str] = []
     modes = [run.mode for run in theirs]
     found = _differences(ours, theirs)
-    close = [close_in(each, mine.found, other.found) for each, mine, other in zip(found, ours, theirs, strict=True)]
-    if any(_without(found, close)):
-        close = [near | more for near, more in zip(close, _echoes(found, ours, theirs, source, call), strict=True)]
-    if any(close):
+    came = [run.found for run in ours], [run.found for run in theirs]
+    close = close_in(found, *came)
+    if found.keys() - close.keys():
+        close |= echoed_in(found, *came, _moved(source, call, modes), source.parameters())
+    if close:
         if not any(report.name == "open" and report.changed for report in known.reports):
             alone = _alone(source, call, modes) if "dynamo" in known.frontend else theirs
             close = _without(close, _differences(alone, ours))
         found = _without(found, close)
         _note(notes, "at 32 bits {} as in the plain model up to float rounding, not to the bit", close)
-    if any(found):
+    if found:
         with trial(source):
             unstable = _differences(_runs(source, call, modes), theirs)
         found = _without(found, unstable)
         _note(notes, "two runs of the plain model itself differ: {} could not be compared", unstable)
-    left = [f"at 32 bits, {mode}: {how}" for mode, each in zip(modes, found, strict=True) for how in each.values()]
+    left = [f"at 32 bits, {modes[place]}: {how}" for (place, _), how in found.items()]
     for one in theirs:
         if one.stuck is not None:
             notes.append(f"{one.mode} gradients could not be compared: the plain model {_said(one.stuck)}")
@@ -138,10 +145,6 @@ def _judged(ours: list[Run], theirs: list[Run], source: nn.Module, call: Call, k
 
 def _questions(runs: Iterable[Run]) -> set[str]:
     return {question for run in runs for question in run.asked}
-
-
-def _every(mode: Mode, known: list[Run]) -> bool:
-    return True
 
 
 def _needed(mode: Mode, known: list[Run], is_dynamos: bool) -> bool:
@@ -157,7 +160,7 @@ def _needed(mode: Mode, known: list[Run], is_dynamos: bool) -> bool:
 
 
 def _runs_of_plain(
-    source: nn.Module, call: Call, modes: list[Mode], needed: Callable[[Mode, list[Run]], bool]
+    source: nn.Module, call: Call, modes: list[Mode], needed: Needed | None = None
 ) -> tuple[Call, list[Run]]:
     """Run the plain model. Where it is stuck on the way back, nobody goes back: checkpoints that it passed, and those
     that only the result passes, would have run their layers once more, and updated the buffers of these."""
@@ -171,28 +174,24 @@ def _runs_of_plain(
 
 def _runs_of_result(model: nn.Module, call: Call, modes: list[Mode], is_dynamos: bool) -> list[Run]:
     """Run a result at 32 bits. Dynamo's guards ask whatever the plain code asks, and its tracing asks everything."""
-    with looking(model), trial(model), ExitStack() as stack:
+    with trial(model), ExitStack() as stack:
         for _, part in sessions_in(model):
             stack.enter_context(part.state.at(FULL_PRECISION))
         return _runs(model, call, modes, watched=not is_dynamos)
 
 
-def _echoes(found: list[Found], ours: list[Run], theirs: list[Run], source: nn.Module, call: Call) -> list[Found]:
-    """Return the differences that the plain model shows as well when what is trained, or given, is scaled."""
-    moved: list[list[Run]] = []
-    as_given = {id(one) for one in tensors_in((call.args, call.kwargs))}  # what cannot be copied is not ours to scale
+def _moved(source: nn.Module, call: Call, modes: list[Mode]) -> list[list[dict[str, Any]]]:
+    """Return what comes out of the plain model when what is trained, or given, is scaled a little, a few times."""
+    moved = []
+    as_given = {id(one) for one in tensors_in(call[:2])}  # what cannot be copied is not ours to scale
     for turn in range(TURNS):
-        given, named = _copied((call.args, call.kwargs))
-        copied = [one for one in tensors_in((given, named)) if id(one) not in as_given]
+        given = _copied(call)
+        copied = [one for one in tensors_in(given[:2]) if id(one) not in as_given]
         trained = [*source.parameters(), *(one for one in copied if one.requires_grad)]
         with trial(source):
             scaled(trained or copied, turn)
-            moved.append(_runs(source, Call(given, named, call.stuck), [run.mode for run in theirs]))
-    scale = largest(source.parameters())
-    return [
-        echoed_in(each, mine.found, other.found, [run.found for run in runs], scale)
-        for each, mine, other, *runs in zip(found, ours, theirs, *moved, strict=True)
-    ]
+            moved.append([run.found for run in _runs(source, given, modes)])
+    return moved
 
 
 def _alone(source: nn.Module, call: Call, modes: list[Mode]) -> list[Run]:
@@ -204,36 +203,41 @@ def _alone(source: nn.Module, call: Call, modes: list[Mode]) -> list[Run]:
         return _runs(source, call, modes)
 
 
-def _without(found: list[Found], others: list[Found]) -> list[Found]:
-    return [{name: how for name, how in one.items() if name not in other}
-            for one, other in zip(found, others, strict=True)]  # fmt: skip
+def _without(found: Found, others: Found) -> Found:
+    return {key: how for key, how in found.items() if key not in others}
 
 
-def _note(notes: list[str], text: str, found: list[Found]) -> None:
-    names = list(dict.fromkeys(name for each in found for name in each))
+def _note(notes: list[str], text: str, found: Found) -> None:
+    names = list(dict.fromkeys(name for _, name in found))
     if names:
         notes.append(text.format(", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3)))
 
 
 def _runs(
-    model: nn.Module, call: Call, modes: list[Mode], *, watched: bool = True,
-    needed: Callable[[Mode, list[Run]], bool] = _every,
-) -> list[Run]:  # fmt: skip
+    model: nn.Module, call: Call, modes: list[Mode], *, watched: bool = True, needed: Needed | None = None
+) -> list[Run]:
     """Run a model in one mode after the other, as far as they are needed after what the ones before have shown."""
     flags = [(module, module.training) for module in model.modules()]
     as_given = model.training
     runs: list[Run] = []
     for mode in modes:
-        if not needed(mode, runs):
+        if needed is not None and not needed(mode, runs):
             continue
         model.train(mode.training)
         for module, flag in flags if mode.training == as_given else ():
             module.training = flag
         # Not the state in which the model was captured: a number drawn there must not be the one that is drawn here.
         _seed(model, 271_828 + MODES.index(mode))
-        given, named = _copied((call.args, call.kwargs))
-        runs.append(_run(model, Call(given, named, call.stuck), mode, watched))
+        runs.append(_run(model, _copied(call), mode, watched))
     return runs
+
+
+def run_in(model: nn.Module, call: Call, modes: list[Mode]) -> bool:
+    """Run a model in some modes; raise what it raises, and say whether gradients went back in any."""
+    runs = _runs(model, call, modes, watched=False)
+    for error in (error for run in runs for error in (run.failed, run.stuck) if error is not None):
+        raise error
+    return any(name.startswith(GRADIENT) for run in runs for name in run.found)
 
 
 def _seed(model: nn.Module, seed: int) -> None:
@@ -245,25 +249,18 @@ def _seed(model: nn.Module, seed: int) -> None:
     numpy.random.seed(seed)
 
 
-def _copied(given: Any) -> Any:
+def _copied(call: Call) -> Call:
     """Copy arguments, for code that writes to them; what cannot be copied, and modules, are passed as they are."""
     memo: dict[int, Any] = {}
-    for _, leaf in leaves(given, ""):
+    for _, leaf in leaves(call[:2], ""):
         if isinstance(leaf, Tensor) and not leaf.is_leaf:
             memo[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
-    memo |= {id(module): module for module in _modules_in(given)}
+    memo |= {id(module): module for module in pytree.tree_leaves(call[:2]) if isinstance(module, nn.Module)}
     try:
-        return copy.deepcopy(given, memo)
+        args, kwargs = copy.deepcopy(call[:2], memo)
     except Exception:
-        return given
-
-
-def _modules_in(value: Any) -> Iterator[nn.Module]:
-    if isinstance(value, nn.Module):
-        yield value
-    elif isinstance(value, (list, tuple, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _modules_in(item)
+        return call
+    return call._replace(args=args, kwargs=kwargs)
 
 
 def _run(model: nn.Module, call: Call, mode: Mode, watched: bool) -> Run:
@@ -320,7 +317,11 @@ def _is_new(before: Any, now: Any) -> bool:
 
 
 def _gradients(model: nn.Module, outputs: list[Any], given: Any) -> dict[str, Any]:
-    """Go back from everything that depends on anything, each element weighed by a random number of its own."""
+    """Go back from everything that depends on anything, each element weighed by a random number of its own.
+
+    `torch.autograd.grad` accumulates nothing: neither `.grad` nor hooks that step an optimizer are involved. The
+    weights are random because the gradient of a plain sum is one number, on which nothing can be seen.
+    """
     inputs = [leaf for _, leaf in leaves(given, "") if isinstance(leaf, Tensor) and leaf.requires_grad]
     wanted: dict[str, Tensor] = {
         f"{GRADIENT}{name}": one for name, one in model.named_parameters() if one.requires_grad
@@ -338,17 +339,18 @@ def _gradients(model: nn.Module, outputs: list[Any], given: Any) -> dict[str, An
 
 def _ends(outputs: list[Any]) -> Iterator[Tensor]:
     for _, leaf in leaves(outputs, ""):
-        if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.layout is torch.strided and not leaf.is_nested:
-            yield leaf
+        if isinstance(leaf, Tensor) and leaf.requires_grad and (leaf.is_nested or leaf.layout is torch.strided):
+            yield from leaf.unbind() if leaf.is_nested else (leaf,)
 
 
 def _drawn(tensor: Tensor) -> torch.dtype:
     return torch.complex64 if tensor.is_complex() else torch.float32
 
 
-def _differences(ours: list[Run], theirs: list[Run]) -> list[Found]:
-    """Return for each mode the name of everything that differs, and how."""
-    return [dict(_apart(*pair)) for pair in zip(ours, theirs, strict=True)]
+def _differences(ours: list[Run], theirs: list[Run]) -> Found:
+    """Return everything that differs, and how."""
+    pairs = enumerate(zip(ours, theirs, strict=True))
+    return {(place, name): how for place, pair in pairs for name, how in _apart(*pair)}
 
 
 def _apart(ours: Run, theirs: Run) -> Iterator[tuple[str, str]]:

@@ -1,31 +1,35 @@
-"""The drawing as a file: modules folded or opened to one depth."""
+"""The drawing as a file: modules folded or opened to one depth, in colours for light and dark."""
 
 from __future__ import annotations
 
+import re
 from html import escape
+from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from cpt_fx.errors import check_int
-from cpt_fx.inspection.boxes import (
-    TITLE_BAR,
-    Box,
-    box_of,
-    classes,
-    frame_of,
-    label_of,
-    number,
-    plain,
-    rectangle,
-    text,
-    title_width,
-)  # fmt: skip
+from cpt_fx.inspection.boxes import TITLE_BAR, Box, box_of, classes, frame_of, keys, label_of, number, text, title_width
 from cpt_fx.inspection.layout import Boxes, Placed, arrivals, in_columns, place, plan
-from cpt_fx.inspection.table import width_text, widths_by_role
-from cpt_fx.inspection.theme import standalone_style
+from cpt_fx.inspection.table import ROLES, width_text, widths_by_role
 from cpt_fx.inspection.tree import IN, OUT, Item, build
 
 if TYPE_CHECKING:
     from cpt_fx.inspection.model import Inspection
+
+LIGHT = {
+    "bg": "#ffffff", "ink": "#1b2230", "muted": "#5f6b7c", "card": "#ffffff", "under": "#f1f4f8", "rim": "#c9d1dc",
+    "rim-strong": "#93a0b2", "value": "#f1f4f8", "end": "#2b3442", "end-ink": "#ffffff", "frame": "#f8fafc",
+    "edge": "#8a97a8", "on-role": "#ffffff",
+    "weight": "#2563c9", "weight-soft": "#eaf1fd", "activation": "#a35203", "activation-soft": "#fdf1e2",
+    "bias": "#0f766e", "bias-soft": "#e3f5f2", "gradient": "#a6338f", "gradient-soft": "#fbeaf7",
+}  # fmt: skip
+DARK = {
+    "bg": "#12161d", "ink": "#e6eaf0", "muted": "#96a3b5", "card": "#1c222c", "under": "#171c24", "rim": "#3a4454",
+    "rim-strong": "#5b6a80", "value": "#222a35", "end": "#d5dce6", "end-ink": "#12161d", "frame": "#161b23",
+    "edge": "#6d7b8f", "on-role": "#12161d",
+    "weight": "#7fb0ff", "weight-soft": "#18263f", "activation": "#f2b366", "activation-soft": "#33260f",
+    "bias": "#5fd0c2", "bias-soft": "#11302d", "gradient": "#e59ad6", "gradient-soft": "#371a32",
+}  # fmt: skip
 
 READABLE = 120
 HIGH = 3000.0
@@ -48,13 +52,13 @@ def drawing(inspection: Inspection, depth: int | None) -> str:
     )
     state = inspection.state
     label = escape(f"{inspection.name}: {subtitle}; {state}")
-    legend, legend_width = _legend([*widths_by_role(views)])
+    legend, legend_width = keys([*widths_by_role(views)])
     width = max(placed.width + 48, max(len(subtitle), len(state)) * 6.6 + 48, legend_width + 48)
     height = placed.height + 168
     return (
         f'<svg class="graph" xmlns="http://www.w3.org/2000/svg" width="{number(width)}" height="{number(height)}" '
         f'viewBox="0 0 {number(width)} {number(height)}" role="img" aria-label="{label}">'
-        f"<style>{standalone_style()}</style>"
+        f"<style>{_standalone_style()}</style>"
         f'<rect class="bg" width="{number(width)}" height="{number(height)}"/>'
         f"{text('heading', 24, 28, inspection.name)}{text('s', 24, 50, subtitle)}{text('s', 24, 68, state)}"
         f'<g transform="translate(24 92)">{legend}</g>'
@@ -178,17 +182,22 @@ def _around(x: float, bottom: float, gutter: float, target: float, top: float) -
     return "".join([*corner, f"V{number(top)}"])
 
 
-def _legend(roles: list[str]) -> tuple[str, float]:
-    entries = [(f"box quantizer {role}", role) for role in roles]
-    entries += [("box op", "operator"), ("box value", "parameter")]
-    entries += [("box end", "input, output"), ("box module", "module")]
-    parts, x = [], 0.0
-    for kind, label in entries:
-        swatch = rectangle("body", x, 0, 22, 14, 7 if kind in ("box value", "box end") else 4)
-        if "quantizer" in kind:
-            swatch += rectangle("badge", x + 2, 2, 9, 10, 2)
-        parts.append(f'<g class="{kind}">{swatch}</g>{text("s", x + 28, 7, label)}')
-        x += 28 + plain(label) + 14
-    note = "coloured boxes quantize, numbers are bits"
-    parts.append(text("s", x, 7, note))
-    return "".join(parts), x + plain(note)
+def resource(name: str) -> str:
+    """Return the text of a file of this package; what it says of `ROLE` is meant for every role."""
+    lines = files("cpt_fx.inspection").joinpath(name).read_text(encoding="utf-8").splitlines(keepends=True)
+    return "".join(line.replace("ROLE", role) for line in lines for role in (ROLES if "ROLE" in line else ("",)))
+
+
+def variables(palette: dict[str, str]) -> str:
+    """Return a palette as CSS custom properties."""
+    return " ".join(f"--{name}: {value};" for name, value in palette.items())
+
+
+def _standalone_style() -> str:
+    """Return the style of a drawing on its own: literal colours, since many viewers know no custom properties."""
+    sheet = resource("graph.css")
+    return f"{_filled(sheet, LIGHT)}@media (prefers-color-scheme: dark) {{\n{_filled(sheet, DARK)}}}\n"
+
+
+def _filled(sheet: str, palette: dict[str, str]) -> str:
+    return re.sub(r"var\(--([a-z-]+)\)", lambda match: palette[match[1]], sheet)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console, ConsoleRenderable, Group
@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from cpt_fx.formats import most_levels
-from cpt_fx.inspection.products import product_table
-from cpt_fx.inspection.views import QuantizerView
+from cpt_fx.inspection.views import HEADS, QuantizerView
+from cpt_fx.integer.counts import DIRECTIONS
 
 if TYPE_CHECKING:
     from cpt_fx.inspection.model import Inspection
@@ -26,7 +26,7 @@ ROLES = tuple(COLOURS)
 
 def quantizer_table(views: Iterable[QuantizerView]) -> Table:
     """Return one row per quantizer; the first rows of a layer name it and its operator."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1))
+    table = _table()
     table.add_column("layer", overflow="fold", min_width=8, max_width=30)
     table.add_column("quantized", no_wrap=True)
     table.add_column("format", overflow="fold", min_width=14, max_width=34)
@@ -40,17 +40,15 @@ def quantizer_table(views: Iterable[QuantizerView]) -> Table:
                 heading = Text(view.layer or "(root)", "bold")
             if len(members) == 1:
                 heading.append(f"\n  {view.op}", "not bold dim")
-            table.add_row(
-                heading,
-                Text(what(view), COLOURS.get(view.role, "")),
-                str(view.format).replace("/", " "),
-                str(view.bits),
-                str(view.times_run) if view.times_run else Text("never", "bold red"),
-                levels(view),
-                f"{view.error[view.seen]:.1%}" if view.seen else "–",
-            )
+            name, kind, bits, runs, *seen = cells(view, 1)
+            style = "" if view.times_run else "bold red"
+            table.add_row(heading, Text(name, COLOURS.get(view.role, "")), kind, bits, Text(runs, style), *seen)
         table.add_section()
     return table
+
+
+def _table() -> Table:
+    return Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1))
 
 
 def as_text(renderable: object, width: int) -> str:
@@ -67,9 +65,13 @@ def what(view: QuantizerView) -> str:
     return f"{view.role} {view.operand}"
 
 
-def levels(view: QuantizerView) -> str:
-    """Return the levels seen of those allowed."""
-    return "–" if view.seen is None else f"{view.levels[view.seen]}/{most_levels(view.format.scheme, view.seen)}"
+def cells(view: QuantizerView, digits: int) -> tuple[str, ...]:
+    """Return what a table shows of a quantizer: what, format, bits, runs, levels of those allowed, and error."""
+    runs, seen, levels, error = str(view.times_run) if view.times_run else "never", view.seen, "–", "–"
+    if seen is not None:
+        levels = f"{view.levels[seen]}/{most_levels(view.format.scheme, seen)}"
+        error = f"{view.error[seen]:.{digits}%}"
+    return what(view), str(view.format).replace("/", " "), str(view.bits), runs, levels, error
 
 
 def widths_by_role(views: Iterable[QuantizerView]) -> dict[str, list[int]]:
@@ -91,8 +93,13 @@ def integer_part(inspection: Inspection) -> list[ConsoleRenderable]:
     if not any(product.lowered for product in products):
         return []
     count = sum(product.on_integers for product in products)
-    return [Text(f"on integers whenever they ran: {count} of {len(products)} products", "bold"),
-            product_table(products), Text("")]  # fmt: skip
+    table = _table()
+    for name in HEADS:
+        style: dict[str, Any] = {"justify": "right", "no_wrap": True} if name in DIRECTIONS else {"overflow": "fold"}
+        table.add_column(name, **style, max_width=30 if name in HEADS[:2] else None)
+    for product in products:
+        table.add_row(*product.cells())
+    return [Text(f"on integers whenever they ran: {count} of {len(products)} products", "bold"), table, Text("")]
 
 
 def overview(inspection: Inspection) -> ConsoleRenderable:

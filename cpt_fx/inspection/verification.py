@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,8 @@ from cpt_fx.errors import TransformError
 from cpt_fx.evidence import SAMPLE
 from cpt_fx.formats import FULL_PRECISION, minimum_bits, most_levels
 from cpt_fx.inspection.census import Seen, census, list_what_runs
-from cpt_fx.inspection.sameness import TOLD, Sameness, compare
+from cpt_fx.inspection.places import Places
+from cpt_fx.inspection.sameness import MODES, TOLD, Call, Mode, Sameness, compare, run_in
 from cpt_fx.inspection.views import QuantizerView, fields, quantizer_nodes, views_in
 from cpt_fx.meta import get_attribute
 from cpt_fx.passes.verify import Verify
@@ -27,7 +28,7 @@ from cpt_fx.proof import Proof, resting
 from cpt_fx.session import Session
 from cpt_fx.spec import SpecError
 from cpt_fx.standalone import Standalone, transformed_in
-from cpt_fx.trial import called, eager_model, forward_and_backward, is_sharded, looking, trial
+from cpt_fx.trial import eager_model, is_sharded, trial
 
 Views = tuple[QuantizerView, ...]
 
@@ -108,22 +109,21 @@ def verify(
     `source` is the plain model to compare with; without one, what `revert` would return.
     """
     modules, views = graphs(model), views_in(model)
-    problems = [
-        *_broken_promises(modules),
-        *_wrong_widths(modules, views),
-        *_bad_ranges(views),
-        *_too_many_levels(views),
-    ]
-    same, seen, rested, tried = Sameness(), Seen(), set[int](), source is not None or bool(args or kwargs)
-    backward, unreached = _went_backward(views), Views()
+    problems = [*_broken_promises(modules), *_faults(modules, views)]
+    same, seen, rested, tried = Sameness(), Seen(Places(model)), set[int](), source is not None or bool(args or kwargs)
+    backward, unreached = any(view.role == "gradient" and view.times_run for view in views), Views()
     if tried:
         with resting([module for module in modules if outermost(module) is module]) as rested:
-            same = _compared(model, args, kwargs, gradients, source, rested)
+            why = _incomparable(model)
+            same = Sameness(notes=(why,) if why else ())
+            if not why:
+                same = compare(model, args, kwargs, gradients, partial(history_of, model), source, rested)
             gradients = gradients and not same.stuck
-            backward, views, unreached, wrong, seen = _try(model, args, kwargs, gradients, same)
-            list_what_runs(model, seen)
-        problems += [problem for problem in (*same.problems, *wrong) if problem not in problems]
+            backward, views, unreached, seen = _try(model, args, kwargs, gradients, same)
+        list_what_runs(model, seen)
         modules = graphs(model)
+        wrong = (*same.problems, *_faults(modules, views, PROBE), *seen.problems, *map(str, seen.unknown))
+        problems += [problem for problem in wrong if problem not in problems]
         rested |= {id(modules[view.graph]) for view in unreached}
     # Where the plain model, too, has nothing to go back from, no gradient is to be expected.
     expected = gradients and (backward or not same.modes)
@@ -132,15 +132,29 @@ def verify(
     if problems:
         listed = "".join(f"\n  {problem}" for problem in problems)
         raise VerificationError(f"{len(problems)} problem{'s' * (len(problems) > 1)} with quantization:{listed}")
-    proof = _summary(views, working, idle, unreached, gradients, tried=tried)
     known = history_of(model).outside
     more = [name for name in seen.outside if name.partition(" (")[0] not in {item.layer for item in known}]
     outside = [f"outside of what was transformed: {item}" for item in (*known, *more)]
-    notes = (*proof.notes, *same.notes, *seen.notes, *outside)
-    proof = replace(proof, products=seen.products, outside=seen.outside, compared=same.modes, notes=notes)
+    blind = tuple(view.node for view in working if not view.levels and (tried or 0 < view.bits < FULL_PRECISION))
+    ratios = [count / most_levels(view.format.scheme, bits) for view in working for bits, count in view.levels.items()]
+    proof = Verification(
+        quantizers=len(views),
+        runs=sum(view.times_run for view in views),
+        widths=tuple(sorted({bits for view in working for bits in view.levels})),
+        largest_ratio=max(ratios, default=0.0),
+        unwitnessed=blind,
+        idle=tuple(sorted(view.node for view in (*idle, *unreached))),
+        products=seen.products,
+        outside=seen.outside,
+        notes=(*_notes(working, idle, unreached, blind, gradients), *same.notes, *seen.notes, *outside),
+        compared=same.modes,
+        views=views,
+    )
     if proof.proven and proof.compared:
+        modes = f"at 32 bits the same as the plain model {', '.join(proof.compared)}"
+        covers = f"{proof.quantizers - len(proof.idle)} quantizers keep to their levels; {modes}"
         for _, part in transformed_in(model):
-            part.proof = Proof(part, _covers(proof), rested)
+            part.proof = Proof(part, covers, rested)
     return proof
 
 
@@ -152,37 +166,26 @@ def prove(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], sourc
         raise VerificationError(f"{error}\ntransform has proven its examples: prove=False leaves it out") from None
 
 
-def _compared(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    gradients: bool,
-    source: nn.Module | None,
-    rested: set[int],
-) -> Sameness:
+def _incomparable(model: nn.Module) -> str:
+    """Say why a model cannot be compared with the plain one, if it cannot."""
     if any(isinstance(part, Standalone) for _, part in transformed_in(model)):
-        return Sameness(notes=("a graph that stands alone is not compared with the plain model: verify the result",))
+        return "a graph that stands alone is not compared with the plain model: verify the result"
     if any(is_sharded(type(one)) for one in model.modules()):
-        return Sameness(notes=("a sharded model is not compared with the plain model: verify it before it is sharded",))
-    return compare(model, args, kwargs, gradients, partial(history_of, model), source, rested)
-
-
-def _covers(proof: Verification) -> str:
-    modes = f"at 32 bits the same as the plain model {', '.join(proof.compared)}"
-    return f"{proof.quantizers - len(proof.idle)} quantizers keep to their levels; {modes}"
+        return "a sharded model is not compared with the plain model: verify it before it is sharded"
+    return ""
 
 
 def _try(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: bool, same: Sameness
-) -> tuple[bool, Views, Views, list[str], Seen]:
+) -> tuple[bool, Views, Views, Seen]:
     """Run at `PROBE` bits under a census: forward and back, then forward in the other mode, if its code may be another.
 
-    Return whether gradients went back, what was recorded, what was not reached, what is wrong, and what was seen. A
-    branch may be chosen by numbers, which are others than at 32 bits, and a graph may be that of another call: what
-    multiplies instead is seen.
+    Return whether gradients went back, what was recorded, what was not reached, and what was seen. A branch may be
+    chosen by numbers, which are others than at 32 bits, and a graph may be that of another call: what multiplies
+    instead is seen.
     """
     inner, modules = eager_model(model), graphs(model)
-    with looking(model), trial(model), resting(modules) as rested:
+    with trial(model), resting(modules) as rested:
         for module in modules:
             for _, quantizer in quantizer_nodes(module.graph):
                 get_attribute(module, quantizer.record).zero_()
@@ -190,17 +193,15 @@ def _try(
             for _, part in transformed_in(model):
                 stack.enter_context(part.state.at(PROBE))
             seen = stack.enter_context(census(model))
-            backward = forward_and_backward(inner, args, kwargs, gradients=gradients)
-            other = f"in {'evaluation' if inner.training else 'training'}"
-            # Without gradients if it can: code that sets hooks on what it computes runs with them alone.
-            if not _is_one_graph(inner) and (ran := [mode for mode in same.modes if mode.startswith(other)]):
-                inner.train(not inner.training)
-                with torch.inference_mode(False), torch.set_grad_enabled(f"{other} without gradients" not in ran):
-                    called(inner, args, kwargs)
+            modes = [Mode(inner.training, gradients)]
+            if not _is_one_graph(inner):
+                # Without gradients if it can: code that sets hooks on what it computes runs with them alone.
+                others = [mode for mode in MODES if mode.training != inner.training and str(mode) in same.modes]
+                modes += sorted(others)[:1]
+            backward = run_in(inner, Call(args, kwargs, dict.fromkeys(modes[1:])), modes)
         views, modules = views_in(model, rested), graphs(model)
         unreached = tuple(view for view in views if not view.times_run and id(modules[view.graph]) in rested)
-    problems = [*_bad_ranges(views), *_not_finite(views), *_too_many_levels(views), *_other_widths(views)]
-    return backward, views, unreached, [*problems, *seen.problems, *map(str, seen.unknown)], seen
+    return backward, views, unreached, seen
 
 
 def _is_one_graph(model: nn.Module) -> bool:
@@ -230,49 +231,29 @@ def _undriven(model: nn.Module) -> Iterator[str]:
             yield f"no schedule drives {where}: it was unbound, and its widths stay as they are"
 
 
-def _other_widths(views: Views) -> list[str]:
-    return [
-        f"{view} ran at {', '.join(map(str, others))} bits when {PROBE} were asked for: no schedule drives it"
-        for view in views
-        if (others := [bits for bits in view.levels if bits != PROBE])
-    ]
-
-
-def _wrong_widths(modules: list[fx.GraphModule], views: Views) -> Iterator[str]:
-    """Compare the width each quantizer reads with what its dial says for the schedule's position."""
+def _faults(modules: list[fx.GraphModule], views: Views, asked: int | None = None) -> Iterator[str]:
+    """Say what is wrong with widths, running ranges and levels; `asked` is the width of a trial run."""
     for view in views:
-        state = state_of(modules[view.graph])
-        if state.schedule is None or state.forced is not None:
-            continue
-        expected = state.width(view.dial, training=state.root.training)
-        if expected != view.bits:
+        state, allowed = state_of(modules[view.graph]), partial(most_levels, view.format.scheme)
+        span = f"{view.layer}: the running range of {view.operand} is"
+        others = [bits for bits in view.levels if bits != asked]
+        if asked is None and state.schedule is not None and state.forced is None:
+            # What each reads, against what its dial says for the schedule's position.
+            expected = state.width(view.dial, training=state.root.training)
             mode = f"{'training' if state.root.training else 'evaluation'} at step {state.schedule.position}"
-            yield f"{view} is at {view.bits} bits; for {mode} it should be at {expected}"
-
-
-def _bad_ranges(views: Views) -> list[str]:
-    return [
-        f"{view.layer}: the running range of {view.operand} is {view.range}: a NaN or an infinity went through it"
-        for view in views
-        if view.range is not None and not all(map(math.isfinite, view.range))
-    ]
-
-
-def _not_finite(views: Views) -> list[str]:
-    return [
-        f"{view.layer}: the running range of {view.operand} is as it was: a NaN or an infinity came to it"
-        for view in views
-        if view.skipped
-    ]
-
-
-def _too_many_levels(views: Views) -> list[str]:
-    return [
-        f"{view} showed {count} distinct levels at {bits} bits, {allowed} are allowed: it does not quantize"
-        for view in views
-        for bits, count in view.levels.items()
-        if count > (allowed := most_levels(view.format.scheme, bits))
-    ]
+            if expected != view.bits:
+                yield f"{view} is at {view.bits} bits; for {mode} it should be at {expected}"
+        elif asked is not None and others:
+            found = ", ".join(map(str, others))
+            yield f"{view} ran at {found} bits when {asked} were asked for: no schedule drives it"
+        if view.range is not None and not all(map(math.isfinite, view.range)):
+            yield f"{span} {view.range}: a NaN or an infinity went through it"
+        if asked is not None and view.skipped:
+            yield f"{span} as it was: a NaN or an infinity came to it"
+        for bits, count in view.levels.items():
+            if count > allowed(bits):
+                many = f"{count} distinct levels at {bits} bits, {allowed(bits)} are allowed"
+                yield f"{view} showed {many}: it does not quantize"
 
 
 def _parted(
@@ -294,10 +275,6 @@ def _parted(
     return tuple(working), tuple(idle)
 
 
-def _went_backward(views: Views) -> bool:
-    return any(view.role == "gradient" and view.times_run for view in views)
-
-
 def _never_ran(working: Views, waiting: bool) -> list[str]:
     silent = [view for view in working if not view.times_run]
     problems = [f"{view} never ran" for view in silent]
@@ -317,42 +294,28 @@ def _trained(module: fx.GraphModule) -> set[fx.Node]:
     return found
 
 
-def _summary(
-    views: Views, working: Views, idle: Views, unreached: Views, gradients: bool, *, tried: bool
-) -> Verification:
-    ratios = [count / most_levels(view.format.scheme, bits) for view in working for bits, count in view.levels.items()]
-    widths = sorted({bits for view in working for bits in view.levels})
-    blind = tuple(view.node for view in working if not view.levels and (tried or 0 < view.bits < FULL_PRECISION))
-    notes = []
+def _notes(working: Views, idle: Views, unreached: Views, blind: tuple[str, ...], gradients: bool) -> Iterator[str]:
+    """Say what a proof leaves out, and what it cannot see."""
+    widths = {bits for view in working for bits in view.levels}
     if blind:
         named = ", ".join(blind[:3]) + ", ..." * (len(blind) > 3)
-        notes.append(
+        yield (
             f"levels were not witnessed for {len(blind)} quantizers ({named}): "
             "they ran, but compiled, on another device than the CPU, or on values that are not finite"
         )
     if not widths and not blind:
-        notes.append("every width stands at full precision: nothing was rounded")
+        yield "every width stands at full precision: nothing was rounded"
     if any(bits > PROVABLE for bits in widths):
-        notes.append(f"levels are counted in {SAMPLE} elements: that proves widths up to {PROVABLE} bits, not above")
+        yield f"levels are counted in {SAMPLE} elements: that proves widths up to {PROVABLE} bits, not above"
     narrow = [view.layer for view in working if any(bits < minimum_bits(view.format.scheme) for bits in view.levels)]
     if narrow:
-        notes.append(f"at 1 bit a float is what it is at 2, with three levels: {', '.join(dict.fromkeys(narrow))}")
+        yield f"at 1 bit a float is what it is at 2, with three levels: {', '.join(dict.fromkeys(narrow))}"
     skipped = [f"{view.layer} ({view.operand}, {view.skipped})" for view in working if view.skipped]
     if skipped:
-        notes.append(f"batches that were not finite, from which no running range learned, came to {', '.join(skipped)}")
+        yield f"batches that were not finite, from which no running range learned, came to {', '.join(skipped)}"
     if unreached:
         named = ", ".join(list(dict.fromkeys(view.layer for view in unreached))[:TOLD])
-        notes.append(f"{len(unreached)} quantizers left out, since these inputs do not reach them: of {named}")
+        yield f"{len(unreached)} quantizers left out, since these inputs do not reach them: of {named}"
     if idle:
         why = "nothing before them is trained, or no loss depends on them" if gradients else "not asked for"
-        notes.append(f"{len(idle)} gradient quantizers left out: {why}")
-    return Verification(
-        quantizers=len(views),
-        runs=sum(view.times_run for view in views),
-        widths=tuple(widths),
-        largest_ratio=max(ratios, default=0.0),
-        unwitnessed=blind,
-        idle=tuple(sorted(view.node for view in (*idle, *unreached))),
-        notes=tuple(notes),
-        views=views,
-    )
+        yield f"{len(idle)} gradient quantizers left out: {why}"

@@ -1,12 +1,14 @@
-"""What is known of each quantizer, read from the graph's metadata, its widths, its running range and its record."""
+"""What is known of each quantizer, read from the graph's metadata, its widths, its running range and its record.
+
+And of each product: what ran on integers, how often, and why the rest did not.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -14,13 +16,14 @@ from torch import fx, nn
 from cpt_fx.bodies import outermost, state_of
 from cpt_fx.evidence import ARMED, SKIPPED, SPARSE
 from cpt_fx.formats import FULL_PRECISION, Format
+from cpt_fx.integer.counts import COUNTS, DIRECTIONS, RATIO, REASONS, Outcome
+from cpt_fx.integer.ops import INTEGER_PRODUCTS
 from cpt_fx.layer_state import PARTS, has_value
-from cpt_fx.meta import QUANTIZER, STATE, Dial, Quantizer, get_attribute
+from cpt_fx.meta import QUANTIZER, SIMULATED, SITE, STATE, Dial, Quantizer, Site, get_attribute
+from cpt_fx.operators import MULTIPLY
 from cpt_fx.standalone import transformed_in
 
-View = TypeVar("View")
-Graphs = list[tuple[int, fx.GraphModule]]
-"""The graphs of one transformed part, each with its number in the whole."""
+HEADS = ("layer", "product", *DIRECTIONS, "in floating point because")
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,49 @@ class QuantizerView:
         return f"{self.layer}: {self.role} quantizer {self.node} ({self.op}, {self.operand})"
 
 
+@dataclass(frozen=True)
+class ProductView:
+    """One quantized product as it stands now. Three numbers each: forward, gradient of the left and right operand."""
+
+    layer: str
+    op: str
+    """The operator of the model, such as `linear`."""
+    node: str
+    integer: tuple[int, ...] = (0, 0, 0)
+    """How often it ran on integers."""
+    floating: tuple[int, ...] = (0, 0, 0)
+    """How often it ran in floating point, as far as it was counted: what is not lowered counts nothing."""
+    reasons: tuple[str, ...] = ()
+    """Why it is not on integers, or was not on all runs."""
+    ratios: tuple[float | None, ...] = (None, None, None)
+    """How many times as fast the last run of each is on integers here, where a measurement decided about it."""
+    lowered: bool = False
+    """Whether it is an integer operator in the graph."""
+    graph: int = 0
+    """Index of its graph in `cpt_fx.graphs(result)`."""
+
+    @property
+    def on_integers(self) -> bool:
+        """Whether all its products ran on integers, whenever they ran."""
+        return self.lowered and sum(self.integer) > 0 and not sum(self.floating)
+
+    def __str__(self) -> str:
+        """Say it in one line."""
+        runs = ", ".join(f"{name} {text}" for name, text in zip(DIRECTIONS, self.ran(), strict=True))
+        why = f": {'; '.join(self.reasons)}" if self.reasons else ""
+        return f"{self.layer or '(root)'}: {self.op}: {f'on integers: {runs}' if self.lowered else 'simulated'}{why}"
+
+    def ran(self) -> tuple[str, ...]:
+        """Return for each direction how many of its runs were on integers."""
+        both = zip(self.integer, self.floating, strict=True)
+        return tuple(f"{integer} of {integer + floating}" if floating else str(integer) for integer, floating in both)
+
+    def cells(self) -> tuple[str, ...]:
+        """Return what a table shows, under `HEADS`."""
+        ran = self.ran() if self.lowered else ("–",) * 3
+        return self.layer or "(root)", self.op, *ran, "; ".join(self.reasons)
+
+
 def fields(item: object, *names: str) -> dict[str, Any]:
     """Return some of what an object holds, as plain data."""
     return {name: _plain(getattr(item, name)) for name in names}
@@ -101,23 +147,21 @@ def quantizer_nodes(graph: fx.Graph) -> list[tuple[fx.Node, Quantizer]]:
 
 def views_in(model: nn.Module, rested: Set[int] = frozenset()) -> tuple[QuantizerView, ...]:
     """Read every quantizer of a model, once where several captures of one layer share it: in one that did not rest."""
-    return read_in(model, partial(_views_of, rested=rested))
-
-
-def read_in(model: nn.Module, read: Callable[[str, Graphs], Iterable[View]]) -> tuple[View, ...]:
-    """Read the graphs of everything transformed in a model; their numbers are those in the whole."""
-    number = count()
-    parts = [(path, [(next(number), module) for module in part.graphs()]) for path, part in transformed_in(model)]
-    return tuple(view for path, graphs in parts for view in read(path, graphs))
-
-
-def _views_of(path: str, graphs: Graphs, rested: Set[int]) -> Iterable[QuantizerView]:
-    found: dict[str, QuantizerView] = {}
-    for index, module in sorted(graphs, key=lambda each: id(each[1]) in rested):
+    found: dict[Any, QuantizerView] = {}
+    for path, index, module in _graphs_in(model, rested):
         for node, quantizer in quantizer_nodes(module.graph):
-            if quantizer.record not in found:
-                found[quantizer.record] = _view(path, index, module, node, quantizer)
-    return found.values()
+            key = id(state_of(module)), quantizer.record
+            if key not in found:
+                found[key] = _view(path, index, module, node, quantizer)
+    return tuple(found.values())
+
+
+def _graphs_in(model: nn.Module, rested: Set[int] = frozenset()) -> Iterator[tuple[str, int, fx.GraphModule]]:
+    """Walk over all graphs, of a part those last that rested: with the part's path, and the number in the whole."""
+    number = count()
+    for path, part in transformed_in(model):
+        numbered = [(path, next(number), module) for module in part.graphs()]
+        yield from sorted(numbered, key=lambda each: id(each[-1]) in rested)
 
 
 def named_below(path: str, layer: str) -> str:
@@ -182,3 +226,52 @@ def _range(module: fx.GraphModule, quantizer: Quantizer) -> tuple[float, float] 
         return None
     scale = weight if quantizer.format.corrected and weight else 1.0
     return low / scale, (low + width) / scale
+
+
+def products_in(model: nn.Module) -> tuple[ProductView, ...]:
+    """Read every quantized product of a model, once where several captures of one layer count together."""
+    found: dict[Any, ProductView] = {}
+    for path, index, module in _graphs_in(model):
+        for node in module.graph.nodes:
+            if SITE not in node.meta or node.meta[SITE].family not in MULTIPLY:
+                continue
+            counts: Any = node.kwargs.get("counts") if node.target in INTEGER_PRODUCTS else None
+            key = id(state_of(module)), counts.target if counts is not None else (node.meta[SITE].layer, node.target)
+            if key not in found:
+                found[key] = _product(path, index, module, node, counts)
+    return tuple(found.values())
+
+
+def _product(path: str, index: int, module: fx.GraphModule, node: fx.Node, counts: fx.Node | None) -> ProductView:
+    site: Site = node.meta[SITE]
+    layer = named_below(path, site.layer)
+    static = [node.meta[SIMULATED]] if SIMULATED in node.meta else []
+    if counts is None:
+        reasons = static or ["the model was transformed with execution='simulated'"]
+        return ProductView(layer, site.op, node.name, reasons=tuple(reasons), graph=index)
+    counted = get_attribute(module, str(counts.target))
+    table = (counted if has_value(counted) else torch.zeros(COUNTS, dtype=torch.int64)).tolist()
+    ran = [sum(row[:RATIO]) for row in table]
+    ratios = tuple(row[RATIO] / 1000 if row[RATIO] else None for row in table)
+    seen = [
+        f"{DIRECTIONS[place]}: {_because(outcome, ratios[place])} ({row[outcome]} of {ran[place]})"
+        for place, row in enumerate(table)
+        for outcome in REASONS
+        if row[outcome]
+    ]
+    return ProductView(
+        layer=layer,
+        op=site.op,
+        node=node.name,
+        integer=tuple(row[Outcome.INTEGER] for row in table),
+        floating=tuple(total - row[Outcome.INTEGER] for total, row in zip(ran, table, strict=True)),
+        reasons=(*static, *seen),
+        ratios=ratios,
+        lowered=True,
+        graph=index,
+    )
+
+
+def _because(outcome: Outcome, ratio: float | None) -> str:
+    measured = f", {ratio:.2g} times as fast" if outcome is Outcome.SIZE and ratio is not None else ""
+    return REASONS[outcome] + measured

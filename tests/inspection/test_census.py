@@ -10,18 +10,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
 import cpt_fx
 from cpt_fx import native
 from cpt_fx.bodies import state_of
 from cpt_fx.inspection.census import OF_A_SECOND, Seen, census
 from cpt_fx.inspection.levels import holds, levels_in, ranges_of
+from cpt_fx.inspection.sameness import Call, Mode, run_in
 from cpt_fx.inspection.verification import VerificationError
 from cpt_fx.numerics import Grid
 from cpt_fx.ops import FAKE_QUANTIZE, QUANTIZERS
 from cpt_fx.recipes import default, fp8, mx, paper
 from cpt_fx.schedules import Static
-from cpt_fx.trial import forward_and_backward, trial
+from cpt_fx.trial import trial
 from tests.captures import captures
 from tests.inspection.escapes import ESCAPES, WIDTH, Escaping, OperatorOfItsOwn
 from tests.zoo import ZOO
@@ -33,7 +35,7 @@ def looked_at(model: nn.Module, *args: Any, gradients: bool = True, **kwargs: An
         for state in {id(found): found for found in map(state_of, cpt_fx.graphs(model))}.values():
             stack.enter_context(state.at(2))
         with census(model) as seen:
-            forward_and_backward(model, args, kwargs, gradients=gradients)
+            run_in(model, Call(args, kwargs), [Mode(model.training, gradients)])
     return seen
 
 
@@ -225,6 +227,26 @@ def test_a_gradient_without_its_quantizer() -> None:
     module.recompile()
     (line,) = named(looked_at(model, batch()))
     assert line.startswith("0: mm of ") and "backward pass, 2 times" in line
+
+
+class Recomputed(nn.Module):
+    """Computes a layer again on the way back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(self.second, self.first(x), use_reentrant=False)
+        return result
+
+
+@captures
+@pytest.mark.parametrize("left", ["input", "weight", "gradient"])
+def test_what_a_recipe_leaves_may_be_computed_again(capture: str, left: str) -> None:
+    recipe = default().with_rule("linear", **{left: None})
+    result = cpt_fx.transform(Recomputed(), Static(4), recipe=recipe, capture=capture)
+    assert cpt_fx.inspect(result).verify(batch()).proven
 
 
 def test_parts_outside_are_named() -> None:

@@ -18,8 +18,7 @@ import cpt_fx
 from cpt_fx.inspection.boxes import Box, shortened
 from cpt_fx.inspection.html import page
 from cpt_fx.inspection.layout import Placed, place, plan
-from cpt_fx.inspection.svg import READABLE, levels_of
-from cpt_fx.inspection.theme import DARK, LIGHT, resource
+from cpt_fx.inspection.svg import DARK, LIGHT, READABLE, levels_of, resource
 from cpt_fx.inspection.tree import CROWD, IN, OUT, Item, build
 from tests.inspection.models import Net, TakingTurns, images, train_step, trained, transformed
 from tests.zoo import ZOO, Build
