@@ -11,12 +11,13 @@ from torch import Tensor
 
 from cpt_fx import native
 from cpt_fx.integer.geometry import Geometry, Pair, backward, forward
-from cpt_fx.integer.reference import LONGEST_SUM
 
 if TYPE_CHECKING:
     from cpt_fx.integer.codes import Codes
 
 _LONG = ctypes.c_int64
+LONGEST_SUM = (2**31 - 1) // (127 * 127)
+"""How many products of two codes an int32 holds for sure: 133,144."""
 
 
 def codes(x: Tensor, bits: int, seed: Tensor | None) -> tuple[Tensor, Tensor] | None:

@@ -1,8 +1,10 @@
-"""One factor of a product while the graph runs: codes at 8 bits or less, floating point numbers above.
+"""A product and its factors while the graph runs: codes at 8 bits or less, floating point numbers above.
 
 In eager execution the width is known and an operand is one or the other. A compiled graph is made for all widths: there
 an operator that no compiler looks into reads the width when the graph runs, and fills one of two tensors whose shapes
 are known before. The other one is a `blank`: it has the shape, and no memory of its own.
+
+Two operands are multiplied on integers where both are codes and that pays, else in floating point; it is counted.
 """
 
 from __future__ import annotations
@@ -17,8 +19,11 @@ from torch.autograd import forward_ad
 
 from cpt_fx.evidence import LOOKING, show, witness
 from cpt_fx.formats import Rounding
+from cpt_fx.integer import choice
 from cpt_fx.integer.codes import WIDEST, Codes, quantize_codes
-from cpt_fx.integer.products import bias_grad
+from cpt_fx.integer.counts import RATIO, Outcome
+from cpt_fx.integer.geometry import Geometry
+from cpt_fx.integer.products import PRODUCTS, Call, Product, bias_grad
 from cpt_fx.noise import new_seed
 from cpt_fx.numerics import Grid, reduced_dims
 from cpt_fx.ops import FAKE_QUANTIZE
@@ -28,6 +33,8 @@ from cpt_fx.transformed import is_transformed
 from cpt_fx.widths import host_value, is_free
 
 R = TypeVar("R")
+Dtypes = tuple[torch.dtype, torch.dtype]
+"""Of floating point arithmetic, and of the result."""
 _SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
 _RAW = torch.uint32
 """What the floating point numbers of a compiled graph, float32 all of them, are declared as. Compilers let a buffer
@@ -254,6 +261,55 @@ def _sum_at_run_time(
     return _summed(revealed(Operand(codes, scale, wide)), shape, dtype, channel)
 
 
+def multiply(name: str, call: Call, a: Operand, b: Operand, dtypes: Dtypes, counts: Tensor | None) -> Tensor:
+    """Return a product, by its name in `products`, and count how it was made."""
+    if a.traced or b.traced:
+        parts = ([part for part in operand if part is not None] for operand in (a, b))
+        geometry = [number for pair in call.geometry for number in pair]
+        return MULTIPLY(name, *parts, call.bias, call.shape, geometry, *dtypes, counts)
+    return _multiply(name, call, revealed(a), revealed(b), dtypes, counts)
+
+
+def _multiply(
+    name: str,
+    call: Call,
+    a: Codes | Tensor,
+    b: Codes | Tensor,
+    dtypes: Dtypes,
+    counts: Tensor | None,
+) -> Tensor:
+    product = PRODUCTS[name]
+    outcome = _outcome(product, call, a, b, counts)
+    if counts is not None:
+        counts[product.direction, outcome].add_(1)
+    if outcome is not Outcome.INTEGER:
+        a, b = value_of(a, dtypes[0]), value_of(b, dtypes[0])
+    return product.run(a, b, call, dtypes[1])
+
+
+def _outcome(product: Product, call: Call, a: Codes | Tensor, b: Codes | Tensor, counts: Tensor | None) -> Outcome:
+    """Decide how a product is made, and note the measurement that it rests on."""
+    if not isinstance(a, Codes) or not isinstance(b, Codes):
+        empty = any(isinstance(factor, Tensor) and not factor.numel() for factor in (a, b))
+        return Outcome.NO_CODES if empty else Outcome.WIDTH
+    if product.misfit(a, b):
+        return Outcome.GROUPS
+    decision = choice.decide(product.run.__name__, a.values.shape, b.values.shape, call)
+    if counts is not None and decision.measured:
+        counts[product.direction, RATIO].fill_(round(1000 * decision.ratio))
+    return Outcome.INTEGER if decision.worth else Outcome.SIZE
+
+
+def _multiply_at_run_time(
+    name: str, a: list[Tensor], b: list[Tensor], bias: Tensor | None, shape: list[int], geometry: list[int],
+    arithmetic: torch.dtype, dtype: torch.dtype, counts: Tensor | None,
+) -> Tensor:  # fmt: skip
+    left, right = (revealed(exact(*parts) if len(parts) == 1 else Operand(*(*parts, None)[:3])) for parts in (a, b))
+    call = Call(bias, tuple(shape), Geometry(*zip(geometry[::2], geometry[1::2], strict=True)))
+    # What a compiler was told: a tensor of this shape, in this order.
+    return _multiply(name, call, left, right, (arithmetic, dtype), counts).reshape(shape).contiguous()
+
+
 _LIBRARY = torch.library.Library("cpt_fx", "FRAGMENT")
 
 
@@ -261,8 +317,7 @@ def define(schema: str, run: Callable[..., R], shapes: Callable[..., Any]) -> Ca
     """Make an operator that no compiler looks into. `shapes` returns what a compiler is told of the results."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
-    for device in ("CPU", "CUDA"):
-        _LIBRARY.impl(name, run, device)
+    _LIBRARY.impl(name, run, "CPU")
     torch.library.register_fake(f"cpt_fx::{name}", shapes, lib=_LIBRARY)
     operator: Callable[..., R] = getattr(torch.ops.cpt_fx, name).default
     return operator
@@ -283,4 +338,10 @@ SUM = define(
     "_sum(Tensor codes, Tensor scale, Tensor wide, SymInt[] shape, ScalarType dtype, int channel) -> Tensor",
     _sum_at_run_time,
     lambda codes, scale, wide, shape, dtype, channel: codes.new_empty(shape, dtype=dtype),
+)
+MULTIPLY = define(
+    "_multiply(str name, Tensor[] a, Tensor[] b, Tensor? bias, SymInt[] shape, int[] geometry, ScalarType arithmetic, "
+    "ScalarType dtype, Tensor(a!)? counts) -> Tensor",
+    _multiply_at_run_time,
+    lambda name, a, b, bias, shape, geometry, arithmetic, dtype, counts: a[0].new_empty(shape, dtype=dtype),
 )

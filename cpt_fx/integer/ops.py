@@ -23,13 +23,13 @@ from cpt_fx.evidence import ARMED
 from cpt_fx.frames import skip_frame
 from cpt_fx.integer.counts import Outcome
 from cpt_fx.integer.geometry import Geometry
-from cpt_fx.integer.multiply import multiply
 from cpt_fx.integer.operands import (
     Operand,
     dequantized,
     exact,
     has_no_codes,
     is_supported,
+    multiply,
     options_of,
     quantized,
     remember_weight,

@@ -21,13 +21,14 @@ _SOURCE = "simulate.cpp"
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-class Learner(NamedTuple):
-    """A running range that learns from the range that a kernel measures: minimum, width, weight."""
+class Running(NamedTuple):
+    """A running range: averages of minimum and width, and the weight they have gathered so far (1 in the limit)."""
 
     zero_point: Tensor
     range: Tensor
     weight: Tensor
     momentum: float
+    """How much of the old average each update keeps; negative where nothing is to be learned."""
 
     def fits(self) -> bool:
         """Whether a kernel can write to it."""
@@ -59,7 +60,7 @@ def serves(x: Tensor, grid: Grid) -> bool:
 
 def quantize(
     x: Tensor, bits: int, grid: Grid, extents: Tensor | None = None, seed: Tensor | None = None,
-    learner: Learner | None = None, record: Tensor | None = None,
+    learner: Running | None = None, record: Tensor | None = None,
 ) -> Quantized:  # fmt: skip
     """Quantize a tensor that `serves` accepts. Ranges are those given (as `laid_out` returns them), or its own."""
     layout = _layout(x.shape, grid)
