@@ -10,7 +10,7 @@ from torch import fx
 from cpt_fx.bodies import OUTER, free_name, given_quantized, nodes_of, outermost, state_of
 from cpt_fx.formats import Format, Range, Scheme
 from cpt_fx.layer_state import PARTS, add_range
-from cpt_fx.meta import QUANTIZER, SITE, STATE, Dial, Operand, Quantizer, Site
+from cpt_fx.meta import QUANTIZER, SITE, STATE, Dial, Operand, Quantizer, Site, source_of
 from cpt_fx.operators.groups import gradient_groups
 from cpt_fx.operators.row import Groups
 from cpt_fx.ops import OP_OF_RANGE, QUANTIZE_GRADIENT
@@ -121,10 +121,7 @@ class _Editor:
         record = self._record(made.name, site.layer)
         made.kwargs = {**options, "record": self._read(record, made)}
         what = Quantizer((site.layer,), site.op, operand, role, format, site.dial(role), record, ranges)
-        made.meta[QUANTIZER] = what
-        for key in ("nn_module_stack", "stack_trace"):
-            if key in at.meta:
-                made.meta[key] = at.meta[key]
+        made.meta |= {**source_of(at), QUANTIZER: what}
         value = made.args[0]
         if isinstance(value, fx.Node) and "val" in value.meta:
             made.meta["val"] = value.meta["val"]

@@ -20,35 +20,6 @@ LONGEST_SUM = (2**31 - 1) // (127 * 127)
 """How many products of two codes an int32 holds for sure: 133,144."""
 
 
-def codes(x: Tensor, bits: int, seed: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """Quantize a float32 tensor with one range: its codes, stored like the tensor, and their scale."""
-    library = _library("integer_codes.cpp", x)
-    if library is None or x.dtype is not torch.float32:
-        return None
-    # Noise belongs to an element's place in the tensor; without noise a dense tensor can be read as it is stored.
-    as_stored = seed is None and torch.ops.aten.is_non_overlapping_and_dense.default(x)
-    x = x if as_stored else x.contiguous()
-    values, scale = torch.empty_like(x, dtype=torch.int8), _new(())
-    seed = None if seed is None else seed.contiguous()
-    threads = native.threads(x.numel())
-    library.cpt_fx_codes(x.data_ptr(), values.data_ptr(), x.numel(), bits, _address(seed), scale.data_ptr(), threads)
-    return values, scale
-
-
-def sums(values: Tensor, channel: int) -> Tensor | None:
-    """Sum codes over every dim but one, in int64."""
-    library = _library("integer_codes.cpp", values)
-    if library is None:
-        return None
-    values = values.contiguous()
-    shape = values.shape
-    outer, inner = shape[:channel].numel(), shape[channel + 1 :].numel()
-    result = _new((shape[channel],), torch.int64)
-    threads = native.threads(values.numel())
-    library.cpt_fx_code_sums(values.data_ptr(), outer, shape[channel], inner, result.data_ptr(), threads)
-    return result
-
-
 def product(
     left: Tensor, right: Tensor, scales: tuple[Tensor, Tensor] | None, bias: Tensor | None = None
 ) -> Tensor | None:
@@ -64,7 +35,7 @@ def product(
     floats = _in_single(*(scales or (None, None)), bias)
     library.cpt_fx_product(
         left.data_ptr(), right.data_ptr(), result.data_ptr(), *left.shape[:2], rows, inner, columns, *steps,
-        *map(_address, floats), scales is None,
+        *map(native.address, floats), scales is None,
         native.threads(rows * columns * batch.numel() * max(1, inner // 64)),
     )  # fmt: skip
     return result
@@ -95,7 +66,7 @@ def convolution(
     floats = _in_single(x.scale, w.scale, bias)
     library.cpt_fx_convolve(
         images.data_ptr(), filters.data_ptr(), result.data_ptr(), images.shape[0], plan.planes, plan.phases,
-        (_LONG * 3)(*rows), plan.jobs, plan.job_count, plan.taps, *plan.out, *map(_address, floats),
+        (_LONG * 3)(*rows), plan.jobs, plan.job_count, plan.taps, *plan.out, *map(native.address, floats),
         native.threads(result.numel() * max(1, images.shape[1] * taps // 64)),
     )  # fmt: skip
     return result
@@ -112,7 +83,7 @@ def filters(g: Codes, x: Codes, kernel: Pair, geometry: Geometry) -> Tensor | No
     floats = _in_single(g.scale, x.scale)
     library.cpt_fx_filters(
         gradient.data_ptr(), images.data_ptr(), result.data_ptr(), images.shape[0], gradient.shape[1], plan.planes,
-        plan.phases, plan.taps, kernel[0] * kernel[1], *map(_address, floats),
+        plan.phases, plan.taps, kernel[0] * kernel[1], *map(native.address, floats),
         native.threads(result.numel() * gradient[:, 0].numel() // 64),
     )  # fmt: skip
     return result
@@ -132,10 +103,6 @@ def _library(source: str, x: Tensor) -> ctypes.CDLL | None:
 def _in_single(*parts: Tensor | None) -> list[Tensor | None]:
     """Return scales and biases as kernels read them. Hold them until the call is over."""
     return [None if part is None else part.to(torch.float32).contiguous() for part in parts]
-
-
-def _address(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
 
 
 def _new(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:

@@ -20,12 +20,12 @@ from torch.autograd import forward_ad
 from cpt_fx.evidence import LOOKING, show, witness
 from cpt_fx.formats import Rounding
 from cpt_fx.integer import choice
-from cpt_fx.integer.codes import WIDEST, Codes, quantize_codes
+from cpt_fx.integer.codes import WIDEST, Codes, quantize_codes, scale_shape
 from cpt_fx.integer.counts import RATIO, Outcome
 from cpt_fx.integer.geometry import Geometry
 from cpt_fx.integer.products import PRODUCTS, Call, Product, bias_grad
 from cpt_fx.noise import new_seed
-from cpt_fx.numerics import Grid, reduced_dims
+from cpt_fx.numerics import Grid
 from cpt_fx.ops import FAKE_QUANTIZE
 from cpt_fx.saving import check_unchanged
 from cpt_fx.straight_through import grid_of
@@ -52,14 +52,6 @@ def symmetric(options: dict[str, Any], rounding: str) -> Grid:
 def options_of(grid: Grid) -> dict[str, Any]:
     """Return the options of a grid as simulated quantizers take them."""
     return {"keep": grid.keep, "over": grid.over, "scheme": grid.scheme.value, "rounding": grid.rounding.value}
-
-
-def _scale_shape(grid: Grid, shape: torch.Size) -> list[int]:
-    """Return the shape that the scales of a tensor have."""
-    dims = reduced_dims(len(shape), grid.keep, grid.over)
-    if len(dims) == len(shape):
-        return []
-    return [1 if dim in dims else size for dim, size in enumerate(shape)]
 
 
 class Operand(NamedTuple):
@@ -191,7 +183,7 @@ def _quantize_at_run_time(
     # A copy where nothing is rounded: an operator returns none of its arguments.
     wide = _simulated(x, bits, grid, record).to(torch.float32).contiguous()
     wide = wide.clone() if wide.data_ptr() == x.data_ptr() else wide
-    scale = x.new_full(_scale_shape(grid, x.shape), _NOT_CODES, dtype=torch.float32)
+    scale = x.new_full(scale_shape(grid, x.shape), _NOT_CODES, dtype=torch.float32)
     # Never written, which on a CPU means that it takes no memory.
     return torch.empty(x.shape, dtype=torch.int8, device=x.device), scale, wide.view(_RAW)
 
@@ -202,7 +194,7 @@ def _quantize_shapes(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     grid = symmetric({"keep": keep, "over": over}, rounding)
     codes, wide = (torch.empty(x.shape, dtype=dtype, device=x.device) for dtype in (torch.int8, _RAW))
-    return codes, x.new_empty(_scale_shape(grid, x.shape), dtype=torch.float32), wide
+    return codes, x.new_empty(scale_shape(grid, x.shape), dtype=torch.float32), wide
 
 
 def revealed(operand: Operand) -> Codes | Tensor:
