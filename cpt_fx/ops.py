@@ -24,8 +24,7 @@ from cpt_fx.formats import FULL_PRECISION, Range
 from cpt_fx.frames import skip_frame
 from cpt_fx.native.simulate import Running
 from cpt_fx.numerics import Extent, Grid, extent_of, percentile_extent
-from cpt_fx.recomputed import is_recomputing
-from cpt_fx.saving import keep_sources
+from cpt_fx.saving import is_recomputing, keep_sources
 from cpt_fx.straight_through import Identity, by_kernel, count, grid_of, note, straight_through
 from cpt_fx.transformed import are_gradients, each, is_transformed, outside, plain, write
 from cpt_fx.widths import host_value, on_device
@@ -39,20 +38,6 @@ _RUNNING = (
     "(Tensor x, Tensor bits, Tensor(a!) zero_point, Tensor(b!) range, Tensor(c!) weight, bool training, *, "
     f"{_GRID.format(rounding='nearest')}, "
 )
-SCHEMAS = {
-    "fake_quantize": (
-        f"(Tensor x, Tensor bits, *, {_GRID.format(rounding='nearest')}, Tensor? zero_point=None, "
-        "Tensor? range=None, Tensor(a!)? record=None) -> Tensor"
-    ),
-    "quantize_gradient": (
-        f"(Tensor(a) x, Tensor bits, *, {_GRID.format(rounding='stochastic')}, Tensor? record=None) -> Tensor(a)"
-    ),
-    "fake_quantize_observed": (
-        f"{_RUNNING}float momentum=0.9, bool corrected=True, bool when_off=False, float percentile=100., "
-        "Tensor? trains=None, Tensor(d!)? record=None) -> Tensor"
-    ),
-    "fake_quantize_learned": f"{_RUNNING}Tensor? trains=None, Tensor(d!)? record=None) -> Tensor",
-}
 
 
 class _GradientThrough(Identity):
@@ -322,13 +307,6 @@ def _fake_quantize_learned(
 for _function in (_quantized_gradient, LearnedRange.backward):
     skip_frame(_function.__code__, inside=True)
 
-_KERNELS: dict[str, Callable[..., Any]] = {
-    "fake_quantize": _fake_quantize,
-    "quantize_gradient": _quantize_gradient,
-    "fake_quantize_observed": _fake_quantize_observed,
-    "fake_quantize_learned": _fake_quantize_learned,
-}
-
 
 def _mark_compile_caches() -> None:
     """Add a hash of the modules that compilers trace through to the keys of torch's caches.
@@ -343,18 +321,40 @@ def _mark_compile_caches() -> None:
 
 
 _mark_compile_caches()
-_LIBRARY = torch.library.Library("cpt_fx", "DEF")
-for _name, _schema in SCHEMAS.items():
-    _LIBRARY.define(_name + _schema)
-    # One implementation for all keys: inference_mode skips the Autograd key, and torch.func opens the op first.
-    _LIBRARY.impl(_name, _KERNELS[_name], "FuncTorchDynamicLayerFrontMode")
-    _LIBRARY.impl(_name, _KERNELS[_name], "Autograd")
-    _LIBRARY.impl(_name, _KERNELS[_name], "CompositeExplicitAutograd")
+LIBRARY = torch.library.Library("cpt_fx", "DEF")
 
-FAKE_QUANTIZE = torch.ops.cpt_fx.fake_quantize.default
-QUANTIZE_GRADIENT = torch.ops.cpt_fx.quantize_gradient.default
-FAKE_QUANTIZE_OBSERVED = torch.ops.cpt_fx.fake_quantize_observed.default
-FAKE_QUANTIZE_LEARNED = torch.ops.cpt_fx.fake_quantize_learned.default
+
+def define(schema: str, kernel: Callable[..., Any], *keys: str) -> Callable[..., Any]:
+    """Make an operator. Composite ones have one implementation for all keys of the dispatcher.
+
+    For inference_mode skips the Autograd key, and torch.func opens the operator first.
+    """
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema)
+    for key in keys or ("FuncTorchDynamicLayerFrontMode", "Autograd", "CompositeExplicitAutograd"):
+        LIBRARY.impl(name, kernel, key)
+    operator: Callable[..., Any] = getattr(torch.ops.cpt_fx, name).default
+    return operator
+
+
+FAKE_QUANTIZE = define(
+    f"fake_quantize(Tensor x, Tensor bits, *, {_GRID.format(rounding='nearest')}, Tensor? zero_point=None, "
+    "Tensor? range=None, Tensor(a!)? record=None) -> Tensor",
+    _fake_quantize,
+)
+QUANTIZE_GRADIENT = define(
+    f"quantize_gradient(Tensor(a) x, Tensor bits, *, {_GRID.format(rounding='stochastic')}, Tensor? record=None) "
+    "-> Tensor(a)",
+    _quantize_gradient,
+)
+FAKE_QUANTIZE_OBSERVED = define(
+    f"fake_quantize_observed{_RUNNING}float momentum=0.9, bool corrected=True, bool when_off=False, "
+    "float percentile=100., Tensor? trains=None, Tensor(d!)? record=None) -> Tensor",
+    _fake_quantize_observed,
+)
+FAKE_QUANTIZE_LEARNED = define(
+    f"fake_quantize_learned{_RUNNING}Tensor? trains=None, Tensor(d!)? record=None) -> Tensor", _fake_quantize_learned
+)
 QUANTIZERS = (FAKE_QUANTIZE, FAKE_QUANTIZE_OBSERVED, FAKE_QUANTIZE_LEARNED, QUANTIZE_GRADIENT)
 """Every op that quantizes."""
 OP_OF_RANGE = {

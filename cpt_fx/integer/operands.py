@@ -26,7 +26,7 @@ from cpt_fx.integer.geometry import Geometry
 from cpt_fx.integer.products import PRODUCTS, Call, Product, bias_grad
 from cpt_fx.noise import new_seed
 from cpt_fx.numerics import Grid
-from cpt_fx.ops import FAKE_QUANTIZE
+from cpt_fx.ops import FAKE_QUANTIZE, LIBRARY, define
 from cpt_fx.saving import check_unchanged
 from cpt_fx.straight_through import grid_of
 from cpt_fx.transformed import is_transformed
@@ -302,36 +302,30 @@ def _multiply_at_run_time(
     return _multiply(name, call, left, right, (arithmetic, dtype), counts).reshape(shape).contiguous()
 
 
-_LIBRARY = torch.library.Library("cpt_fx", "FRAGMENT")
-
-
-def define(schema: str, run: Callable[..., R], shapes: Callable[..., Any]) -> Callable[..., R]:
+def _opaque(schema: str, run: Callable[..., R], shapes: Callable[..., Any]) -> Callable[..., R]:
     """Make an operator that no compiler looks into. `shapes` returns what a compiler is told of the results."""
-    name = schema.partition("(")[0]
-    _LIBRARY.define(schema)
-    _LIBRARY.impl(name, run, "CPU")
-    torch.library.register_fake(f"cpt_fx::{name}", shapes, lib=_LIBRARY)
-    operator: Callable[..., R] = getattr(torch.ops.cpt_fx, name).default
+    operator = define(schema, run, "CPU")
+    torch.library.register_fake(f"cpt_fx::{schema.partition('(')[0]}", shapes, lib=LIBRARY)
     return operator
 
 
-QUANTIZE = define(
+QUANTIZE = _opaque(
     "_quantize(Tensor x, Tensor bits, Tensor? seed, int[] keep, int[]? over, str rounding, Tensor(a!)? record) "
     "-> (Tensor codes, Tensor scale, Tensor wide)",
     _quantize_at_run_time,
     _quantize_shapes,
 )
-DEQUANTIZE = define(
+DEQUANTIZE = _opaque(
     "_dequantize(Tensor codes, Tensor scale, Tensor wide, ScalarType dtype) -> Tensor",
     _dequantize_at_run_time,
     lambda codes, scale, wide, dtype: codes.new_empty(codes.shape, dtype=dtype),
 )
-SUM = define(
+SUM = _opaque(
     "_sum(Tensor codes, Tensor scale, Tensor wide, SymInt[] shape, ScalarType dtype, int channel) -> Tensor",
     _sum_at_run_time,
     lambda codes, scale, wide, shape, dtype, channel: codes.new_empty(shape, dtype=dtype),
 )
-MULTIPLY = define(
+MULTIPLY = _opaque(
     "_multiply(str name, Tensor[] a, Tensor[] b, Tensor? bias, SymInt[] shape, int[] geometry, ScalarType arithmetic, "
     "ScalarType dtype, Tensor(a!)? counts) -> Tensor",
     _multiply_at_run_time,

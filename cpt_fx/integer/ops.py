@@ -39,19 +39,11 @@ from cpt_fx.integer.operands import (
 )  # fmt: skip
 from cpt_fx.integer.products import Call
 from cpt_fx.numerics import Grid
-from cpt_fx.ops import FAKE_QUANTIZE, QUANTIZE_GRADIENT
+from cpt_fx.ops import FAKE_QUANTIZE, QUANTIZE_GRADIENT, define
 from cpt_fx.transformed import are_gradients, each, is_transformed
 
 _GRID = "int[] keep=[], int[]? over=None, str rounding='{rounding}'"
 _PRODUCT = _GRID.format(rounding="stochastic") + ", Tensor(a!)? record=None, Tensor(b!)? counts=None) -> Tensor"
-SCHEMAS = {
-    "to_integer": f"(Tensor x, Tensor bits, *, {_GRID.format(rounding='nearest')}, Tensor(a!)? record=None) "
-    "-> Tensor[]",
-    "integer_linear": f"(Tensor[] input, Tensor? bits, Tensor[] weight, Tensor? bias=None, *, {_PRODUCT}",
-    "integer_matmul": f"(Tensor[] input, Tensor? bits, Tensor[] other, Tensor? addend=None, *, {_PRODUCT}",
-    "integer_conv": "(Tensor[] input, Tensor? bits, Tensor[] weight, Tensor? bias=None, int[] stride=[1], "
-    f"int[] padding=[0], int[] dilation=[1], *, {_PRODUCT}",
-}
 
 
 class _Kind(NamedTuple):
@@ -348,22 +340,22 @@ def _integer_conv(
     return _product(_CONV, input, bits, weight, bias, geometry, options)
 
 
-_KERNELS = {
-    "to_integer": _to_integer,
-    "integer_linear": partial(_matrices, _LINEAR),
-    "integer_matmul": partial(_matrices, _MATMUL),
-    "integer_conv": _integer_conv,
-}
-_LIBRARY = torch.library.Library("cpt_fx", "FRAGMENT")
-for _name, _schema in SCHEMAS.items():
-    _LIBRARY.define(_name + _schema)
-    # As in cpt_fx.ops: inference_mode skips the Autograd key, and torch.func opens the operator first.
-    for _key in ("FuncTorchDynamicLayerFrontMode", "Autograd", "CompositeExplicitAutograd"):
-        _LIBRARY.impl(_name, _KERNELS[_name], _key)
-
-TO_INTEGER = torch.ops.cpt_fx.to_integer.default
-INTEGER_LINEAR = torch.ops.cpt_fx.integer_linear.default
-INTEGER_MATMUL = torch.ops.cpt_fx.integer_matmul.default
-INTEGER_CONV = torch.ops.cpt_fx.integer_conv.default
+TO_INTEGER = define(
+    f"to_integer(Tensor x, Tensor bits, *, {_GRID.format(rounding='nearest')}, Tensor(a!)? record=None) -> Tensor[]",
+    _to_integer,
+)
+INTEGER_LINEAR = define(
+    f"integer_linear(Tensor[] input, Tensor? bits, Tensor[] weight, Tensor? bias=None, *, {_PRODUCT}",
+    partial(_matrices, _LINEAR),
+)
+INTEGER_MATMUL = define(
+    f"integer_matmul(Tensor[] input, Tensor? bits, Tensor[] other, Tensor? addend=None, *, {_PRODUCT}",
+    partial(_matrices, _MATMUL),
+)
+INTEGER_CONV = define(
+    "integer_conv(Tensor[] input, Tensor? bits, Tensor[] weight, Tensor? bias=None, int[] stride=[1], "
+    f"int[] padding=[0], int[] dilation=[1], *, {_PRODUCT}",
+    _integer_conv,
+)
 INTEGER_PRODUCTS = (INTEGER_LINEAR, INTEGER_MATMUL, INTEGER_CONV)
 """Every op that multiplies on integers."""

@@ -159,10 +159,6 @@ void product(const Matrix& left, const Matrix& right, const Result& result, int6
 extern "C" {
 
 // out[i, j] = left[i, j] @ right[i, j], for every index of two dims of batches. Strides count elements.
-struct Strides {
-  int64_t outer_batch, inner_batch, outer, inner;
-};
-
 void cpt_fx_product(const int8_t* left, const int8_t* right, void* out, int64_t outer_batches, int64_t inner_batches,
                     int64_t rows, int64_t inner, int64_t columns, const int64_t* left_strides,
                     const int64_t* right_strides, const float* left_scale, const float* right_scale, const float* bias,
