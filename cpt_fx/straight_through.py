@@ -26,28 +26,18 @@ from cpt_fx.saving import Source, computed_again, mark
 from cpt_fx.transformed import is_batched, is_transformed, outside, plain
 from cpt_fx.widths import host_value
 
+_KINDS = {"scheme": Scheme, "rounding": Rounding, "specials": Specials}
+
 
 @cache
-def _grid(
-    keep: tuple[int, ...], over: tuple[int, ...] | None, scheme: str, rounding: str, exponent: int, specials: str,
-    block: int, floored: bool,
-) -> Grid:  # fmt: skip
-    return Grid(keep, over, Scheme(scheme), Rounding(rounding), exponent, Specials(specials), block, floored)
+def _grid(*options: tuple[str, Any]) -> Grid:
+    return Grid(**{name: _KINDS[name](value) if name in _KINDS else value for name, value in options})
 
 
 def grid_of(options: dict[str, Any], rounding: str) -> Grid:
     """Collect the static options of an op call; the schema fills in nothing for a Python kernel's keywords."""
-    over = options.get("over")
-    return _grid(
-        tuple(options.get("keep", ())),
-        None if over is None else tuple(over),
-        options.get("scheme", "affine"),
-        options.get("rounding", rounding),
-        options.get("exponent", 0),
-        options.get("specials", "none"),
-        options.get("block", 0),
-        options.get("floored", True),
-    )
+    options = {"rounding": rounding, "floored": True, **options}
+    return _grid(*((name, tuple(option) if isinstance(option, list) else option) for name, option in options.items()))
 
 
 def straight_through(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None, record: Tensor | None) -> Tensor:

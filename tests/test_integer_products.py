@@ -14,7 +14,7 @@ from cpt_fx import native, noise
 from cpt_fx.formats import Rounding, Scheme
 from cpt_fx.integer import kernels, products
 from cpt_fx.integer.codes import Codes, quantize_codes
-from cpt_fx.integer.geometry import Geometry, Pair
+from cpt_fx.integer.kernels import Geometry, Pair
 from cpt_fx.integer.products import Call
 from cpt_fx.numerics import Grid, quantize
 

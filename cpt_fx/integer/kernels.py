@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cpt_fx import native
-from cpt_fx.integer.geometry import Geometry, Pair, backward, forward
 
 if TYPE_CHECKING:
     from cpt_fx.integer.codes import Codes
@@ -18,6 +18,27 @@ if TYPE_CHECKING:
 _LONG = ctypes.c_int64
 LONGEST_SUM = (2**31 - 1) // (127 * 127)
 """How many products of two codes an int32 holds for sure: 133,144."""
+Pair = tuple[int, ...]
+"""One number for the height, one for the width."""
+
+
+class Geometry(NamedTuple):
+    """How the filter of a convolution moves."""
+
+    stride: Pair = (1, 1)
+    padding: Pair = (0, 0)
+    dilation: Pair = (1, 1)
+
+    def output_size(self, size: Sequence[int], kernel: Sequence[int]) -> Pair:
+        """Return how many places a filter has along the height and the width of images."""
+        along = zip(size, kernel, *self, strict=True)
+        places = tuple((s + 2 * pad - gap * (k - 1) - 1) // step + 1 for s, k, step, pad, gap in along)
+        if places[0] < 1 or places[1] < 1:
+            raise RuntimeError(
+                f"a filter of {tuple(kernel)} with dilation {self.dilation} does not fit into images of {tuple(size)} "
+                f"with padding {self.padding}: Kernel size can't be greater than actual input size"
+            )
+        return places
 
 
 def product(
@@ -59,7 +80,7 @@ def convolution(
         return None
     images, filters = x.values.contiguous(), w.values.contiguous()
     first, second = filters.shape[:2]
-    plan = (backward if turned else forward)(images.shape[1], images.shape[2:], filters.shape[2:], out, geometry)
+    plan = (_plan_turned if turned else _plan)(images.shape[1], images.shape[2:], filters.shape[2:], out, geometry)
     # How many channels come out, and how far apart those that come out and those that go in are in the filters.
     rows = (second, taps, second * taps) if turned else (first, second * taps, taps)
     result = _new((images.shape[0], rows[0], *out))
@@ -78,7 +99,7 @@ def filters(g: Codes, x: Codes, kernel: Pair, geometry: Geometry) -> Tensor | No
     if library is None or not _suit(g, x):
         return None
     gradient, images = g.values.contiguous(), x.values.contiguous()
-    plan = forward(images.shape[1], images.shape[2:], kernel, gradient.shape[2:], geometry, by_plane=True)
+    plan = _plan(images.shape[1], images.shape[2:], kernel, gradient.shape[2:], geometry, by_plane=True)
     result = _new((gradient.shape[1], images.shape[1], *kernel))
     floats = _in_single(g.scale, x.scale)
     library.cpt_fx_filters(
@@ -108,3 +129,88 @@ def _in_single(*parts: Tensor | None) -> list[Tensor | None]:
 def _new(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
     """Make what a kernel writes its result into. Not of the default dtype, which is the user's."""
     return torch.empty(tuple(shape), dtype=dtype)
+
+
+class _Plan(NamedTuple):
+    """Where the pixels of a convolution lie: arrays for `native/integer_convolutions.cpp`, see there.
+
+    A plane holds every n-th row and column of an image with its padding. In it, what one tap of the filter sees at
+    neighbouring places are neighbouring pixels: places and pixels differ by an offset, one for every tap.
+    """
+
+    planes: ctypes.Array[ctypes.c_int64]
+    phases: ctypes.Array[ctypes.c_int64]
+    jobs: ctypes.Array[ctypes.c_int64]
+    taps: ctypes.Array[ctypes.c_int64]
+    job_count: int
+    out: Pair
+
+
+def _array(numbers: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * max(1, len(numbers)))(*numbers)
+
+
+@lru_cache(maxsize=1024)
+def _plan(channels: int, size: Pair, kernel: Pair, out: Pair, geometry: Geometry, *, by_plane: bool = False) -> _Plan:
+    """Describe a convolution. `by_plane` gives taps as (plane, offset in it) for gradients of filters."""
+    stride, padding, dilation = geometry
+    if kernel == stride == (1, 1) and padding == (0, 0):
+        # Without neighbours an image is one long row.
+        size = out = (1, size[0] * size[1])
+    along = [_taps_along(kernel[i], stride[i], dilation[i]) for i in (0, 1)]
+    rows, columns = (out[i] + max(shift for _, shift in along[i]) for i in (0, 1))
+    phases = sorted({(p, q) for p, _ in along[0] for q, _ in along[1]})
+    taps = []
+    for i, (p, row) in enumerate(along[0]):
+        for j, (q, column) in enumerate(along[1]):
+            plane, offset = phases.index((p, q)), row * columns + column
+            taps += [plane, offset] if by_plane else [i * kernel[1] + j, plane * rows * columns + offset]
+    planes = [channels, *size, *stride, *padding, rows, columns, len(phases), *out]
+    jobs = [0, len(taps) // 2, *out, 0, 1, 0, 1]
+    return _Plan(_array(planes), _array(sum(phases, ())), _array(jobs), _array(taps), 1, out)
+
+
+@lru_cache(maxsize=1024)
+def _plan_turned(channels: int, size: Pair, kernel: Pair, out: Pair, geometry: Geometry) -> _Plan:
+    """Describe the gradient of the images, of size `out`, from one of size `size`.
+
+    With a stride, every n-th row and column of the result is a convolution with some of the taps.
+    """
+    stride, padding, dilation = geometry
+    if kernel == stride == (1, 1) and padding == (0, 0):
+        size = out = (1, size[0] * size[1])
+    along = [_taps_back(kernel[i], stride[i], padding[i], dilation[i]) for i in (0, 1)]
+    shifts = [[shift for phase in along[i] for _, shift in phase] or [0] for i in (0, 1)]
+    before = [max(0, -min(shifts[i])) for i in (0, 1)]
+    places = [-(-out[i] // stride[i]) for i in (0, 1)]
+    rows, columns = (before[i] + places[i] + max(0, *shifts[i]) for i in (0, 1))
+    taps: list[int] = []
+    jobs: list[int] = []
+    for p, of_rows in enumerate(along[0]):
+        for q, of_columns in enumerate(along[1]):
+            first = len(taps) // 2
+            for i, row in of_rows:
+                for j, column in of_columns:
+                    taps += [i * kernel[1] + j, (row + before[0]) * columns + column + before[1]]
+            high, wide = -(-(out[0] - p) // stride[0]), -(-(out[1] - q) // stride[1])
+            if high > 0 and wide > 0:
+                jobs += [first, len(taps) // 2 - first, high, wide, p, stride[0], q, stride[1]]
+    planes = [channels, *size, 1, 1, *before, rows, columns, 1]
+    return _Plan(_array(planes), _array([0, 0]), _array(jobs), _array(taps), len(jobs) // 8, out)
+
+
+def _taps_along(kernel: int, stride: int, dilation: int) -> list[tuple[int, int]]:
+    """Return for every tap its phase, and its shift in the plane of that phase."""
+    return [(tap * dilation % stride, tap * dilation // stride) for tap in range(kernel)]
+
+
+def _taps_back(kernel: int, stride: int, padding: int, dilation: int) -> list[list[tuple[int, int]]]:
+    """Return for every phase of the result the taps that reach it, each with its shift in the gradient."""
+    return [
+        [
+            (tap, (phase + padding - tap * dilation) // stride)
+            for tap in range(kernel)
+            if (phase + padding - tap * dilation) % stride == 0
+        ]
+        for phase in range(stride)
+    ]

@@ -22,7 +22,7 @@ from cpt_fx.formats import Rounding
 from cpt_fx.integer import choice
 from cpt_fx.integer.codes import WIDEST, Codes, quantize_codes, scale_shape
 from cpt_fx.integer.counts import RATIO, Outcome
-from cpt_fx.integer.geometry import Geometry
+from cpt_fx.integer.kernels import Geometry
 from cpt_fx.integer.products import PRODUCTS, Call, Product, bias_grad
 from cpt_fx.noise import new_seed
 from cpt_fx.numerics import Grid

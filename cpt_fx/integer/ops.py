@@ -22,7 +22,7 @@ from torch import Tensor
 from cpt_fx.evidence import ARMED
 from cpt_fx.frames import skip_frame
 from cpt_fx.integer.counts import Outcome
-from cpt_fx.integer.geometry import Geometry
+from cpt_fx.integer.kernels import Geometry
 from cpt_fx.integer.operands import (
     Operand,
     dequantized,
@@ -278,13 +278,13 @@ def _product(
     kind: _Kind, left: list[Tensor], bits: Tensor | None, right: list[Tensor], bias: Tensor | None, geometry: Geometry,
     options: dict[str, Any],
 ) -> Tensor:  # fmt: skip
-    edges, record = (left[0], right[0]), options.get("record")
+    edges, record, counts = (left[0], right[0]), options.pop("record", None), options.pop("counts", None)
     simulated = len(left) == len(right) == 1
     supported = all(len(part) > 1 or is_supported(part[0]) for part in (left, right))
     device = edges[0].device.type
     autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else edges[0].dtype
-    job = _Job(kind, geometry, bits, symmetric(options, "stochastic"), record, options.get("counts"), dtype)
+    job = _Job(kind, geometry, bits, symmetric(options, "stochastic"), record, counts, dtype)
     if simulated or not supported or (edges[0].dtype != edges[1].dtype and not autocast):
         values = [part[0] if len(part) == 1 else _Dequantize.apply(part[0], _operand(part)) for part in (left, right)]  # type: ignore[no-untyped-call]
         return _simulated(job, values, bias)

@@ -19,8 +19,7 @@ from torch.nn.grad import conv2d_input, conv2d_weight
 
 from cpt_fx.integer import kernels
 from cpt_fx.integer.codes import Codes
-from cpt_fx.integer.geometry import Geometry
-from cpt_fx.integer.kernels import LONGEST_SUM
+from cpt_fx.integer.kernels import LONGEST_SUM, Geometry
 
 FLOAT = torch.float32
 Factor = TypeVar("Factor", Codes, Tensor)
