@@ -49,11 +49,6 @@ def symmetric(options: dict[str, Any], rounding: str) -> Grid:
     return grid_of({**options, "scheme": "symmetric"}, rounding)
 
 
-def options_of(grid: Grid) -> dict[str, Any]:
-    """Return the options of a grid as simulated quantizers take them."""
-    return {"keep": grid.keep, "over": grid.over, "scheme": grid.scheme.value, "rounding": grid.rounding.value}
-
-
 class Operand(NamedTuple):
     """Codes with their scale, or floating point numbers; in a graph that is being compiled all three."""
 
@@ -144,7 +139,7 @@ def exact(x: Tensor) -> Operand:
 
 
 def _simulated(x: Tensor, bits: Tensor, grid: Grid, record: Tensor | None) -> Tensor:
-    result: Tensor = FAKE_QUANTIZE(x, bits, **options_of(grid), record=record)
+    result: Tensor = FAKE_QUANTIZE(x, bits, **grid.keywords(), record=record)
     return result
 
 

@@ -30,7 +30,6 @@ from cpt_fx.integer.operands import (
     has_no_codes,
     is_supported,
     multiply,
-    options_of,
     quantized,
     remember_weight,
     summed,
@@ -129,7 +128,7 @@ class _Quantize(torch.autograd.Function):
 def _to_integer(x: Tensor, bits: Tensor, *, record: Tensor | None = None, **options: Any) -> list[Tensor]:
     grid = symmetric(options, "nearest")
     if has_no_codes(x, bits):
-        return [FAKE_QUANTIZE(x, bits, **options_of(grid), record=record)]
+        return [FAKE_QUANTIZE(x, bits, **grid.keywords(), record=record)]
     return list(_Quantize.apply(x, bits, grid, record))  # type: ignore[no-untyped-call]
 
 
@@ -233,7 +232,7 @@ def _differentiable(
     """Return what backward returns, as simulated execution computes it: with a graph of its own."""
     job: _Job = ctx.job
     if job.bits is not None:
-        gradient = FAKE_QUANTIZE(gradient, job.bits, **options_of(job.grid), record=job.record)
+        gradient = FAKE_QUANTIZE(gradient, job.bits, **job.grid.keywords(), record=job.record)
     values = []
     for edge, operand in zip(ctx.edges, (left, right), strict=True):
         # An operand that was not kept is a factor of no gradient that is asked for.
@@ -316,7 +315,7 @@ def _simulated(job: _Job, values: list[Tensor], bias: Tensor | None) -> Tensor:
             result.register_hook(lambda gradient: _count(counts, needed, outcome))
     if job.bits is None:
         return result
-    quantized: Tensor = QUANTIZE_GRADIENT(result, job.bits, **options_of(job.grid), record=job.record)
+    quantized: Tensor = QUANTIZE_GRADIENT(result, job.bits, **job.grid.keywords(), record=job.record)
     return quantized
 
 
