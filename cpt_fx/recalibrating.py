@@ -30,7 +30,7 @@ from cpt_fx.runtime import AS_SCHEDULED
 from cpt_fx.schedules.bits import Bits, as_bits
 from cpt_fx.session import Session
 from cpt_fx.standalone import transformed_in
-from cpt_fx.trial import eager_model, tensors_in, trial
+from cpt_fx.trial import eager_model, looking, tensors_in, trial
 
 LOGGER = logging.getLogger("cpt_fx")
 FORMS = "a tensor, a tuple or list whose first item is the input, or a dict of keywords; pass call= for anything else"
@@ -163,8 +163,11 @@ def recalibrate(
         with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
             for put_back in _generators(batches, 3):
                 stack.callback(put_back)
-            for context in (trial(model), *map(_unnoticed, sessions)):
-                stack.enter_context(context)
+            stack.enter_context(looking(model))
+            stack.enter_context(trial(model))
+            for session in sessions:  # whose root may be outside of what runs
+                stack.callback(setattr, session.root, "training", session.root.training)
+                session.root.training = False
             layers = _alone_in_training(model, layers)
             if layers:
                 if bits is not None:
@@ -196,13 +199,9 @@ def batch_norms(model: nn.Module, exclude: Pattern | Iterable[Pattern] = ()) -> 
 
 def learns_statistics(model: nn.Module) -> bool:
     """Whether batch norm of a model gathers statistics in training."""
-    modes = [(module, module.training) for module in model.modules()]
     with unchanged(model):
         model.train()
-        found = any(layer.training for layer in batch_norms(model).values())
-    for module, mode in modes:
-        module.training = mode
-    return found
+        return any(layer.training for layer in batch_norms(model).values())
 
 
 def _alone_in_training(model: nn.Module, layers: dict[str, _BatchNorm]) -> dict[str, _BatchNorm]:
@@ -318,22 +317,6 @@ def _without_layer(session: Session) -> Iterator[str]:
             path, _ = module_path(node)
             if not isinstance(modules.get(path), _BatchNorm):
                 yield path or session.kind
-
-
-@contextmanager
-def _unnoticed(session: Session) -> Iterator[None]:
-    """Evaluate without being noticed, where the root may be outside of what runs."""
-    mode, session.root.training = session.root.training, False
-    noticed = isinstance(session, Session)
-    if noticed:
-        before = session._evaluates, session.reminder.awake
-        session._evaluates = session.reminder.awake = True
-    try:
-        yield
-    finally:
-        session.root.training = mode
-        if noticed:
-            session._evaluates, session.reminder.awake = before
 
 
 def _generators(holder: object, depth: int) -> Iterator[Callable[[], object]]:
