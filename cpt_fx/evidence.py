@@ -77,15 +77,10 @@ def _by_torch(before: Tensor, after: Tensor) -> tuple[int, int] | None:
 def _by_kernel(before: Tensor, after: Tensor) -> tuple[int, int] | None:
     """Do the same in one call, where that can read the memory of both: a width is new to every quantizer at once."""
     library = native.load("witness.cpp")
-    if library is None or not all(map(_readable, (before, after))):
+    if library is None or not all(native.reads(sample) and sample.is_contiguous() for sample in (before, after)):
         return None
     levels, error = ctypes.c_int64(), ctypes.c_int64()
     finite = library.cpt_fx_witness(
         before.data_ptr(), after.data_ptr(), before.numel(), ctypes.byref(levels), ctypes.byref(error)
     )
     return (levels.value, error.value) if finite else None
-
-
-def _readable(sample: Tensor) -> bool:
-    plain = type(sample) is Tensor and sample.dtype is torch.float32 and sample.is_cpu and sample.is_contiguous()
-    return plain and not (sample.is_neg() or sample._is_zerotensor())

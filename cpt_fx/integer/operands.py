@@ -118,14 +118,8 @@ _WEIGHT = "_cpt_fx_weight"
 def remember_weight(operand: Operand, x: Tensor, bits: Tensor, grid: Grid) -> None:
     """Note on codes in eager execution that they are those of a parameter."""
     width = host_value(bits)
-    if (
-        operand.codes is None
-        or width is None
-        or grid.rounding is Rounding.STOCHASTIC
-        or not isinstance(x, torch.nn.Parameter)
-    ):
-        return
-    setattr(operand.codes, _WEIGHT, Weight(x.detach(), x._version, width, grid))
+    if isinstance(x, torch.nn.Parameter) and width is not None and grid.rounding is Rounding.NEAREST:
+        setattr(operand.codes, _WEIGHT, Weight(x.detach(), x._version, width, grid))
 
 
 def weight_of(operand: Operand) -> Weight | None:

@@ -21,21 +21,10 @@ from torch import Tensor
 
 from cpt_fx.evidence import ARMED
 from cpt_fx.frames import skip_frame
+from cpt_fx.integer import operands
 from cpt_fx.integer.counts import Outcome
 from cpt_fx.integer.kernels import Geometry
-from cpt_fx.integer.operands import (
-    Operand,
-    dequantized,
-    exact,
-    has_no_codes,
-    is_supported,
-    multiply,
-    quantized,
-    remember_weight,
-    summed,
-    symmetric,
-    weight_of,
-)  # fmt: skip
+from cpt_fx.integer.operands import Operand
 from cpt_fx.integer.products import Call
 from cpt_fx.numerics import Grid
 from cpt_fx.ops import FAKE_QUANTIZE, QUANTIZE_GRADIENT, define
@@ -112,8 +101,8 @@ class _Quantize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bits: Tensor, grid: Grid, record: Tensor | None) -> tuple[Tensor, ...]:
-        made = quantized(x, bits, grid, record)
-        remember_weight(made, x, bits, grid)
+        made = operands.quantized(x, bits, grid, record)
+        operands.remember_weight(made, x, bits, grid)
         operand = [part for part in made if part is not None]
         ctx.mark_non_differentiable(*operand)
         ctx.set_materialize_grads(False)
@@ -126,8 +115,8 @@ class _Quantize(torch.autograd.Function):
 
 
 def _to_integer(x: Tensor, bits: Tensor, *, record: Tensor | None = None, **options: Any) -> list[Tensor]:
-    grid = symmetric(options, "nearest")
-    if has_no_codes(x, bits):
+    grid = operands.symmetric(options, "nearest")
+    if operands.has_no_codes(x, bits):
         return [FAKE_QUANTIZE(x, bits, **grid.keywords(), record=record)]
     return list(_Quantize.apply(x, bits, grid, record))  # type: ignore[no-untyped-call]
 
@@ -155,7 +144,7 @@ class _Multiply(torch.autograd.Function):
     ) -> Tensor:
         needs_left, needs_right = ctx.needs_input_grad[:2]
         nothing = Operand(None, None, None)
-        ctx.weights = weight_of(left), weight_of(right)
+        ctx.weights = operands.weight_of(left), operands.weight_of(right)
         kept = [
             part if needed and weight is None else nothing
             for part, needed, weight in zip((left, right), (needs_right, needs_left), ctx.weights, strict=True)
@@ -168,7 +157,7 @@ class _Multiply(torch.autograd.Function):
         ctx.factors = left.shape, right.shape
         shape = job.kind.shape(left.shape, right.shape, job.geometry)
         call = Call(bias, shape, job.geometry)
-        result = multiply(job.kind.names[0], call, left, right, (job.dtype, job.dtype), job.counts)
+        result = operands.multiply(job.kind.names[0], call, left, right, (job.dtype, job.dtype), job.counts)
         if job.kind is _CONV:
             shape = _without_added(shape, left_edge.ndim, right_edge.ndim - 2)
         return _no_view(result, shape)
@@ -188,14 +177,18 @@ class _Multiply(torch.autograd.Function):
         if torch.is_grad_enabled():
             found, factor = _differentiable(ctx, gradient, left, right)
         else:
-            factor = exact(gradient) if job.bits is None else quantized(gradient, job.bits, job.grid, job.record)
+            factor = (
+                operands.exact(gradient)
+                if job.bits is None
+                else operands.quantized(gradient, job.bits, job.grid, job.record)
+            )
             found = _gradients(ctx, factor, left, right, gradient.dtype)
         bias = None
         if ctx.needs_input_grad[2]:
             # The channels of a gradient are where they are in its images, without the dim of the images themselves.
             channel = job.kind.channel - (job.kind is _CONV and ctx.edges[0].ndim < ctx.edges[1].ndim)
             shape, dtype = ctx.bias
-            bias = summed(factor, shape, dtype, channel)
+            bias = operands.summed(factor, shape, dtype, channel)
         return *found, bias, None, None, None
 
 
@@ -222,7 +215,7 @@ def _gradients(
         edge = ctx.edges[which]
         call = Call(shape=ctx.factors[which], geometry=job.geometry)
         name = job.kind.names[1 + which]
-        found.append(multiply(name, call, images, other, (dtype, edge.dtype), job.counts).view(edge.shape))
+        found.append(operands.multiply(name, call, images, other, (dtype, edge.dtype), job.counts).view(edge.shape))
     return found[0], found[1]
 
 
@@ -245,7 +238,7 @@ def _differentiable(
     if job.counts is not None:
         _count(job.counts, [1 + which for which in needed], Outcome.DIFFERENTIATED)
     found = dict(zip(needed, made, strict=True))
-    return (found.get(0), found.get(1)), exact(gradient)
+    return (found.get(0), found.get(1)), operands.exact(gradient)
 
 
 def _no_view(result: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -261,7 +254,7 @@ class _Dequantize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, edge: Tensor, operand: Operand) -> Tensor:
-        return dequantized(operand, edge.dtype)
+        return operands.dequantized(operand, edge.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -279,11 +272,11 @@ def _product(
 ) -> Tensor:  # fmt: skip
     edges, record, counts = (left[0], right[0]), options.pop("record", None), options.pop("counts", None)
     simulated = len(left) == len(right) == 1
-    supported = all(len(part) > 1 or is_supported(part[0]) for part in (left, right))
+    supported = all(len(part) > 1 or operands.is_supported(part[0]) for part in (left, right))
     device = edges[0].device.type
     autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else edges[0].dtype
-    job = _Job(kind, geometry, bits, symmetric(options, "stochastic"), record, counts, dtype)
+    job = _Job(kind, geometry, bits, operands.symmetric(options, "stochastic"), record, counts, dtype)
     if simulated or not supported or (edges[0].dtype != edges[1].dtype and not autocast):
         values = [part[0] if len(part) == 1 else _Dequantize.apply(part[0], _operand(part)) for part in (left, right)]  # type: ignore[no-untyped-call]
         return _simulated(job, values, bias)
@@ -296,7 +289,7 @@ def _product(
 def _operand(parts: list[Tensor]) -> Operand:
     """Return the operand in a list: a tensor in simulated form is one that is not codes."""
     if len(parts) == 1:
-        return exact(parts[0].detach())
+        return operands.exact(parts[0].detach())
     return Operand(parts[1], parts[2], parts[3] if len(parts) > 3 else None)
 
 
@@ -307,7 +300,7 @@ def _simulated(job: _Job, values: list[Tensor], bias: Tensor | None) -> Tensor:
     # Under torch.func a record can only be written inside of an autograd function.
     if counts is not None and not is_transformed():
         outcome = Outcome.WIDTH
-        if not all(map(is_supported, values)) or not all(value.numel() for value in values):
+        if not all(map(operands.is_supported, values)) or not all(value.numel() for value in values):
             outcome = Outcome.NO_CODES
         counts[0, outcome].add_(1)
         needed = [1 + place for place, value in enumerate(values) if value.requires_grad]

@@ -20,6 +20,7 @@ from cpt_fx.native import building
 
 _LOG = logging.getLogger("cpt_fx")
 _switched_off = False
+_PLAIN = (Tensor, torch.nn.Parameter)
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "d": ctypes.c_double}
 _FUNCTIONS = {
     "simulate.cpp": {"cpt_fx_quantize": "ppp lll ii p pi ppp d p i"},
@@ -73,6 +74,12 @@ def _built(name: str) -> ctypes.CDLL | None:
 
 
 _failures: list[str] = []
+
+
+def reads(x: Tensor) -> bool:
+    """Whether kernels can read a tensor as it lies in memory, in single precision."""
+    plain = x.dtype is torch.float32 and type(x) in _PLAIN and x.is_cpu
+    return plain and not (x.is_neg() or x._is_zerotensor())
 
 
 def address(x: Tensor | None) -> int | None:

@@ -5,7 +5,6 @@
 #include "shared.h"
 
 #include <cmath>
-#include <cstring>
 #include <limits>
 
 namespace {

@@ -19,7 +19,6 @@ from cpt_fx.numerics import Extent, Grid, reduced_dims
 _SCHEMES = {Scheme.AFFINE: 0, Scheme.AFFINE_INTEGER: 1, Scheme.SYMMETRIC: 2}
 _AFFINE_FLOORED = 3
 _SOURCE = "simulate.cpp"
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Running(NamedTuple):
@@ -52,11 +51,8 @@ def serves(x: Tensor, grid: Grid, *, as_stored: bool = False) -> bool:
     With `as_stored` its elements fill a piece of memory, and their order there will do.
     """
     return (
-        x.dtype is torch.float32
-        and type(x) in _PLAIN
-        and x.is_cpu
+        native.reads(x)
         and (as_stored or x.is_contiguous())
-        and not (x.is_neg() or x._is_zerotensor())
         and _layout(x.shape, grid) is not None
         and native.load(_SOURCE) is not None
     )
