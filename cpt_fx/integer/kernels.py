@@ -45,7 +45,7 @@ def product(
     left: Tensor, right: Tensor, scales: tuple[Tensor, Tensor] | None, bias: Tensor | None = None
 ) -> Tensor | None:
     """Multiply matrices, or batches of them in one or two dims: float32 with scales, int32 sums without."""
-    library = _library("integer_products.cpp", left)
+    library = native.load("integer_products.cpp")
     if library is None:
         return None
     rows, inner, columns = left.shape[-2], left.shape[-1], right.shape[-1]
@@ -74,7 +74,7 @@ def convolution(
     x: Codes, w: Codes, bias: Tensor | None, out: Pair, geometry: Geometry, *, turned: bool = False
 ) -> Tensor | None:
     """Convolve images; or, `turned`, carry a gradient back to images. The result has the height and width `out`."""
-    library = _library("integer_convolutions.cpp", x.values)
+    library = native.load("integer_convolutions.cpp")
     taps = w.values.shape[2:].numel()
     if library is None or not _suit(x, w) or x.values.shape[1] * taps > LONGEST_SUM or min(out) <= 0:
         return None
@@ -95,7 +95,7 @@ def convolution(
 
 def filters(g: Codes, x: Codes, kernel: Pair, geometry: Geometry) -> Tensor | None:
     """Return the gradient of filters from that of the output and from the images."""
-    library = _library("integer_filters.cpp", g.values)
+    library = native.load("integer_filters.cpp")
     if library is None or not _suit(g, x):
         return None
     gradient, images = g.values.contiguous(), x.values.contiguous()
@@ -114,11 +114,6 @@ def _suit(a: Codes, b: Codes) -> bool:
     """Whether the kernels of convolutions take two operands: one scale each, nothing empty."""
     plain = a.scale.ndim == b.scale.ndim == 0 and a.scale.dtype == b.scale.dtype == torch.float32
     return plain and bool(a.values.numel() and b.values.numel())
-
-
-def _library(source: str, x: Tensor) -> ctypes.CDLL | None:
-    """Return the kernels of a source, if there are any that can read a tensor."""
-    return native.load(source) if x.device.type == "cpu" else None
 
 
 def _in_single(*parts: Tensor | None) -> list[Tensor | None]:

@@ -177,11 +177,9 @@ class _Multiply(torch.autograd.Function):
         if torch.is_grad_enabled():
             found, factor = _differentiable(ctx, gradient, left, right)
         else:
-            factor = (
-                operands.exact(gradient)
-                if job.bits is None
-                else operands.quantized(gradient, job.bits, job.grid, job.record)
-            )
+            factor = operands.exact(gradient)
+            if job.bits is not None:
+                factor = operands.quantized(gradient, job.bits, job.grid, job.record)
             found = _gradients(ctx, factor, left, right, gradient.dtype)
         bias = None
         if ctx.needs_input_grad[2]:
