@@ -73,7 +73,7 @@ def quantize_codes(
         return Codes(torch.empty_like(x, dtype=torch.int8), torch.zeros((), dtype=working_dtype(x), device=x.device))
     x, seed = x.detach(), seed if rounding == Rounding.STOCHASTIC else None
     grid = Grid(keep, over, Scheme.SYMMETRIC, Rounding(rounding))
-    scales = torch.empty(scale_shape(grid, x.shape), dtype=torch.float32)
+    scales = torch.empty(scale_shape(grid, x.shape), dtype=torch.float32, device=x.device)
     if not (x.is_contiguous() or (seed is None and not scales.ndim and _is_dense(x))):
         # Noise belongs to an element's place in the tensor, and so does a group's range.
         x = x.contiguous()
