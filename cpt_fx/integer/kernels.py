@@ -64,7 +64,7 @@ def product(
 
 def _in_two_batches(x: Tensor, batch: torch.Size) -> Tensor:
     """Bring the batches of matrices into two dims, without a copy where strides allow."""
-    x = x.expand(*batch, *x.shape[-2:])
+    x = (x if 1 in x.stride()[-2:] else x.contiguous()).expand(*batch, *x.shape[-2:])
     if len(batch) > 2:
         return x.reshape(batch[0], -1, *x.shape[-2:])
     return x[(None,) * (2 - len(batch))]
