@@ -33,19 +33,19 @@ if TYPE_CHECKING:
     from cpt_fx.costs import cost as cost
     from cpt_fx.errors import ExportError as ExportError
     from cpt_fx.errors import TransformError as TransformError
-    from cpt_fx.evaluating import at_bits as at_bits
     from cpt_fx.formats import Format as Format
     from cpt_fx.inspection import VerificationError as VerificationError
     from cpt_fx.inspection import inspect as inspect
     from cpt_fx.overrides import Override as Override
     from cpt_fx.pipeline import Pipeline as Pipeline
+    from cpt_fx.recalibrating import at_bits as at_bits
     from cpt_fx.recalibrating import recalibrate as recalibrate
     from cpt_fx.schedules import Bits as Bits
 
 _HOMES = {
     "Bits": "cpt_fx.schedules",
     "CaptureError": "cpt_fx.capture",
-    "at_bits": "cpt_fx.evaluating",
+    "at_bits": "cpt_fx.recalibrating",
     "cost": "cpt_fx.costs",
     "ExportError": "cpt_fx.errors",
     "Format": "cpt_fx.formats",

@@ -69,7 +69,7 @@ def _measured(before: Tensor, after: Tensor) -> tuple[int, int] | None:
     In one call, where a kernel can read the memory of both: a width is new to every quantizer at once.
     """
     library = native.load("witness.cpp")
-    if library is not None and all(map(_readable, (before, after))):
+    if library is not None and all(native.reads(one) and one.is_contiguous() for one in (before, after)):
         levels, error = ctypes.c_int64(), ctypes.c_int64()
         written = map(ctypes.byref, (levels, error))
         finite = library.cpt_fx_witness(before.data_ptr(), after.data_ptr(), before.numel(), *written)
@@ -78,10 +78,5 @@ def _measured(before: Tensor, after: Tensor) -> tuple[int, int] | None:
     if not bool(after.isfinite().all()):
         return None
     spread = before.norm()
-    apart = (after - before).norm() / spread if bool(spread > 0) else spread
-    return after.unique().numel(), int((apart * 1e9).round())
-
-
-def _readable(sample: Tensor) -> bool:
-    plain = type(sample) is Tensor and sample.dtype is torch.float32 and sample.is_cpu and sample.is_contiguous()
-    return plain and not (sample.is_neg() or sample._is_zerotensor())
+    error = (after - before).norm() / spread if bool(spread > 0) else spread
+    return after.unique().numel(), int((error * 1e9).round())

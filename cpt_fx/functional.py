@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cpt_fx.formats import FULL_PRECISION, Rounding, Scheme, Specials, check_grid, choice, minimum_bits
-from cpt_fx.numerics import working_dtype
+from cpt_fx.numerics import Grid, working_dtype
 from cpt_fx.ops import FAKE_QUANTIZE, QUANTIZE_GRADIENT
 from cpt_fx.widths import host_value
 
@@ -41,9 +41,10 @@ def fake_quantize(
         specials: which float codes are not numbers: `"none"`, `"fn"` (e4m3) or `"ieee"` (e5m2).
         block: elements per shared power-of-two scale within a group (MX formats); 0 for none.
     """
-    bits, options = _checked(x, bits, keep, over, rounding, scheme, exponent, specials, block)
+    bits, grid = _checked(x, bits, keep, over, rounding, scheme, exponent, specials, block)
     if range is None:
-        return _fresh(x, FAKE_QUANTIZE(_in_ranges(x, options), bits, **options).view_as(x))
+        rows, grid = _in_ranges(x, grid)
+        return _fresh(x, FAKE_QUANTIZE(rows, bits, **grid.keywords()).view_as(x))
     if block:
         raise ValueError(f"range= cannot be combined with block={block}: every block has its own range")
     try:
@@ -51,8 +52,7 @@ def fake_quantize(
     except (TypeError, ValueError):
         raise TypeError(f"range must be a pair (zero_point, range), got {range!r}") from None
     given = {"zero_point": _ends(zero_point, x), "range": _ends(width, x)}
-    result = FAKE_QUANTIZE(x, bits, **options, **given)
-    return _fresh(x, result)
+    return _fresh(x, FAKE_QUANTIZE(x, bits, **grid.keywords(), **given))
 
 
 def quantize_gradient(
@@ -72,17 +72,16 @@ def quantize_gradient(
     Arguments are those of `fake_quantize`, applied to the gradient. The result is a copy, so that only what flows
     through it is quantized; the op in a rewritten graph sits on the layer's own output and copies nothing.
     """
-    bits, options = _checked(x, bits, keep, over, rounding, scheme, exponent, specials, block)
-    result: Tensor = QUANTIZE_GRADIENT(_in_ranges(x.clone(), options), bits, **options)
+    bits, grid = _checked(x, bits, keep, over, rounding, scheme, exponent, specials, block)
+    rows, grid = _in_ranges(x.clone(), grid)
+    result: Tensor = QUANTIZE_GRADIENT(rows, bits, **grid.keywords())
     return result.view_as(x)
 
 
-def _in_ranges(x: Tensor, options: dict[str, object]) -> Tensor:
+def _in_ranges(x: Tensor, grid: Grid) -> tuple[Tensor, Grid]:
     """Return a vector as rows of one element where each is to have a range of its own: in a graph none has."""
-    if x.ndim != 1 or not (options["keep"] or options["over"] == []):
-        return x
-    options.update(keep=[0], over=None)
-    return x[:, None]
+    alone = x.ndim == 1 and (grid.keep or grid.over == ())
+    return (x[:, None], grid._replace(keep=(0,), over=None)) if alone else (x, grid)
 
 
 def _ends(value: Tensor | float, x: Tensor) -> Tensor:
@@ -102,7 +101,7 @@ def _fresh(x: Tensor, result: Tensor) -> Tensor:
 def _checked(
     x: Tensor, bits: int | Tensor, keep: Sequence[int], over: Sequence[int] | None, rounding: str, scheme: str,
     exponent: int, specials: str, block: int,
-) -> tuple[Tensor, dict[str, object]]:  # fmt: skip
+) -> tuple[Tensor, Grid]:  # fmt: skip
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a tensor, got {type(x).__name__}")
     if not x.is_floating_point():
@@ -115,16 +114,9 @@ def _checked(
     check_grid(kind, exponent, block)
     if isinstance(bits, int) and 0 < bits < minimum_bits(kind):
         raise ValueError(f"scheme={scheme!r} needs at least {minimum_bits(kind)} bits, got {bits}")
-    options: dict[str, object] = {
-        "keep": list(keep),
-        "over": None if over is None else list(over),
-        "scheme": kind.value,
-        "rounding": choice(Rounding, rounding, "rounding").value,
-        "exponent": exponent,
-        "specials": choice(Specials, specials, "specials").value,
-        "block": block,
-    }
-    return _as_bits(bits), options
+    over = None if over is None else tuple(over)
+    rounds, special = choice(Rounding, rounding, "rounding"), choice(Specials, specials, "specials")
+    return _as_bits(bits), Grid(tuple(keep), over, kind, rounds, exponent, special, block, floored=True)
 
 
 def _as_bits(bits: int | Tensor) -> Tensor:

@@ -170,6 +170,11 @@ def module_path(node: fx.Node) -> tuple[str, str]:
     return path, call
 
 
+def source_of(node: fx.Node) -> dict[str, Any]:
+    """Return what of a node's meta tells where it comes from: a node made for it has the same."""
+    return {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
+
+
 def module_stack(node: fx.Node) -> list[tuple[str, type[nn.Module] | None]]:
     """Return the modules a node came from, outermost first, as (path, class)."""
     stack = node.meta.get("nn_module_stack") or {}

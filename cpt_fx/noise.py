@@ -2,8 +2,8 @@
 
 torch's own generators give different numbers in eager code, in compiled code and in kernels of our own, and the one on
 CPU draws element after element on one core. Here the generator is asked for two numbers only, the seed; whoever rounds
-an element computes its noise from there: torch operators, code that a compiler makes of them, `native/noise.h`, or an
-exported graph. So the hash is made of sums and products that no integer of 64 bits overflows, and of divisions by
+an element computes its noise from there: torch operators, code that a compiler makes of them, `native/simulate.cpp`,
+or an exported graph. So the hash is made of sums and products that no integer of 64 bits overflows, and of divisions by
 powers of two: compilers may do what they like with a signed sum that overflows, and not every runtime has bitwise
 operators. Products of a number with itself are what mixes: without them all would be one linear function.
 """

@@ -6,7 +6,7 @@ operations is the published one, because at high widths and for tiny spreads the
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,18 @@ class Grid(NamedTuple):
     specials: Specials = Specials.NONE
     block: int = 0
     floored: bool = False
+
+    def keywords(self) -> dict[str, Any]:
+        """Return the keywords of an op that quantizes so: only what differs from its defaults would not be clearer."""
+        named = {"keep": list(self.keep)} if self.over is None else {"over": list(self.over)}
+        options: dict[str, Any] = {**named, "scheme": self.scheme.value, "rounding": self.rounding.value}
+        if self.exponent:
+            options |= {"exponent": self.exponent, "specials": self.specials.value}
+        if self.block:
+            options["block"] = self.block
+        if self.scheme is Scheme.AFFINE and not self.floored:
+            options["floored"] = False
+        return options
 
 
 class Extent(NamedTuple):

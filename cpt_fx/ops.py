@@ -13,19 +13,18 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cpt_fx import numerics
-from cpt_fx.evidence import ARMED, LOOKING, SKIPPED, SPARSE, show
+from cpt_fx.evidence import ARMED, SKIPPED, SPARSE
 from cpt_fx.formats import FULL_PRECISION, Range
 from cpt_fx.frames import skip_frame
-from cpt_fx.native.simulate import Learner
+from cpt_fx.native.simulate import Running
 from cpt_fx.numerics import Extent, Grid, extent_of, percentile_extent
-from cpt_fx.recomputed import is_recomputing
-from cpt_fx.saving import keep_sources
+from cpt_fx.saving import is_recomputing, keep_sources
 from cpt_fx.straight_through import Identity, by_kernel, count, grid_of, note, straight_through
 from cpt_fx.transformed import are_gradients, each, is_transformed, outside, plain, write
 from cpt_fx.widths import host_value, on_device
@@ -39,20 +38,6 @@ _RUNNING = (
     "(Tensor x, Tensor bits, Tensor(a!) zero_point, Tensor(b!) range, Tensor(c!) weight, bool training, *, "
     f"{_GRID.format(rounding='nearest')}, "
 )
-SCHEMAS = {
-    "fake_quantize": (
-        f"(Tensor x, Tensor bits, *, {_GRID.format(rounding='nearest')}, Tensor? zero_point=None, "
-        "Tensor? range=None, Tensor(a!)? record=None) -> Tensor"
-    ),
-    "quantize_gradient": (
-        f"(Tensor(a) x, Tensor bits, *, {_GRID.format(rounding='stochastic')}, Tensor? record=None) -> Tensor(a)"
-    ),
-    "fake_quantize_observed": (
-        f"{_RUNNING}float momentum=0.9, bool corrected=True, bool when_off=False, float percentile=100., "
-        "Tensor? trains=None, Tensor(d!)? record=None) -> Tensor"
-    ),
-    "fake_quantize_learned": f"{_RUNNING}Tensor? trains=None, Tensor(d!)? record=None) -> Tensor",
-}
 
 
 class _GradientThrough(Identity):
@@ -177,10 +162,10 @@ def _fake_quantize_observed(
     momentum: float = 0.9, corrected: bool = True, when_off: bool = False, percentile: float = 100.0,
     trains: Tensor | None = None, record: Tensor | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
-    running = Running(zero_point, range, weight)
+    running = Running(zero_point, range, weight, momentum)
     if trains is not None and (known := host_value(trains)) is not None:
         training, trains = bool(known), None
-    learn = partial(_learn, x, bits, running, momentum, when_off, percentile, record)
+    learn = partial(_learn, x, bits, running, when_off, percentile, record)
     grid = grid_of(options, "nearest")
     if trains is not None:
         # Recalled first: learning overwrites.
@@ -188,8 +173,8 @@ def _fake_quantize_observed(
         used = _by_mode(trains, learn(trains), recalled)
     elif training:
         if percentile >= 100:
-            learner = Learner(*running, -1.0 if is_recomputing() else momentum)
-            served = by_kernel(x, bits, grid, None, record, learner)
+            running = running._replace(momentum=-1.0 if is_recomputing() else momentum)
+            served = by_kernel(x, bits, grid, None, record, running)
             if served is not None:
                 return served
         used = learn()
@@ -198,18 +183,10 @@ def _fake_quantize_observed(
     return straight_through(x, bits, grid, used, record)
 
 
-class Running(NamedTuple):
-    """A running range: averages of minimum and width, and the weight they have gathered so far (1 in the limit)."""
-
-    zero_point: Tensor
-    range: Tensor
-    weight: Tensor
-
-
 @torch.no_grad()
 def _learn(
-    x: Tensor, bits: Tensor, running: Running, momentum: float, when_off: bool, percentile: float,
-    record: Tensor | None, trains: Tensor | None = None,
+    x: Tensor, bits: Tensor, running: Running, when_off: bool, percentile: float, record: Tensor | None,
+    trains: Tensor | None = None,
 ) -> Extent:  # fmt: skip
     """Return the batch's own range, and let the running one learn from it; with `trains`, only where that is True.
 
@@ -223,9 +200,11 @@ def _learn(
     on = torch.ones_like(bits, dtype=torch.bool) if when_off else bits > 0
     if trains is not None:
         on = on & trains
-    values = (batch.zero_point.to(running.zero_point.dtype), batch.range.to(running.range.dtype))
-    finite = _is_finite(*values)
-    for state, value in zip(running, (*values, torch.ones_like(running.weight)), strict=True):
+    zero_point, range, weight, momentum = running
+    values = (batch.zero_point.to(zero_point.dtype), batch.range.to(range.dtype), torch.ones_like(weight))
+    # As the state that it goes to would hold it.
+    finite = (values[0] + values[1]).isfinite()
+    for state, value in zip((zero_point, range, weight), values, strict=True):
         # The published expression, in its order: float addition does not commute with rearrangement.
         updated = state * momentum + value * (1 - momentum)
         write(state, torch.where(on & finite, updated, state), "a running range")
@@ -234,15 +213,10 @@ def _learn(
     return batch
 
 
-def _is_finite(zero_point: Tensor, range: Tensor) -> Tensor:
-    """Whether a range holds neither a NaN nor an infinity, as the state that it goes to would hold it."""
-    return (zero_point + range).isfinite()
-
-
 @torch.no_grad()
 def _recall(x: Tensor, running: Running, corrected: bool, percentile: float) -> Extent:
     """Return the running range as it is now; before any training there is none, and that of the tensor serves."""
-    zero_point, range, weight = running
+    zero_point, range, weight, _ = running
     if x.numel() == 0:
         return Extent(zero_point.clone(), range.clone())
     share = weight if corrected else torch.ones_like(weight)
@@ -320,34 +294,18 @@ def _fake_quantize_learned(
 ) -> Tensor:  # fmt: skip
     grid = grid_of(options | {"floored": False}, "nearest")
     if x.numel():
-        with torch.no_grad():
-            batch, started = extent_of(x, (), None), weight > 0
-            values = (batch.zero_point.to(zero_point.dtype), batch.range.to(range.dtype))
-            starts = started.logical_not() & _is_finite(*values)
-            for state, value in zip((zero_point, range, weight), (*values, torch.ones_like(weight)), strict=True):
-                write(state, torch.where(starts, value, state), "a running range")
-            if record is not None:
-                count(record, SKIPPED, (started | starts).logical_not())
-            known = torch.where(started | starts, 0.0, torch.nan).to(range.dtype)
+        # The first finite tensor sets the range.
+        _learn(x, bits, Running(zero_point, range, weight, 0.0), True, 100.0, record, weight <= 0)
+        known = torch.where(weight > 0, 0.0, torch.nan).to(range.dtype)
         range = range + known  # while there is none, what is not finite stays visible
     result: Tensor = LearnedRange.apply(x, zero_point, range, bits, grid)  # type: ignore[no-untyped-call]
-    if record is not None:
-        note(record, x, result, bits, grid)
-    if LOOKING and ((width := host_value(bits)) is None or 0 < width < FULL_PRECISION):
-        show(result, width, grid, record)
+    note(record, x, result, bits, grid)
     return result
 
 
 # Where forward itself asks for gradients, a compiler is around that would take the backward pass for the model's code.
 for _function in (_quantized_gradient, LearnedRange.backward):
     skip_frame(_function.__code__, inside=True)
-
-_KERNELS: dict[str, Callable[..., Any]] = {
-    "fake_quantize": _fake_quantize,
-    "quantize_gradient": _quantize_gradient,
-    "fake_quantize_observed": _fake_quantize_observed,
-    "fake_quantize_learned": _fake_quantize_learned,
-}
 
 
 def _mark_compile_caches() -> None:
@@ -363,18 +321,40 @@ def _mark_compile_caches() -> None:
 
 
 _mark_compile_caches()
-_LIBRARY = torch.library.Library("cpt_fx", "DEF")
-for _name, _schema in SCHEMAS.items():
-    _LIBRARY.define(_name + _schema)
-    # One implementation for all keys: inference_mode skips the Autograd key, and torch.func opens the op first.
-    _LIBRARY.impl(_name, _KERNELS[_name], "FuncTorchDynamicLayerFrontMode")
-    _LIBRARY.impl(_name, _KERNELS[_name], "Autograd")
-    _LIBRARY.impl(_name, _KERNELS[_name], "CompositeExplicitAutograd")
+LIBRARY = torch.library.Library("cpt_fx", "DEF")
 
-FAKE_QUANTIZE = torch.ops.cpt_fx.fake_quantize.default
-QUANTIZE_GRADIENT = torch.ops.cpt_fx.quantize_gradient.default
-FAKE_QUANTIZE_OBSERVED = torch.ops.cpt_fx.fake_quantize_observed.default
-FAKE_QUANTIZE_LEARNED = torch.ops.cpt_fx.fake_quantize_learned.default
+
+def define(schema: str, kernel: Callable[..., Any], *keys: str) -> Callable[..., Any]:
+    """Make an operator. Composite ones have one implementation for all keys of the dispatcher.
+
+    For inference_mode skips the Autograd key, and torch.func opens the operator first.
+    """
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema)
+    for key in keys or ("FuncTorchDynamicLayerFrontMode", "Autograd", "CompositeExplicitAutograd"):
+        LIBRARY.impl(name, kernel, key)
+    operator: Callable[..., Any] = getattr(torch.ops.cpt_fx, name).default
+    return operator
+
+
+FAKE_QUANTIZE = define(
+    f"fake_quantize(Tensor x, Tensor bits, *, {_GRID.format(rounding='nearest')}, Tensor? zero_point=None, "
+    "Tensor? range=None, Tensor(a!)? record=None) -> Tensor",
+    _fake_quantize,
+)
+QUANTIZE_GRADIENT = define(
+    f"quantize_gradient(Tensor(a) x, Tensor bits, *, {_GRID.format(rounding='stochastic')}, Tensor? record=None) "
+    "-> Tensor(a)",
+    _quantize_gradient,
+)
+FAKE_QUANTIZE_OBSERVED = define(
+    f"fake_quantize_observed{_RUNNING}float momentum=0.9, bool corrected=True, bool when_off=False, "
+    "float percentile=100., Tensor? trains=None, Tensor(d!)? record=None) -> Tensor",
+    _fake_quantize_observed,
+)
+FAKE_QUANTIZE_LEARNED = define(
+    f"fake_quantize_learned{_RUNNING}Tensor? trains=None, Tensor(d!)? record=None) -> Tensor", _fake_quantize_learned
+)
 QUANTIZERS = (FAKE_QUANTIZE, FAKE_QUANTIZE_OBSERVED, FAKE_QUANTIZE_LEARNED, QUANTIZE_GRADIENT)
 """Every op that quantizes."""
 OP_OF_RANGE = {

@@ -1,4 +1,6 @@
-"""Batch norm's statistics as they are at another width: `with cpt_fx.recalibrate(model, batches): ...`.
+"""A model at other widths for a while, and batch norm's statistics as they are there.
+
+`with cpt_fx.at_bits(model, 4): ...` and `with cpt_fx.recalibrate(model, batches): ...`.
 
 Running statistics are averages over the latest training steps, at the widths of those steps. Evaluation is at another
 one, and after low widths they fit it badly.
@@ -19,18 +21,64 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from cpt_fx.capture.memory import keep_generator, unchanged
-from cpt_fx.evaluating import at_bits
+from cpt_fx.formats import FULL_PRECISION
+from cpt_fx.layer_state import is_range
 from cpt_fx.meta import module_path
 from cpt_fx.overrides import Pattern, Patterns, as_patterns
 from cpt_fx.result import sessions_in
+from cpt_fx.runtime import AS_SCHEDULED
 from cpt_fx.schedules.bits import Bits, as_bits
 from cpt_fx.session import Session
+from cpt_fx.standalone import transformed_in
 from cpt_fx.trial import eager_model, tensors_in, trial
 
 LOGGER = logging.getLogger("cpt_fx")
 FORMS = "a tensor, a tuple or list whose first item is the input, or a dict of keywords; pass call= for anything else"
 TOO_FEW = "Expected more than 1 value per channel"
 """What torch's batch norm says of a batch with a single value per channel."""
+
+
+@contextmanager
+def at_bits(model: nn.Module, bits: int | Bits) -> Iterator[None]:
+    """Run a transformed model at other widths inside a `with` block, in training and in evaluation.
+
+    Nothing is captured or compiled anew, running ranges do not learn, and the schedule goes on as if nothing were.
+
+    Args:
+        model: what `transform` returned, or a model that contains transformed parts, which it then is for.
+        bits: a width for weights and activations, gradients staying at the scheduled one; or a `Bits` for all three.
+            Fixed widths and schedules of single layers stay, offsets apply. 32 switches every quantizer off.
+    """
+    widths = as_bits("bits", bits)
+    forced: Bits | int = widths
+    if not isinstance(bits, tuple):
+        forced = FULL_PRECISION if bits == FULL_PRECISION else widths._replace(gradient=AS_SCHEDULED)
+    with ExitStack() as stack:
+        for _, result in transformed_in(model):
+            stack.enter_context(result.state.at(forced))
+            stack.enter_context(_unlearning(result.root))
+        yield
+
+
+@contextmanager
+def _unlearning(root: nn.Module) -> Iterator[None]:
+    """Put copies in the place of running ranges: what these learn is forgotten."""
+    held = [
+        (module, name, buffer)
+        for module in root.modules()
+        for name, buffer in module._buffers.items()
+        if is_range(name) and buffer is not None
+    ]
+    copies = {id(buffer): buffer.clone() for _, _, buffer in held}
+    for module, name, buffer in held:
+        module._buffers[name] = copies[id(buffer)]
+    try:
+        yield
+    finally:
+        for module, name, buffer in held:
+            # Unless it was loaded or moved in the meantime.
+            if module._buffers.get(name) is copies[id(buffer)]:
+                module._buffers[name] = buffer
 
 
 class Recalibration:
@@ -150,13 +198,9 @@ def batch_norms(model: nn.Module, exclude: Pattern | Iterable[Pattern] = ()) -> 
 
 def learns_statistics(model: nn.Module) -> bool:
     """Whether batch norm of a model gathers statistics in training."""
-    modes = [(module, module.training) for module in model.modules()]
     with unchanged(model):
         model.train()
-        found = any(layer.training for layer in batch_norms(model).values())
-    for module, mode in modes:
-        module.training = mode
-    return found
+        return any(layer.training for layer in batch_norms(model).values())
 
 
 def _alone_in_training(model: nn.Module, layers: dict[str, _BatchNorm]) -> dict[str, _BatchNorm]:

@@ -18,7 +18,7 @@ from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.integer.counts import COUNTS
 from cpt_fx.layer_state import alike, has_value, holder_of, home_of, moved, zeros
 from cpt_fx.meta import STATE, Dial
-from cpt_fx.recomputed import widths_of_pass
+from cpt_fx.saving import widths_of_pass
 from cpt_fx.schedules import Bits
 from cpt_fx.schedules.base import Schedule
 from cpt_fx.schedules.memory import remembered

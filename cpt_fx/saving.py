@@ -2,25 +2,30 @@
 
 A product saves its operands. Without quantizers these are tensors that the layer before keeps anyway; quantized copies
 would stand beside them, half as much again. So what is kept is the source, and the backward pass quantizes it once
-more, to the same bits: same width, same range, same noise.
+more, to the same bits: same width, same range, same noise. Where checkpointing runs a forward pass once more, it finds
+the widths of that pass again.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import traceback
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils import checkpoint as home
 
 from cpt_fx.evidence import LOOKING, show
 from cpt_fx.frames import skip_frame
 from cpt_fx.native import simulate
 from cpt_fx.numerics import Grid
+
+if TYPE_CHECKING:
+    from cpt_fx.runtime import Precision, Widths
 
 _SOURCE = "_cpt_fx_source"
 _WORTH_IT = 1 << 16
@@ -51,7 +56,7 @@ def computed_again() -> Iterator[None]:
     if not traceback.has_preserved_node_meta() or before is not None:
         yield
         return
-    meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+    meta["recompute"] = home.CheckpointPolicy.PREFER_RECOMPUTE
     try:
         yield
     finally:
@@ -176,7 +181,7 @@ def _stand_before_hooks() -> None:
     hooks = _hooks()
     if hooks is None or isinstance(getattr(hooks[0], "__self__", None), _Before):
         return
-    if getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
+    if getattr(hooks[0], "__module__", "") == home.__name__:
         return
     before = _Before(*hooks)
     torch._C._autograd._pop_saved_tensors_default_hooks()
@@ -184,3 +189,43 @@ def _stand_before_hooks() -> None:
 
 
 skip_frame(_Kept.again.__code__, inside=True)  # called by the backward pass, which forward itself may ask for
+
+_MARK = "_cpt_fx_widths"
+
+
+def widths_of_pass(state: Precision, now: Widths) -> Widths:
+    """Return the widths in force now, or, in a recomputation, those of the pass that is computed again."""
+    again = torch._C._current_graph_task_id() != -1
+    owner = _checkpoint(again)
+    if owner is None:
+        return now
+    kept: dict[int, Widths] = owner.__dict__.setdefault(_MARK, {})
+    return kept.get(id(state), now) if again else kept.setdefault(id(state), now)
+
+
+def is_recomputing() -> bool:
+    """Whether this forward runs inside a backward pass: checkpointing, which must not teach a range twice."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def _checkpoint(again: bool) -> Any:
+    """Return the object that a checkpoint keeps from its forward pass to its recomputation, inside of one."""
+    if not again:
+        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is not None and hooks[0].__module__ == home.__name__:
+            cells = dict(zip(hooks[0].__code__.co_freevars, hooks[0].__closure__ or (), strict=True))
+            return cells["frame"].cell_contents if "frame" in cells else None
+        if torch.is_grad_enabled():
+            return None
+    # A recomputation, or the reentrant kind, whose forward pass runs without gradients: the owner is on the stack.
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_filename == home.__file__:
+            owner = frame.f_locals.get("ctx" if frame.f_code in _REENTRANT else "frame")
+            if owner is not None:
+                return owner
+        frame = frame.f_back
+    return None
+
+
+_REENTRANT = frozenset({home.CheckpointFunction.forward.__code__, home.CheckpointFunction.backward.__code__})

@@ -20,34 +20,24 @@ from cpt_fx.evidence import LOOKING, show, witness
 from cpt_fx.formats import FULL_PRECISION, Rounding, Scheme, Specials
 from cpt_fx.frames import skip_frame
 from cpt_fx.native import simulate
-from cpt_fx.native.simulate import Learner
+from cpt_fx.native.simulate import Running
 from cpt_fx.numerics import Extent, Grid, extent_of, quantize, quantize_or_pass
 from cpt_fx.saving import Source, computed_again, mark
 from cpt_fx.transformed import is_batched, is_transformed, outside, plain
 from cpt_fx.widths import host_value
 
+_KINDS = {"scheme": Scheme, "rounding": Rounding, "specials": Specials}
+
 
 @cache
-def _grid(
-    keep: tuple[int, ...], over: tuple[int, ...] | None, scheme: str, rounding: str, exponent: int, specials: str,
-    block: int, floored: bool,
-) -> Grid:  # fmt: skip
-    return Grid(keep, over, Scheme(scheme), Rounding(rounding), exponent, Specials(specials), block, floored)
+def _grid(*options: tuple[str, Any]) -> Grid:
+    return Grid(**{name: _KINDS[name](value) if name in _KINDS else value for name, value in options})
 
 
 def grid_of(options: dict[str, Any], rounding: str) -> Grid:
     """Collect the static options of an op call; the schema fills in nothing for a Python kernel's keywords."""
-    over = options.get("over")
-    return _grid(
-        tuple(options.get("keep", ())),
-        None if over is None else tuple(over),
-        options.get("scheme", "affine"),
-        options.get("rounding", rounding),
-        options.get("exponent", 0),
-        options.get("specials", "none"),
-        options.get("block", 0),
-        options.get("floored", True),
-    )
+    options = {"rounding": rounding, "floored": True, **options}
+    return _grid(*((name, tuple(option) if isinstance(option, list) else option) for name, option in options.items()))
 
 
 def straight_through(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None, record: Tensor | None) -> Tensor:
@@ -71,7 +61,7 @@ def straight_through(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None,
 
 
 def by_kernel(
-    x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None, record: Tensor | None, learner: Learner | None = None
+    x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None, record: Tensor | None, learner: Running | None = None
 ) -> Tensor | None:
     """Quantize in one call, where this is eager execution on CPU at a width that quantizes; None where it is not."""
     if (
@@ -101,7 +91,7 @@ def by_kernel(
 
 
 def _by_kernel(
-    x: Tensor, width: int, grid: Grid, extents: Tensor | None, record: Tensor | None, learner: Learner | None, *,
+    x: Tensor, width: int, grid: Grid, extents: Tensor | None, record: Tensor | None, learner: Running | None, *,
     marked: bool,
 ) -> Tensor:  # fmt: skip
     """Quantize; with a mark of the source if an operator may want to save the result."""
@@ -133,7 +123,7 @@ class _ByKernel(Identity):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, width: int, grid: Grid, extents: Tensor | None, record: Tensor | None,
-        learner: Learner | None,
+        learner: Running | None,
     ) -> Tensor:  # fmt: skip
         return _by_kernel(x, width, grid, extents, record, learner, marked=True)
 
@@ -171,10 +161,7 @@ def _by_torch(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None, record
             result = quantize_or_pass(x, bits.to(torch.int64), grid, extent)
     else:
         result = quantize(x, bits.to(torch.int64), grid, extent)
-    if record is not None:
-        note(record, x, result, bits, grid)
-    if LOOKING and not _passes(bits):
-        show(result, host_value(bits), grid, record)
+    note(record, x, result, bits, grid)
     return result
 
 
@@ -184,13 +171,16 @@ def _passes(bits: Tensor) -> bool:
     return width is not None and not 0 < width < FULL_PRECISION
 
 
-def note(record: Tensor, x: Tensor, result: Tensor, bits: Tensor, grid: Grid) -> None:
-    """Count a run and, where that is free, look at what it produced."""
-    count(record)
+def note(record: Tensor | None, x: Tensor, result: Tensor, bits: Tensor, grid: Grid) -> None:
+    """Count a run, look at what it produced where that is free, and show it to all that look."""
     width = host_value(bits)
-    # Under vmap a sample differs from element to element of the batch, and nothing can be counted.
-    if width is not None and x.numel() and not is_transformed():
-        witness(record, x, result, width, grid.keep, grid.over, grid.block)
+    if record is not None:
+        count(record)
+        # Under vmap a sample differs from element to element of the batch, and nothing can be counted.
+        if width is not None and x.numel() and not is_transformed():
+            witness(record, x, result, width, grid.keep, grid.over, grid.block)
+    if LOOKING and not _passes(bits):
+        show(result, width, grid, record)
 
 
 def count(record: Tensor, place: int = 0, more: Tensor | int = 1) -> None:

@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 from torch import fx
 
 from cpt_fx.bodies import OUTER, free_name, given_quantized, nodes_of, outermost, state_of
-from cpt_fx.formats import Format, Range, Scheme
+from cpt_fx.formats import Format, Range
 from cpt_fx.layer_state import PARTS, add_range
-from cpt_fx.meta import QUANTIZER, SITE, STATE, Dial, Operand, Quantizer, Site
+from cpt_fx.meta import QUANTIZER, SITE, STATE, Dial, Operand, Quantizer, Site, source_of
+from cpt_fx.numerics import Grid
 from cpt_fx.operators.groups import gradient_groups
 from cpt_fx.operators.row import Groups
 from cpt_fx.ops import OP_OF_RANGE, QUANTIZE_GRADIENT
@@ -121,10 +122,7 @@ class _Editor:
         record = self._record(made.name, site.layer)
         made.kwargs = {**options, "record": self._read(record, made)}
         what = Quantizer((site.layer,), site.op, operand, role, format, site.dial(role), record, ranges)
-        made.meta[QUANTIZER] = what
-        for key in ("nn_module_stack", "stack_trace"):
-            if key in at.meta:
-                made.meta[key] = at.meta[key]
+        made.meta |= {**source_of(at), QUANTIZER: what}
         value = made.args[0]
         if isinstance(value, fx.Node) and "val" in value.meta:
             made.meta["val"] = value.meta["val"]
@@ -166,18 +164,10 @@ def _replace_argument(node: fx.Node, operand: Operand, value: fx.Node) -> None:
 
 
 def _options(format: Format, groups: Groups) -> dict[str, Any]:
-    """Return the keywords of a quantize op: only what differs from its defaults would be shorter, not clearer."""
-    keep, over = groups
-    options: dict[str, Any] = {"keep": list(keep)} if over is None else {"over": list(over)}
-    options["scheme"] = format.scheme.value
-    options["rounding"] = format.rounding.value
-    if format.exponent:
-        options |= {"exponent": format.exponent, "specials": format.specials.value}
-    if format.block:
-        options["block"] = format.block
-    if format.scheme is Scheme.AFFINE and format.range is not Range.LEARNED and not format.floored:
-        options["floored"] = False
-    return options
+    """Return the keywords of a quantize op. Learned ranges are never floored: their op has no such option."""
+    floored = format.floored or format.range is Range.LEARNED
+    grid = Grid(*groups, format.scheme, format.rounding, format.exponent, format.specials, format.block, floored)
+    return grid.keywords()
 
 
 def _outward(module: fx.GraphModule) -> str:

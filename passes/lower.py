@@ -12,7 +12,7 @@ from torch import fx
 from cpt_fx.bodies import free_name, given_quantized, nodes_of, outermost, state_of
 from cpt_fx.formats import Format, Range, Rounding, Scheme
 from cpt_fx.integer.ops import INTEGER_CONV, INTEGER_LINEAR, INTEGER_MATMUL, INTEGER_PRODUCTS, TO_INTEGER
-from cpt_fx.meta import PASS, QUANTIZER, SIMULATED, SITE, Operand, Quantizer, Site, get_attribute
+from cpt_fx.meta import PASS, QUANTIZER, SIMULATED, SITE, Operand, Quantizer, Site, get_attribute, source_of
 from cpt_fx.operators import MULTIPLY, row_for
 from cpt_fx.ops import FAKE_QUANTIZE, QUANTIZE_GRADIENT
 from cpt_fx.pass_base import Pass, Report, unique
@@ -228,8 +228,7 @@ class _Editor:
         record = self.state.add_record(made.name, quantizer.layers[0])
         made.kwargs = {**options, "record": self._read(record, made)}
         readers = unique(user.meta[SITE].layer for user in value.users if user in self.products)
-        made.meta |= {key: value.meta[key] for key in ("nn_module_stack", "stack_trace") if key in value.meta}
-        made.meta[QUANTIZER] = replace(quantizer, layers=readers, record=record)
+        made.meta |= {**source_of(value), QUANTIZER: replace(quantizer, layers=readers, record=record)}
         kept = tuple(layer for layer in quantizer.layers if layer not in readers)
         value.meta[QUANTIZER] = replace(quantizer, layers=kept or quantizer.layers)
         self._codes[value] = made

@@ -6,19 +6,44 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
+import torch.nn.functional as F
 from torch import fx
 
 from cpt_fx.bodies import outermost
-from cpt_fx.meta import LEFT, around, module_path
-from cpt_fx.opening import attention_graph, losses_graph, recurrent_graph
-from cpt_fx.opening.building import Builder, Opener, StaysFusedError
+from cpt_fx.meta import LEFT, around, get_attribute, module_path
+from cpt_fx.opening import attention, recurrent_graph
+from cpt_fx.opening.building import Builder, Opener, StaysFusedError, arguments
 from cpt_fx.overrides import Aliases, Choices, Pattern
 from cpt_fx.pass_base import Pass, Report
 from cpt_fx.recipes import Recipe
 from cpt_fx.regions import Regions
 
+
+def _linear_cross_entropy(builder: Builder) -> None:
+    given = arguments(builder.node)
+    if _dims(builder, given["linear_weight"]) != 2:
+        raise StaysFusedError("a linear layer and its loss in one, whose weight is not known to be a matrix")
+    ignored = -100 if given["ignore_index"] is None else given["ignore_index"]
+    logits = builder.linear(given["input"], given["linear_weight"], given["linear_bias"], "")
+    options = {"reduction": given["reduction"], "label_smoothing": given["label_smoothing"]}
+    loss = builder.call(F.cross_entropy, logits, given["target"], given["weight"], ignore_index=ignored, **options)
+    builder.replace(loss)
+
+
+def _dims(builder: Builder, weight: object) -> int | None:
+    """Return how many dims a weight has, where the graph tells."""
+    if not isinstance(weight, fx.Node):
+        return None
+    if weight.op == "get_attr":
+        return int(get_attribute(builder.module, str(weight.target)).ndim)
+    example = weight.meta.get("example_value", weight.meta.get("val"))
+    return example.ndim if isinstance(example, torch.Tensor) else None
+
+
 OPENERS: dict[Any, Opener] = {
-    **attention_graph.OPENERS, **recurrent_graph.OPENERS, **losses_graph.OPENERS,
+    **attention.OPENERS, **recurrent_graph.OPENERS,
+    F.linear_cross_entropy: Opener((("linear", "linear"),), _linear_cross_entropy),
 }  # fmt: skip
 """The operators that can be opened, and how."""
 

@@ -1,20 +1,19 @@
-"""Fewer nodes: a tensor that several layers read is quantized once per format."""
+"""Fewer nodes: a tensor that several layers read is quantized once per format, and once for all steps of a loop."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import fx
 
 from cpt_fx.aliasing import Versions
-from cpt_fx.bodies import graphs_of, outermost, state_of
+from cpt_fx.bodies import CONSTANTS, OUTER, Call, calls_of, graphs_of, outermost, state_of
 from cpt_fx.formats import Range, Rounding
 from cpt_fx.meta import PASS, QUANTIZER, Quantizer
 from cpt_fx.names import NAMES, Names
-from cpt_fx.opening.hoist import hoist
 from cpt_fx.pass_base import Pass, Report, unique
 from cpt_fx.regions import Regions
 from cpt_fx.runtime import Precision
@@ -42,7 +41,7 @@ class Share(Pass):
         graphs = graphs_of(module)
         state = state_of(module)
         before = _ranges(graphs)
-        hoisted = sum(hoist(graph) for graph in graphs)
+        hoisted = sum(_hoist(graph) for graph in graphs)
         names: Names = module.meta.get(NAMES, Names())
         found = [_merge(graph, [other for other in graphs if other is not graph], state, names) for graph in graphs]
         merged, seen = sum(count for count, _ in found), sum(count for _, count in found)
@@ -57,6 +56,61 @@ def _ranges(graphs: list[fx.GraphModule]) -> set[str]:
     """Return the running ranges that the quantizers of some graphs use."""
     nodes = (node for graph in graphs for node in graph.graph.nodes if QUANTIZER in node.meta)
     return {node.meta[QUANTIZER].ranges for node in nodes} - {""}
+
+
+def _hoist(module: fx.GraphModule) -> int:
+    """Move quantizers of what every step of a loop gets from the body of the loop to the graph around it.
+
+    Only those that would return the same at every step: they draw no noise and keep no state. Their gradient is the
+    identity, so that the sum over all steps arrives at the weight either way. Returns how many were moved.
+    """
+    moved = 0
+    reads: dict[str, fx.Node] = {}
+    for node in list(module.graph.nodes):
+        if node.op == "get_attr":
+            reads.setdefault(str(node.target), node)
+        for call in calls_of(module, node):
+            if call.repeats:
+                moved += sum(_move(module.graph, call, inner, reads) for inner in list(call.body.graph.nodes))
+    return moved
+
+
+def _move(graph: fx.Graph, call: Call, inner: fx.Node, reads: dict[str, fx.Node]) -> bool:
+    """Move one quantizer, if it can be."""
+    quantizer: Quantizer | None = inner.meta.get(QUANTIZER)
+    value = inner.args[0] if inner.args else None
+    if quantizer is None or quantizer.role == "gradient" or not isinstance(value, fx.Node):
+        return False
+    alone = value in call.given and list(value.users) == [inner]
+    if not alone or quantizer.format.range is not Range.DYNAMIC or quantizer.format.rounding is Rounding.STOCHASTIC:
+        return False
+
+    def outside(used: fx.Node) -> fx.Node:
+        if used in call.given:
+            return call.given[used]
+        path = str(used.target).removeprefix(f"{OUTER}.")
+        if path not in reads:
+            reads[path] = graph.create_node("get_attr", path)
+            reads[path].meta = dict(used.meta)
+        return reads[path]
+
+    with graph.inserting_before(call.node):
+        args, kwargs = fx.map_arg((inner.args, inner.kwargs), outside)
+        made = graph.create_node("call_function", inner.target, args, kwargs, name=inner.name)
+    made.meta = dict(inner.meta)
+    _pass_on(call, value, made)
+    inner.replace_all_uses_with(value)
+    call.body.graph.erase_node(inner)
+    return True
+
+
+def _pass_on(call: Call, given: fx.Node, value: fx.Node) -> None:
+    """Let the loop give its body another value for one of its inputs."""
+    inputs = [node for node in call.body.graph.nodes if node.op == "placeholder"]
+    constants: list[Any] = list(call.node.args[CONSTANTS])  # type: ignore[arg-type]
+    constants[inputs.index(given) - len(inputs)] = value
+    call.node.update_arg(CONSTANTS, tuple(constants))
+    call.given[given] = value
 
 
 def _merge(module: fx.GraphModule, others: list[fx.GraphModule], state: Precision, names: Names) -> tuple[int, int]:

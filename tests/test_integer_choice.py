@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cpt_fx import native
 from cpt_fx.integer import choice, products
 from cpt_fx.integer.codes import Codes
-from cpt_fx.integer.geometry import Geometry
+from cpt_fx.integer.kernels import Geometry
 from cpt_fx.integer.products import Call
 
 Shape = tuple[int, ...]

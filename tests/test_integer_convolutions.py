@@ -13,7 +13,7 @@ from cpt_fx import recipes
 from cpt_fx.integer import products
 from cpt_fx.integer.choice import chosen
 from cpt_fx.integer.codes import Codes
-from cpt_fx.integer.reference import LONGEST_SUM
+from cpt_fx.integer.kernels import LONGEST_SUM
 from cpt_fx.schedules import Static
 from tests.fuzz_convolutions import ROUNDING, Shape, errors, wrong
 from tests.kernel_kinds import KINDS, kernels_of

@@ -21,7 +21,6 @@ from cpt_fx.formats import Format, Scheme
 from cpt_fx.integer import operands
 from cpt_fx.integer.choice import chosen
 from cpt_fx.integer.counts import COUNTS, Outcome
-from cpt_fx.integer.multiply import MULTIPLY
 from cpt_fx.recipes import integer
 from cpt_fx.schedules import Bits, Static
 from tests.integer_models import Convolutions, Encoder, always, both, counts, difference, nearest, products, set_widths
@@ -178,7 +177,7 @@ def test_the_operators_keep_the_rules_of_torch() -> None:
         check(operands.QUANTIZE, (x, bits, None, [], None, "nearest", record), test_utils=rules)
         left, right = (list(operands.QUANTIZE(value, bits, None, [], None, "nearest", None)) for value in (x, w))
         table = torch.zeros(COUNTS, dtype=torch.int64)
-        check(MULTIPLY, ("linear_forward", left, right, None, [4, 8], [], torch.float32, torch.float32, table))
+        check(operands.MULTIPLY, ("linear_forward", left, right, None, [4, 8], [], torch.float32, torch.float32, table))
         check(operands.DEQUANTIZE, (*left, torch.float32))
         check(operands.SUM, (*left, [16], torch.float32, -1))
 

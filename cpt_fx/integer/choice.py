@@ -31,7 +31,7 @@ from cpt_fx import native
 from cpt_fx.errors import check_choice
 from cpt_fx.files import replace
 from cpt_fx.integer.codes import Codes
-from cpt_fx.integer.geometry import Geometry
+from cpt_fx.integer.kernels import Geometry
 from cpt_fx.integer.products import PRODUCTS, Call
 from cpt_fx.native.building import cache_folder
 

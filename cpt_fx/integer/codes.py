@@ -8,10 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cpt_fx.formats import Rounding
-from cpt_fx.integer import kernels
-from cpt_fx.numerics import extent_of, reduced_dims, symmetric_codes, working_dtype
+from cpt_fx.formats import Rounding, Scheme
+from cpt_fx.native import simulate
+from cpt_fx.numerics import Grid, extent_of, reduced_dims, symmetric_codes, working_dtype
 
+_is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
 WIDEST = 8
 """Most bits whose codes an int8 holds."""
 
@@ -71,15 +72,26 @@ def quantize_codes(
     if not x.numel():
         return Codes(torch.empty_like(x, dtype=torch.int8), torch.zeros((), dtype=working_dtype(x), device=x.device))
     x, seed = x.detach(), seed if rounding == Rounding.STOCHASTIC else None
-    if len(reduced_dims(x.ndim, keep, over)) == x.ndim and (done := kernels.codes(x, bits, seed)) is not None:
-        return Codes(*done)
-    return _quantize(x, bits, seed, keep, over)
+    grid = Grid(keep, over, Scheme.SYMMETRIC, Rounding(rounding))
+    scales = torch.empty(scale_shape(grid, x.shape), dtype=torch.float32, device=x.device)
+    if not (x.is_contiguous() or (seed is None and not scales.ndim and _is_dense(x))):
+        # Noise belongs to an element's place in the tensor, and so does a group's range.
+        x = x.contiguous()
+    if simulate.serves(x, grid, as_stored=True):
+        return Codes(simulate.quantize(x, bits, grid, seed=seed, scales=scales).values, scales)
+    return _quantize(x, bits, seed, grid)
 
 
-def _quantize(x: Tensor, bits: int, seed: Tensor | None, keep: tuple[int, ...], over: tuple[int, ...] | None) -> Codes:
-    width, values, extent = torch.tensor(bits, device=x.device), x.to(working_dtype(x)), extent_of(x, keep, over)
-    rounding = Rounding.NEAREST if seed is None else Rounding.STOCHASTIC
-    codes, half, scale = symmetric_codes(values, width, rounding, extent, seed)
+def scale_shape(grid: Grid, shape: torch.Size) -> list[int]:
+    """Return the shape that the scales of a tensor have."""
+    dims = reduced_dims(len(shape), grid.keep, grid.over)
+    return [] if len(dims) == len(shape) else [1 if dim in dims else size for dim, size in enumerate(shape)]
+
+
+def _quantize(x: Tensor, bits: int, seed: Tensor | None, grid: Grid) -> Codes:
+    width, values = torch.tensor(bits, device=x.device), x.to(working_dtype(x))
+    extent = extent_of(x, grid.keep, grid.over)
+    codes, half, scale = symmetric_codes(values, width, grid.rounding, extent, seed)
     if bits == 1:
         # The codes sit half a step off zero; twice the codes are whole, and half the scale is the amplitude.
         codes, scale = codes.mul_(2).add_(1), scale * half

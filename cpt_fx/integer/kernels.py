@@ -4,55 +4,48 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cpt_fx import native
-from cpt_fx.integer.geometry import Geometry, Pair, backward, forward
-from cpt_fx.integer.reference import LONGEST_SUM
 
 if TYPE_CHECKING:
     from cpt_fx.integer.codes import Codes
 
 _LONG = ctypes.c_int64
+LONGEST_SUM = (2**31 - 1) // (127 * 127)
+"""How many products of two codes an int32 holds for sure: 133,144."""
+Pair = tuple[int, ...]
+"""One number for the height, one for the width."""
 
 
-def codes(x: Tensor, bits: int, seed: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """Quantize a float32 tensor with one range: its codes, stored like the tensor, and their scale."""
-    library = _library("integer_codes.cpp", x)
-    if library is None or x.dtype is not torch.float32:
-        return None
-    # Noise belongs to an element's place in the tensor; without noise a dense tensor can be read as it is stored.
-    as_stored = seed is None and torch.ops.aten.is_non_overlapping_and_dense.default(x)
-    x = x if as_stored else x.contiguous()
-    values, scale = torch.empty_like(x, dtype=torch.int8), _new(())
-    seed = None if seed is None else seed.contiguous()
-    threads = native.threads(x.numel())
-    library.cpt_fx_codes(x.data_ptr(), values.data_ptr(), x.numel(), bits, _address(seed), scale.data_ptr(), threads)
-    return values, scale
+class Geometry(NamedTuple):
+    """How the filter of a convolution moves."""
 
+    stride: Pair = (1, 1)
+    padding: Pair = (0, 0)
+    dilation: Pair = (1, 1)
 
-def sums(values: Tensor, channel: int) -> Tensor | None:
-    """Sum codes over every dim but one, in int64."""
-    library = _library("integer_codes.cpp", values)
-    if library is None:
-        return None
-    values = values.contiguous()
-    shape = values.shape
-    outer, inner = shape[:channel].numel(), shape[channel + 1 :].numel()
-    result = _new((shape[channel],), torch.int64)
-    threads = native.threads(values.numel())
-    library.cpt_fx_code_sums(values.data_ptr(), outer, shape[channel], inner, result.data_ptr(), threads)
-    return result
+    def output_size(self, size: Sequence[int], kernel: Sequence[int]) -> Pair:
+        """Return how many places a filter has along the height and the width of images."""
+        along = zip(size, kernel, *self, strict=True)
+        places = tuple((s + 2 * pad - gap * (k - 1) - 1) // step + 1 for s, k, step, pad, gap in along)
+        if places[0] < 1 or places[1] < 1:
+            raise RuntimeError(
+                f"a filter of {tuple(kernel)} with dilation {self.dilation} does not fit into images of {tuple(size)} "
+                f"with padding {self.padding}: Kernel size can't be greater than actual input size"
+            )
+        return places
 
 
 def product(
     left: Tensor, right: Tensor, scales: tuple[Tensor, Tensor] | None, bias: Tensor | None = None
 ) -> Tensor | None:
     """Multiply matrices, or batches of them in one or two dims: float32 with scales, int32 sums without."""
-    library = _library("integer_products.cpp", left)
+    library = native.load("integer_products.cpp")
     if library is None:
         return None
     rows, inner, columns = left.shape[-2], left.shape[-1], right.shape[-1]
@@ -63,7 +56,7 @@ def product(
     floats = _in_single(*(scales or (None, None)), bias)
     library.cpt_fx_product(
         left.data_ptr(), right.data_ptr(), result.data_ptr(), *left.shape[:2], rows, inner, columns, *steps,
-        *map(_address, floats), scales is None,
+        *map(native.address, floats), scales is None,
         native.threads(rows * columns * batch.numel() * max(1, inner // 64)),
     )  # fmt: skip
     return result
@@ -71,7 +64,7 @@ def product(
 
 def _in_two_batches(x: Tensor, batch: torch.Size) -> Tensor:
     """Bring the batches of matrices into two dims, without a copy where strides allow."""
-    x = x.expand(*batch, *x.shape[-2:])
+    x = (x if 1 in x.stride()[-2:] else x.contiguous()).expand(*batch, *x.shape[-2:])
     if len(batch) > 2:
         return x.reshape(batch[0], -1, *x.shape[-2:])
     return x[(None,) * (2 - len(batch))]
@@ -81,20 +74,20 @@ def convolution(
     x: Codes, w: Codes, bias: Tensor | None, out: Pair, geometry: Geometry, *, turned: bool = False
 ) -> Tensor | None:
     """Convolve images; or, `turned`, carry a gradient back to images. The result has the height and width `out`."""
-    library = _library("integer_convolutions.cpp", x.values)
+    library = native.load("integer_convolutions.cpp")
     taps = w.values.shape[2:].numel()
     if library is None or not _suit(x, w) or x.values.shape[1] * taps > LONGEST_SUM or min(out) <= 0:
         return None
     images, filters = x.values.contiguous(), w.values.contiguous()
     first, second = filters.shape[:2]
-    plan = (backward if turned else forward)(images.shape[1], images.shape[2:], filters.shape[2:], out, geometry)
+    plan = (_plan_turned if turned else _plan)(images.shape[1], images.shape[2:], filters.shape[2:], out, geometry)
     # How many channels come out, and how far apart those that come out and those that go in are in the filters.
     rows = (second, taps, second * taps) if turned else (first, second * taps, taps)
     result = _new((images.shape[0], rows[0], *out))
     floats = _in_single(x.scale, w.scale, bias)
     library.cpt_fx_convolve(
         images.data_ptr(), filters.data_ptr(), result.data_ptr(), images.shape[0], plan.planes, plan.phases,
-        (_LONG * 3)(*rows), plan.jobs, plan.job_count, plan.taps, *plan.out, *map(_address, floats),
+        (_LONG * 3)(*rows), plan.jobs, plan.job_count, plan.taps, *plan.out, *map(native.address, floats),
         native.threads(result.numel() * max(1, images.shape[1] * taps // 64)),
     )  # fmt: skip
     return result
@@ -102,16 +95,16 @@ def convolution(
 
 def filters(g: Codes, x: Codes, kernel: Pair, geometry: Geometry) -> Tensor | None:
     """Return the gradient of filters from that of the output and from the images."""
-    library = _library("integer_filters.cpp", g.values)
+    library = native.load("integer_filters.cpp")
     if library is None or not _suit(g, x):
         return None
     gradient, images = g.values.contiguous(), x.values.contiguous()
-    plan = forward(images.shape[1], images.shape[2:], kernel, gradient.shape[2:], geometry, by_plane=True)
+    plan = _plan(images.shape[1], images.shape[2:], kernel, gradient.shape[2:], geometry, by_plane=True)
     result = _new((gradient.shape[1], images.shape[1], *kernel))
     floats = _in_single(g.scale, x.scale)
     library.cpt_fx_filters(
         gradient.data_ptr(), images.data_ptr(), result.data_ptr(), images.shape[0], gradient.shape[1], plan.planes,
-        plan.phases, plan.taps, kernel[0] * kernel[1], *map(_address, floats),
+        plan.phases, plan.taps, kernel[0] * kernel[1], *map(native.address, floats),
         native.threads(result.numel() * gradient[:, 0].numel() // 64),
     )  # fmt: skip
     return result
@@ -123,20 +116,96 @@ def _suit(a: Codes, b: Codes) -> bool:
     return plain and bool(a.values.numel() and b.values.numel())
 
 
-def _library(source: str, x: Tensor) -> ctypes.CDLL | None:
-    """Return the kernels of a source, if there are any that can read a tensor."""
-    return native.load(source) if x.device.type == "cpu" else None
-
-
 def _in_single(*parts: Tensor | None) -> list[Tensor | None]:
     """Return scales and biases as kernels read them. Hold them until the call is over."""
     return [None if part is None else part.to(torch.float32).contiguous() for part in parts]
 
 
-def _address(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
-
-
 def _new(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
     """Make what a kernel writes its result into. Not of the default dtype, which is the user's."""
     return torch.empty(tuple(shape), dtype=dtype)
+
+
+class _Plan(NamedTuple):
+    """Where the pixels of a convolution lie: arrays for `native/integer_convolutions.cpp`, see there.
+
+    A plane holds every n-th row and column of an image with its padding. In it, what one tap of the filter sees at
+    neighbouring places are neighbouring pixels: places and pixels differ by an offset, one for every tap.
+    """
+
+    planes: ctypes.Array[ctypes.c_int64]
+    phases: ctypes.Array[ctypes.c_int64]
+    jobs: ctypes.Array[ctypes.c_int64]
+    taps: ctypes.Array[ctypes.c_int64]
+    job_count: int
+    out: Pair
+
+
+def _array(numbers: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * max(1, len(numbers)))(*numbers)
+
+
+@lru_cache(maxsize=1024)
+def _plan(channels: int, size: Pair, kernel: Pair, out: Pair, geometry: Geometry, *, by_plane: bool = False) -> _Plan:
+    """Describe a convolution. `by_plane` gives taps as (plane, offset in it) for gradients of filters."""
+    stride, padding, dilation = geometry
+    if kernel == stride == (1, 1) and padding == (0, 0):
+        # Without neighbours an image is one long row.
+        size = out = (1, size[0] * size[1])
+    along = [_taps_along(kernel[i], stride[i], dilation[i]) for i in (0, 1)]
+    rows, columns = (out[i] + max(shift for _, shift in along[i]) for i in (0, 1))
+    phases = sorted({(p, q) for p, _ in along[0] for q, _ in along[1]})
+    taps = []
+    for i, (p, row) in enumerate(along[0]):
+        for j, (q, column) in enumerate(along[1]):
+            plane, offset = phases.index((p, q)), row * columns + column
+            taps += [plane, offset] if by_plane else [i * kernel[1] + j, plane * rows * columns + offset]
+    planes = [channels, *size, *stride, *padding, rows, columns, len(phases), *out]
+    jobs = [0, len(taps) // 2, *out, 0, 1, 0, 1]
+    return _Plan(_array(planes), _array(sum(phases, ())), _array(jobs), _array(taps), 1, out)
+
+
+@lru_cache(maxsize=1024)
+def _plan_turned(channels: int, size: Pair, kernel: Pair, out: Pair, geometry: Geometry) -> _Plan:
+    """Describe the gradient of the images, of size `out`, from one of size `size`.
+
+    With a stride, every n-th row and column of the result is a convolution with some of the taps.
+    """
+    stride, padding, dilation = geometry
+    if kernel == stride == (1, 1) and padding == (0, 0):
+        size = out = (1, size[0] * size[1])
+    along = [_taps_back(kernel[i], stride[i], padding[i], dilation[i]) for i in (0, 1)]
+    shifts = [[shift for phase in along[i] for _, shift in phase] or [0] for i in (0, 1)]
+    before = [max(0, -min(shifts[i])) for i in (0, 1)]
+    places = [-(-out[i] // stride[i]) for i in (0, 1)]
+    rows, columns = (before[i] + places[i] + max(0, *shifts[i]) for i in (0, 1))
+    taps: list[int] = []
+    jobs: list[int] = []
+    for p, of_rows in enumerate(along[0]):
+        for q, of_columns in enumerate(along[1]):
+            first = len(taps) // 2
+            for i, row in of_rows:
+                for j, column in of_columns:
+                    taps += [i * kernel[1] + j, (row + before[0]) * columns + column + before[1]]
+            high, wide = -(-(out[0] - p) // stride[0]), -(-(out[1] - q) // stride[1])
+            if high > 0 and wide > 0:
+                jobs += [first, len(taps) // 2 - first, high, wide, p, stride[0], q, stride[1]]
+    planes = [channels, *size, 1, 1, *before, rows, columns, 1]
+    return _Plan(_array(planes), _array([0, 0]), _array(jobs), _array(taps), len(jobs) // 8, out)
+
+
+def _taps_along(kernel: int, stride: int, dilation: int) -> list[tuple[int, int]]:
+    """Return for every tap its phase, and its shift in the plane of that phase."""
+    return [(tap * dilation % stride, tap * dilation // stride) for tap in range(kernel)]
+
+
+def _taps_back(kernel: int, stride: int, padding: int, dilation: int) -> list[list[tuple[int, int]]]:
+    """Return for every phase of the result the taps that reach it, each with its shift in the gradient."""
+    return [
+        [
+            (tap, (phase + padding - tap * dilation) // stride)
+            for tap in range(kernel)
+            if (phase + padding - tap * dilation) % stride == 0
+        ]
+        for phase in range(stride)
+    ]

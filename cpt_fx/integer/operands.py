@@ -1,8 +1,10 @@
-"""One factor of a product while the graph runs: codes at 8 bits or less, floating point numbers above.
+"""A product and its factors while the graph runs: codes at 8 bits or less, floating point numbers above.
 
 In eager execution the width is known and an operand is one or the other. A compiled graph is made for all widths: there
 an operator that no compiler looks into reads the width when the graph runs, and fills one of two tensors whose shapes
 are known before. The other one is a `blank`: it has the shape, and no memory of its own.
+
+Two operands are multiplied on integers where both are codes and that pays, else in floating point; it is counted.
 """
 
 from __future__ import annotations
@@ -17,17 +19,22 @@ from torch.autograd import forward_ad
 
 from cpt_fx.evidence import LOOKING, show, witness
 from cpt_fx.formats import Rounding
-from cpt_fx.integer.codes import WIDEST, Codes, quantize_codes
-from cpt_fx.integer.products import bias_grad
+from cpt_fx.integer import choice
+from cpt_fx.integer.codes import WIDEST, Codes, quantize_codes, scale_shape
+from cpt_fx.integer.counts import RATIO, Outcome
+from cpt_fx.integer.kernels import Geometry
+from cpt_fx.integer.products import PRODUCTS, Call, Product, bias_grad
 from cpt_fx.noise import new_seed
-from cpt_fx.numerics import Grid, reduced_dims
-from cpt_fx.ops import FAKE_QUANTIZE
+from cpt_fx.numerics import Grid
+from cpt_fx.ops import FAKE_QUANTIZE, LIBRARY, define
 from cpt_fx.saving import check_unchanged
 from cpt_fx.straight_through import grid_of
 from cpt_fx.transformed import is_transformed
 from cpt_fx.widths import host_value, is_free
 
 R = TypeVar("R")
+Dtypes = tuple[torch.dtype, torch.dtype]
+"""Of floating point arithmetic, and of the result."""
 _SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
 _RAW = torch.uint32
 """What the floating point numbers of a compiled graph, float32 all of them, are declared as. Compilers let a buffer
@@ -40,19 +47,6 @@ _NOT_CODES = -1.0
 def symmetric(options: dict[str, Any], rounding: str) -> Grid:
     """Return the grid that the options of an operator speak of: which elements share a scale, how they are rounded."""
     return grid_of({**options, "scheme": "symmetric"}, rounding)
-
-
-def options_of(grid: Grid) -> dict[str, Any]:
-    """Return the options of a grid as simulated quantizers take them."""
-    return {"keep": grid.keep, "over": grid.over, "scheme": grid.scheme.value, "rounding": grid.rounding.value}
-
-
-def _scale_shape(grid: Grid, shape: torch.Size) -> list[int]:
-    """Return the shape that the scales of a tensor have."""
-    dims = reduced_dims(len(shape), grid.keep, grid.over)
-    if len(dims) == len(shape):
-        return []
-    return [1 if dim in dims else size for dim, size in enumerate(shape)]
 
 
 class Operand(NamedTuple):
@@ -124,14 +118,8 @@ _WEIGHT = "_cpt_fx_weight"
 def remember_weight(operand: Operand, x: Tensor, bits: Tensor, grid: Grid) -> None:
     """Note on codes in eager execution that they are those of a parameter."""
     width = host_value(bits)
-    if (
-        operand.codes is None
-        or width is None
-        or grid.rounding is Rounding.STOCHASTIC
-        or not isinstance(x, torch.nn.Parameter)
-    ):
-        return
-    setattr(operand.codes, _WEIGHT, Weight(x.detach(), x._version, width, grid))
+    if isinstance(x, torch.nn.Parameter) and width is not None and grid.rounding is Rounding.NEAREST:
+        setattr(operand.codes, _WEIGHT, Weight(x.detach(), x._version, width, grid))
 
 
 def weight_of(operand: Operand) -> Weight | None:
@@ -145,7 +133,7 @@ def exact(x: Tensor) -> Operand:
 
 
 def _simulated(x: Tensor, bits: Tensor, grid: Grid, record: Tensor | None) -> Tensor:
-    result: Tensor = FAKE_QUANTIZE(x, bits, **options_of(grid), record=record)
+    result: Tensor = FAKE_QUANTIZE(x, bits, **grid.keywords(), record=record)
     return result
 
 
@@ -184,7 +172,7 @@ def _quantize_at_run_time(
     # A copy where nothing is rounded: an operator returns none of its arguments.
     wide = _simulated(x, bits, grid, record).to(torch.float32).contiguous()
     wide = wide.clone() if wide.data_ptr() == x.data_ptr() else wide
-    scale = x.new_full(_scale_shape(grid, x.shape), _NOT_CODES, dtype=torch.float32)
+    scale = x.new_full(scale_shape(grid, x.shape), _NOT_CODES, dtype=torch.float32)
     # Never written, which on a CPU means that it takes no memory.
     return torch.empty(x.shape, dtype=torch.int8, device=x.device), scale, wide.view(_RAW)
 
@@ -195,7 +183,7 @@ def _quantize_shapes(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     grid = symmetric({"keep": keep, "over": over}, rounding)
     codes, wide = (torch.empty(x.shape, dtype=dtype, device=x.device) for dtype in (torch.int8, _RAW))
-    return codes, x.new_empty(_scale_shape(grid, x.shape), dtype=torch.float32), wide
+    return codes, x.new_empty(scale_shape(grid, x.shape), dtype=torch.float32), wide
 
 
 def revealed(operand: Operand) -> Codes | Tensor:
@@ -254,33 +242,81 @@ def _sum_at_run_time(
     return _summed(revealed(Operand(codes, scale, wide)), shape, dtype, channel)
 
 
-_LIBRARY = torch.library.Library("cpt_fx", "FRAGMENT")
+def multiply(name: str, call: Call, a: Operand, b: Operand, dtypes: Dtypes, counts: Tensor | None) -> Tensor:
+    """Return a product, by its name in `products`, and count how it was made."""
+    if a.traced or b.traced:
+        parts = ([part for part in operand if part is not None] for operand in (a, b))
+        geometry = [number for pair in call.geometry for number in pair]
+        return MULTIPLY(name, *parts, call.bias, call.shape, geometry, *dtypes, counts)
+    return _multiply(name, call, revealed(a), revealed(b), dtypes, counts)
 
 
-def define(schema: str, run: Callable[..., R], shapes: Callable[..., Any]) -> Callable[..., R]:
+def _multiply(
+    name: str,
+    call: Call,
+    a: Codes | Tensor,
+    b: Codes | Tensor,
+    dtypes: Dtypes,
+    counts: Tensor | None,
+) -> Tensor:
+    product = PRODUCTS[name]
+    outcome = _outcome(product, call, a, b, counts)
+    if counts is not None:
+        counts[product.direction, outcome].add_(1)
+    if outcome is not Outcome.INTEGER:
+        a, b = value_of(a, dtypes[0]), value_of(b, dtypes[0])
+    return product.run(a, b, call, dtypes[1])
+
+
+def _outcome(product: Product, call: Call, a: Codes | Tensor, b: Codes | Tensor, counts: Tensor | None) -> Outcome:
+    """Decide how a product is made, and note the measurement that it rests on."""
+    if not isinstance(a, Codes) or not isinstance(b, Codes):
+        empty = any(isinstance(factor, Tensor) and not factor.numel() for factor in (a, b))
+        return Outcome.NO_CODES if empty else Outcome.WIDTH
+    if product.misfit(a, b):
+        return Outcome.GROUPS
+    decision = choice.decide(product.run.__name__, a.values.shape, b.values.shape, call)
+    if counts is not None and decision.measured:
+        counts[product.direction, RATIO].fill_(round(1000 * decision.ratio))
+    return Outcome.INTEGER if decision.worth else Outcome.SIZE
+
+
+def _multiply_at_run_time(
+    name: str, a: list[Tensor], b: list[Tensor], bias: Tensor | None, shape: list[int], geometry: list[int],
+    arithmetic: torch.dtype, dtype: torch.dtype, counts: Tensor | None,
+) -> Tensor:  # fmt: skip
+    left, right = (revealed(exact(*parts) if len(parts) == 1 else Operand(*(*parts, None)[:3])) for parts in (a, b))
+    call = Call(bias, tuple(shape), Geometry(*zip(geometry[::2], geometry[1::2], strict=True)))
+    # What a compiler was told: a tensor of this shape, in this order.
+    return _multiply(name, call, left, right, (arithmetic, dtype), counts).reshape(shape).contiguous()
+
+
+def _opaque(schema: str, run: Callable[..., R], shapes: Callable[..., Any]) -> Callable[..., R]:
     """Make an operator that no compiler looks into. `shapes` returns what a compiler is told of the results."""
-    name = schema.partition("(")[0]
-    _LIBRARY.define(schema)
-    for device in ("CPU", "CUDA"):
-        _LIBRARY.impl(name, run, device)
-    torch.library.register_fake(f"cpt_fx::{name}", shapes, lib=_LIBRARY)
-    operator: Callable[..., R] = getattr(torch.ops.cpt_fx, name).default
+    operator = define(schema, run, "CPU")
+    torch.library.register_fake(f"cpt_fx::{schema.partition('(')[0]}", shapes, lib=LIBRARY)
     return operator
 
 
-QUANTIZE = define(
+QUANTIZE = _opaque(
     "_quantize(Tensor x, Tensor bits, Tensor? seed, int[] keep, int[]? over, str rounding, Tensor(a!)? record) "
     "-> (Tensor codes, Tensor scale, Tensor wide)",
     _quantize_at_run_time,
     _quantize_shapes,
 )
-DEQUANTIZE = define(
+DEQUANTIZE = _opaque(
     "_dequantize(Tensor codes, Tensor scale, Tensor wide, ScalarType dtype) -> Tensor",
     _dequantize_at_run_time,
     lambda codes, scale, wide, dtype: codes.new_empty(codes.shape, dtype=dtype),
 )
-SUM = define(
+SUM = _opaque(
     "_sum(Tensor codes, Tensor scale, Tensor wide, SymInt[] shape, ScalarType dtype, int channel) -> Tensor",
     _sum_at_run_time,
     lambda codes, scale, wide, shape, dtype, channel: codes.new_empty(shape, dtype=dtype),
+)
+MULTIPLY = _opaque(
+    "_multiply(str name, Tensor[] a, Tensor[] b, Tensor? bias, SymInt[] shape, int[] geometry, ScalarType arithmetic, "
+    "ScalarType dtype, Tensor(a!)? counts) -> Tensor",
+    _multiply_at_run_time,
+    lambda name, a, b, bias, shape, geometry, arithmetic, dtype, counts: a[0].new_empty(shape, dtype=dtype),
 )

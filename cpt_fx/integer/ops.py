@@ -21,37 +21,17 @@ from torch import Tensor
 
 from cpt_fx.evidence import ARMED
 from cpt_fx.frames import skip_frame
+from cpt_fx.integer import operands
 from cpt_fx.integer.counts import Outcome
-from cpt_fx.integer.geometry import Geometry
-from cpt_fx.integer.multiply import multiply
-from cpt_fx.integer.operands import (
-    Operand,
-    dequantized,
-    exact,
-    has_no_codes,
-    is_supported,
-    options_of,
-    quantized,
-    remember_weight,
-    summed,
-    symmetric,
-    weight_of,
-)  # fmt: skip
+from cpt_fx.integer.kernels import Geometry
+from cpt_fx.integer.operands import Operand
 from cpt_fx.integer.products import Call
 from cpt_fx.numerics import Grid
-from cpt_fx.ops import FAKE_QUANTIZE, QUANTIZE_GRADIENT
+from cpt_fx.ops import FAKE_QUANTIZE, QUANTIZE_GRADIENT, define
 from cpt_fx.transformed import are_gradients, each, is_transformed
 
 _GRID = "int[] keep=[], int[]? over=None, str rounding='{rounding}'"
 _PRODUCT = _GRID.format(rounding="stochastic") + ", Tensor(a!)? record=None, Tensor(b!)? counts=None) -> Tensor"
-SCHEMAS = {
-    "to_integer": f"(Tensor x, Tensor bits, *, {_GRID.format(rounding='nearest')}, Tensor(a!)? record=None) "
-    "-> Tensor[]",
-    "integer_linear": f"(Tensor[] input, Tensor? bits, Tensor[] weight, Tensor? bias=None, *, {_PRODUCT}",
-    "integer_matmul": f"(Tensor[] input, Tensor? bits, Tensor[] other, Tensor? addend=None, *, {_PRODUCT}",
-    "integer_conv": "(Tensor[] input, Tensor? bits, Tensor[] weight, Tensor? bias=None, int[] stride=[1], "
-    f"int[] padding=[0], int[] dilation=[1], *, {_PRODUCT}",
-}
 
 
 class _Kind(NamedTuple):
@@ -121,8 +101,8 @@ class _Quantize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bits: Tensor, grid: Grid, record: Tensor | None) -> tuple[Tensor, ...]:
-        made = quantized(x, bits, grid, record)
-        remember_weight(made, x, bits, grid)
+        made = operands.quantized(x, bits, grid, record)
+        operands.remember_weight(made, x, bits, grid)
         operand = [part for part in made if part is not None]
         ctx.mark_non_differentiable(*operand)
         ctx.set_materialize_grads(False)
@@ -135,9 +115,9 @@ class _Quantize(torch.autograd.Function):
 
 
 def _to_integer(x: Tensor, bits: Tensor, *, record: Tensor | None = None, **options: Any) -> list[Tensor]:
-    grid = symmetric(options, "nearest")
-    if has_no_codes(x, bits):
-        return [FAKE_QUANTIZE(x, bits, **options_of(grid), record=record)]
+    grid = operands.symmetric(options, "nearest")
+    if operands.has_no_codes(x, bits):
+        return [FAKE_QUANTIZE(x, bits, **grid.keywords(), record=record)]
     return list(_Quantize.apply(x, bits, grid, record))  # type: ignore[no-untyped-call]
 
 
@@ -164,7 +144,7 @@ class _Multiply(torch.autograd.Function):
     ) -> Tensor:
         needs_left, needs_right = ctx.needs_input_grad[:2]
         nothing = Operand(None, None, None)
-        ctx.weights = weight_of(left), weight_of(right)
+        ctx.weights = operands.weight_of(left), operands.weight_of(right)
         kept = [
             part if needed and weight is None else nothing
             for part, needed, weight in zip((left, right), (needs_right, needs_left), ctx.weights, strict=True)
@@ -177,7 +157,7 @@ class _Multiply(torch.autograd.Function):
         ctx.factors = left.shape, right.shape
         shape = job.kind.shape(left.shape, right.shape, job.geometry)
         call = Call(bias, shape, job.geometry)
-        result = multiply(job.kind.names[0], call, left, right, (job.dtype, job.dtype), job.counts)
+        result = operands.multiply(job.kind.names[0], call, left, right, (job.dtype, job.dtype), job.counts)
         if job.kind is _CONV:
             shape = _without_added(shape, left_edge.ndim, right_edge.ndim - 2)
         return _no_view(result, shape)
@@ -197,14 +177,16 @@ class _Multiply(torch.autograd.Function):
         if torch.is_grad_enabled():
             found, factor = _differentiable(ctx, gradient, left, right)
         else:
-            factor = exact(gradient) if job.bits is None else quantized(gradient, job.bits, job.grid, job.record)
+            factor = operands.exact(gradient)
+            if job.bits is not None:
+                factor = operands.quantized(gradient, job.bits, job.grid, job.record)
             found = _gradients(ctx, factor, left, right, gradient.dtype)
         bias = None
         if ctx.needs_input_grad[2]:
             # The channels of a gradient are where they are in its images, without the dim of the images themselves.
             channel = job.kind.channel - (job.kind is _CONV and ctx.edges[0].ndim < ctx.edges[1].ndim)
             shape, dtype = ctx.bias
-            bias = summed(factor, shape, dtype, channel)
+            bias = operands.summed(factor, shape, dtype, channel)
         return *found, bias, None, None, None
 
 
@@ -231,7 +213,7 @@ def _gradients(
         edge = ctx.edges[which]
         call = Call(shape=ctx.factors[which], geometry=job.geometry)
         name = job.kind.names[1 + which]
-        found.append(multiply(name, call, images, other, (dtype, edge.dtype), job.counts).view(edge.shape))
+        found.append(operands.multiply(name, call, images, other, (dtype, edge.dtype), job.counts).view(edge.shape))
     return found[0], found[1]
 
 
@@ -241,7 +223,7 @@ def _differentiable(
     """Return what backward returns, as simulated execution computes it: with a graph of its own."""
     job: _Job = ctx.job
     if job.bits is not None:
-        gradient = FAKE_QUANTIZE(gradient, job.bits, **options_of(job.grid), record=job.record)
+        gradient = FAKE_QUANTIZE(gradient, job.bits, **job.grid.keywords(), record=job.record)
     values = []
     for edge, operand in zip(ctx.edges, (left, right), strict=True):
         # An operand that was not kept is a factor of no gradient that is asked for.
@@ -254,7 +236,7 @@ def _differentiable(
     if job.counts is not None:
         _count(job.counts, [1 + which for which in needed], Outcome.DIFFERENTIATED)
     found = dict(zip(needed, made, strict=True))
-    return (found.get(0), found.get(1)), exact(gradient)
+    return (found.get(0), found.get(1)), operands.exact(gradient)
 
 
 def _no_view(result: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -270,7 +252,7 @@ class _Dequantize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, edge: Tensor, operand: Operand) -> Tensor:
-        return dequantized(operand, edge.dtype)
+        return operands.dequantized(operand, edge.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -286,13 +268,13 @@ def _product(
     kind: _Kind, left: list[Tensor], bits: Tensor | None, right: list[Tensor], bias: Tensor | None, geometry: Geometry,
     options: dict[str, Any],
 ) -> Tensor:  # fmt: skip
-    edges, record = (left[0], right[0]), options.get("record")
+    edges, record, counts = (left[0], right[0]), options.pop("record", None), options.pop("counts", None)
     simulated = len(left) == len(right) == 1
-    supported = all(len(part) > 1 or is_supported(part[0]) for part in (left, right))
+    supported = all(len(part) > 1 or operands.is_supported(part[0]) for part in (left, right))
     device = edges[0].device.type
     autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else edges[0].dtype
-    job = _Job(kind, geometry, bits, symmetric(options, "stochastic"), record, options.get("counts"), dtype)
+    job = _Job(kind, geometry, bits, operands.symmetric(options, "stochastic"), record, counts, dtype)
     if simulated or not supported or (edges[0].dtype != edges[1].dtype and not autocast):
         values = [part[0] if len(part) == 1 else _Dequantize.apply(part[0], _operand(part)) for part in (left, right)]  # type: ignore[no-untyped-call]
         return _simulated(job, values, bias)
@@ -305,7 +287,7 @@ def _product(
 def _operand(parts: list[Tensor]) -> Operand:
     """Return the operand in a list: a tensor in simulated form is one that is not codes."""
     if len(parts) == 1:
-        return exact(parts[0].detach())
+        return operands.exact(parts[0].detach())
     return Operand(parts[1], parts[2], parts[3] if len(parts) > 3 else None)
 
 
@@ -316,7 +298,7 @@ def _simulated(job: _Job, values: list[Tensor], bias: Tensor | None) -> Tensor:
     # Under torch.func a record can only be written inside of an autograd function.
     if counts is not None and not is_transformed():
         outcome = Outcome.WIDTH
-        if not all(map(is_supported, values)) or not all(value.numel() for value in values):
+        if not all(map(operands.is_supported, values)) or not all(value.numel() for value in values):
             outcome = Outcome.NO_CODES
         counts[0, outcome].add_(1)
         needed = [1 + place for place, value in enumerate(values) if value.requires_grad]
@@ -324,7 +306,7 @@ def _simulated(job: _Job, values: list[Tensor], bias: Tensor | None) -> Tensor:
             result.register_hook(lambda gradient: _count(counts, needed, outcome))
     if job.bits is None:
         return result
-    quantized: Tensor = QUANTIZE_GRADIENT(result, job.bits, **options_of(job.grid), record=job.record)
+    quantized: Tensor = QUANTIZE_GRADIENT(result, job.bits, **job.grid.keywords(), record=job.record)
     return quantized
 
 
@@ -348,22 +330,22 @@ def _integer_conv(
     return _product(_CONV, input, bits, weight, bias, geometry, options)
 
 
-_KERNELS = {
-    "to_integer": _to_integer,
-    "integer_linear": partial(_matrices, _LINEAR),
-    "integer_matmul": partial(_matrices, _MATMUL),
-    "integer_conv": _integer_conv,
-}
-_LIBRARY = torch.library.Library("cpt_fx", "FRAGMENT")
-for _name, _schema in SCHEMAS.items():
-    _LIBRARY.define(_name + _schema)
-    # As in cpt_fx.ops: inference_mode skips the Autograd key, and torch.func opens the operator first.
-    for _key in ("FuncTorchDynamicLayerFrontMode", "Autograd", "CompositeExplicitAutograd"):
-        _LIBRARY.impl(_name, _KERNELS[_name], _key)
-
-TO_INTEGER = torch.ops.cpt_fx.to_integer.default
-INTEGER_LINEAR = torch.ops.cpt_fx.integer_linear.default
-INTEGER_MATMUL = torch.ops.cpt_fx.integer_matmul.default
-INTEGER_CONV = torch.ops.cpt_fx.integer_conv.default
+TO_INTEGER = define(
+    f"to_integer(Tensor x, Tensor bits, *, {_GRID.format(rounding='nearest')}, Tensor(a!)? record=None) -> Tensor[]",
+    _to_integer,
+)
+INTEGER_LINEAR = define(
+    f"integer_linear(Tensor[] input, Tensor? bits, Tensor[] weight, Tensor? bias=None, *, {_PRODUCT}",
+    partial(_matrices, _LINEAR),
+)
+INTEGER_MATMUL = define(
+    f"integer_matmul(Tensor[] input, Tensor? bits, Tensor[] other, Tensor? addend=None, *, {_PRODUCT}",
+    partial(_matrices, _MATMUL),
+)
+INTEGER_CONV = define(
+    "integer_conv(Tensor[] input, Tensor? bits, Tensor[] weight, Tensor? bias=None, int[] stride=[1], "
+    f"int[] padding=[0], int[] dilation=[1], *, {_PRODUCT}",
+    _integer_conv,
+)
 INTEGER_PRODUCTS = (INTEGER_LINEAR, INTEGER_MATMUL, INTEGER_CONV)
 """Every op that multiplies on integers."""

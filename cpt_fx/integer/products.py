@@ -1,7 +1,8 @@
 """Products of two factors: linear, matmul and convolution, forward and for both gradients.
 
 Factors are codes, or the floating point numbers that simulated execution multiplies. Products of codes sum in integers
-and multiply by the scales once. The result is the product of the dequantized operands up to the rounding of its own
+and multiply by the scales once. Where there is no kernel of ours, torch has one for matrices, and float64 holds every
+sum of codes exactly. The result is the product of the dequantized operands up to the rounding of its own
 type, and exactly `scale * integer` where the integer is below 2**24.
 """
 
@@ -16,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv2d_input, conv2d_weight
 
-from cpt_fx.integer import kernels, reference
+from cpt_fx.integer import kernels
 from cpt_fx.integer.codes import Codes
-from cpt_fx.integer.geometry import Geometry
+from cpt_fx.integer.kernels import LONGEST_SUM, Geometry
 
 FLOAT = torch.float32
 Factor = TypeVar("Factor", Codes, Tensor)
@@ -137,7 +138,7 @@ def conv2d_forward(x: Factor, w: Factor, call: Call, dtype: torch.dtype) -> Tens
     done = kernels.convolution(x, w, call.bias, out, call.geometry)
     if done is not None:
         return done
-    sums = reference.conv2d(x.values, w.values, call.geometry)
+    sums = torch.conv2d(x.values.double(), w.values.double(), None, *call.geometry)
     return _scaled(sums, x.scale, w.scale.reshape(-1, 1, 1), None if call.bias is None else call.bias[:, None, None])
 
 
@@ -149,7 +150,7 @@ def conv2d_grad_input(g: Factor, w: Factor, call: Call, dtype: torch.dtype) -> T
     done = kernels.convolution(g, w, None, tuple(call.shape[2:]), call.geometry, turned=True)
     if done is not None:
         return done
-    sums = reference.conv2d_grad_input(g.values, w.values, call.shape, call.geometry)
+    sums = conv2d_input(call.shape, w.values.double(), g.values.double(), *call.geometry)
     return _scaled(sums, g.scale, w.scale.reshape(-1, 1, 1))
 
 
@@ -161,7 +162,7 @@ def conv2d_grad_weight(g: Factor, x: Factor, call: Call, dtype: torch.dtype) -> 
     done = kernels.filters(g, x, tuple(call.shape[2:]), call.geometry)
     if done is not None:
         return done
-    sums = reference.conv2d_grad_weight(g.values, x.values, call.shape, call.geometry)
+    sums = conv2d_weight(x.values.double(), call.shape, g.values.double(), *call.geometry)
     return _scaled(sums, g.scale.reshape(-1, 1, 1, 1), x.scale)
 
 
@@ -174,9 +175,15 @@ def bias_grad(g: Codes, channel: int = -1, dtype: torch.dtype = FLOAT) -> Tensor
     dims = [dim for dim in range(g.ndim) if dim != channel % g.ndim]
     if not _is_constant(g.scale, dims):
         return g.dequantized().sum(dims).to(dtype)
-    sums = kernels.sums(g.values, channel % g.ndim)
-    if sums is None:
-        sums = g.values.sum(dims, dtype=torch.int64) if dims else g.values.to(torch.int64)
+    sums, rows = g.values, _rows(g.values)
+    if channel % g.ndim == g.ndim - 1 and rows.numel() >= 1 << 16 and len(rows) <= LONGEST_SUM:
+        # As a product with ones: torch takes several times as long for large sums over rows.
+        ones = rows.new_ones(1, len(rows))
+        made = kernels.product(ones, rows, None)
+        sums = (integer_matmul(ones, rows) if made is None else made)[0]
+    elif dims:
+        few = g.values.numel() < 1 << 24
+        sums = g.values.sum(dims, dtype=torch.int32 if few else torch.int64)
     return (sums.to(g.scale.dtype) * (g.scale if g.scale.ndim == 0 else g.scale.reshape(-1))).to(dtype)
 
 
@@ -196,14 +203,32 @@ def _matmul(a: Factor, b: Factor, dtype: torch.dtype, bias: Tensor | None = None
     rows = _rows(x) if many else x
     plain = first.ndim == second.ndim == 0 and first.dtype == second.dtype == torch.float32
     result: Tensor | None = None
-    if x.numel() and y.numel() and x.shape[-1] <= reference.LONGEST_SUM:
+    if x.numel() and y.numel() and x.shape[-1] <= LONGEST_SUM:
         result = kernels.product(rows, y, (first, second) if plain else None, bias if plain else None)
     scaled = plain and result is not None
-    result = reference.integer_bmm(rows, y) if result is None else result
+    result = integer_matmul(rows, y) if result is None else result
     result = result.view(*x.shape[:-1], y.shape[-1]) if many else result
     result = (result if scaled else _scaled(result, first, second, bias)).to(dtype)
     result = result.squeeze(-2) if a.ndim == 1 else result
     return result.squeeze(-1) if b.ndim == 1 else result
+
+
+def integer_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Return the product of int8 matrices, or of batches of them, exactly, by torch's operators."""
+    if a.shape[-1] > LONGEST_SUM or not (a.numel() and b.numel()):
+        return torch.matmul(a.double(), b.double())
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    lefts, rights = (x.expand(*batch, *x.shape[-2:]).reshape(-1, *x.shape[-2:]) for x in (a, b))
+    products = [torch._int_mm(*map(_with_plain_strides, pair)) for pair in zip(lefts, rights, strict=True)]
+    return torch.stack(products).view(*batch, a.shape[-2], b.shape[-1]) if batch else products[0]
+
+
+def _with_plain_strides(x: Tensor) -> Tensor:
+    """Give a matrix of one row or column the strides of a contiguous one: torch 2.13 misreads others, without an error.
+
+    The stride of a dim of size 1 means nothing, but `_int_mm` tells by it which way round the matrix is stored.
+    """
+    return x.contiguous().as_strided(x.shape, (x.shape[1], 1)) if 1 in x.shape else x
 
 
 def _rows(x: Factor) -> Factor:

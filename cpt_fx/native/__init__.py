@@ -14,16 +14,17 @@ from contextlib import contextmanager
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from cpt_fx.native import building
 
 _LOG = logging.getLogger("cpt_fx")
 _switched_off = False
+_PLAIN = (Tensor, torch.nn.Parameter)
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "d": ctypes.c_double}
 _FUNCTIONS = {
-    "simulate.cpp": {"cpt_fx_quantize": "pp lll ii p pi ppp d p i"},
+    "simulate.cpp": {"cpt_fx_quantize": "ppp lll ii p pi ppp d p i"},
     "witness.cpp": {"cpt_fx_witness": "pp l pp", "cpt_fx_levels": "p lll p", "cpt_fx_holds": "p l p l"},
-    "integer_codes.cpp": {"cpt_fx_codes": "pp l i p p i", "cpt_fx_code_sums": "p lll p i"},
     "integer_products.cpp": {"cpt_fx_product": "ppp ll lll pp ppp i i"},
     "integer_convolutions.cpp": {"cpt_fx_convolve": "ppp l pppp l p ll ppp i"},
     "integer_filters.cpp": {"cpt_fx_filters": "ppp ll ppp l pp i"},
@@ -73,6 +74,17 @@ def _built(name: str) -> ctypes.CDLL | None:
 
 
 _failures: list[str] = []
+
+
+def reads(x: Tensor) -> bool:
+    """Whether kernels can read a tensor as it lies in memory, in single precision."""
+    plain = x.dtype is torch.float32 and type(x) in _PLAIN and x.is_cpu
+    return plain and not (x.is_neg() or x._is_zerotensor())
+
+
+def address(x: Tensor | None) -> int | None:
+    """Return where a tensor lies, for a kernel that takes none as well."""
+    return None if x is None else x.data_ptr()
 
 
 def threads(count: int) -> int:

@@ -162,7 +162,7 @@ void convolve(const int8_t* image, const Planes& p, const Filters& w, const Job*
 extern "C" {
 
 // Convolve images [n, channels, height, width] with filters into out [n, rows, out_height, out_width]. `planes`, `jobs`
-// and `taps` (offsets in a filter and in a plane) are worked out by the caller: see integer/geometry.py.
+// and `taps` (offsets in a filter and in a plane) are worked out by the caller: see integer/kernels.py.
 void cpt_fx_convolve(const int8_t* x, const int8_t* w, float* out, int64_t images, const int64_t* planes,
                      const int64_t* phases, const int64_t* filters, const int64_t* jobs, int64_t job_count,
                      const int64_t* taps, int64_t out_height, int64_t out_width, const float* first_scale,

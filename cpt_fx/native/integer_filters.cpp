@@ -5,8 +5,6 @@
 // Processors multiply unsigned by signed bytes: images are stored with 128 added, of which the sums are freed at the end.
 #include "shared.h"
 
-#include <cstring>
-
 #ifdef __AVX512VNNI__
 #include <immintrin.h>
 #endif

@@ -5,7 +5,7 @@ namespace {
 
 struct Matrix {
   const int8_t* data;
-  int64_t outer, inner;  // distances of rows (of the left) or columns (of the right), and along the sums
+  int64_t outer, inner;  // distances of rows (of the left) or columns (of the right), and along the sums: one is 1
 };
 
 // Pack `count` lines (rows or columns) from `first` on into [group][width][4]; what is missing is zero, then flipped.
@@ -27,18 +27,12 @@ void pack(const Matrix& m, int64_t first, int64_t count, int64_t width, int64_t 
         std::memcpy(out + 4 * (group * width + line), &four, 4);
       }
     }
-  } else if (m.outer == 1) {
+  } else {
     for (int64_t group = 0; group < whole; ++group) {
       const int8_t* source = data + 4 * group * m.inner;
       const int8_t* const lines[4] = {source, source + m.inner, source + 2 * m.inner, source + 3 * m.inner};
       interleave(lines, count, flip, out + 4 * group * width);
     }
-  } else {
-    for (int64_t group = 0; group < whole; ++group)
-      for (int64_t line = 0; line < count; ++line)
-        for (int64_t j = 0; j < 4; ++j)
-          out[4 * (group * width + line) + j] =
-              static_cast<uint8_t>(data[line * m.outer + (4 * group + j) * m.inner]) ^ flip;
   }
   for (int64_t group = whole; group < groups; ++group)
     for (int64_t line = 0; line < count; ++line)
@@ -159,10 +153,6 @@ void product(const Matrix& left, const Matrix& right, const Result& result, int6
 extern "C" {
 
 // out[i, j] = left[i, j] @ right[i, j], for every index of two dims of batches. Strides count elements.
-struct Strides {
-  int64_t outer_batch, inner_batch, outer, inner;
-};
-
 void cpt_fx_product(const int8_t* left, const int8_t* right, void* out, int64_t outer_batches, int64_t inner_batches,
                     int64_t rows, int64_t inner, int64_t columns, const int64_t* left_strides,
                     const int64_t* right_strides, const float* left_scale, const float* right_scale, const float* bias,

@@ -4,8 +4,6 @@
 #pragma once
 #include "shared.h"
 
-#include <cstring>
-
 #ifdef __AVX512VNNI__
 #include <immintrin.h>
 #endif

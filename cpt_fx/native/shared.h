@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #ifdef _OPENMP
@@ -35,7 +36,7 @@ T* scratch(int64_t count, int which) {
   return reinterpret_cast<T*>(kept[which].data() + (kLine - start % kLine) % kLine);
 }
 
-// The planes of an image, as integer/geometry.py describes them: each holds every n-th row and column.
+// The planes of an image, as integer/kernels.py describes them: each holds every n-th row and column.
 struct Planes {
   int64_t channels, height, width;           // of an image
   int64_t row_step, column_step, top, left;  // which pixels a plane holds

@@ -1,11 +1,93 @@
-// Quantize-dequantize in one call: ranges in one read, values in one read and one write, running ranges on the way.
+// Quantize in one call: ranges in one read, values or codes in one read and one write, running ranges on the way.
 //
 // The arithmetic is that of cpt_fx/numerics.py, operation by operation in single precision, so that both give the same
 // bits. A tensor is seen as [outer, groups, inner]: every index of the middle has one range.
-#include "grid.h"
 #include "shared.h"
 
+#include <cmath>
+#include <limits>
+
 namespace {
+
+// The noise of stochastic rounding, bit for bit that of cpt_fx/noise.py: a hash of a seed and of an element's place.
+// Only the lower 30 bits of a hash count, so that products may wrap around.
+constexpr uint32_t kMask = (1u << 30) - 1;
+
+struct Seed {
+  uint32_t start = 0, factor = 0;
+
+  explicit Seed(const int32_t* drawn) {
+    if (!drawn) return;
+    start = static_cast<uint32_t>(drawn[0]);
+    factor = static_cast<uint32_t>(drawn[1]) & kMask;
+    factor = 2 * (factor + (factor >> 15)) + 1;
+  }
+};
+
+// A multiple of 2^-24 in [0, 1).
+inline float uniform(uint32_t place, Seed seed) {
+  uint32_t mixed = (place * 0x2545F491u + seed.start) & kMask;
+  for (int round = 0; round < 2; ++round) mixed = (mixed + (mixed >> 15)) * (2 * mixed + seed.factor) & kMask;
+  return static_cast<float>(static_cast<int32_t>(mixed >> 6)) * 0x1p-24f;
+}
+
+constexpr float kScaleFloor = 1e-8f;
+
+enum Scheme { kAffine = 0, kAffineInteger = 1, kSymmetric = 2, kAffineFloored = 3 };
+
+// A step that is zero or no normal number has no inverse.
+float divisor_of(float scale) {
+  const float tiny = std::numeric_limits<float>::min();
+  return scale < tiny ? tiny : scale;
+}
+
+// One group's grid: codes lie in [bottom, top], `half` a step off zero, and stand for code * scale + zero_point.
+struct Grid {
+  float scale, divisor, bottom, top, half, zero_point;
+};
+
+Grid grid_of(int scheme, int bits, float low, float range, float high) {
+  if (scheme == kSymmetric) {
+    const float half = bits == 1 ? 0.5f : 0.0f;
+    const float reach = static_cast<float>((int64_t{1} << (bits - 1)) - 1);
+    float amplitude = -low > high || low != low ? -low : high;
+    amplitude = amplitude < 0.0f ? 0.0f : amplitude;
+    const float scale = amplitude / (reach + half);
+    return {scale, divisor_of(scale), -reach - 2 * half, reach, half, 0.0f};
+  }
+  const float levels = static_cast<float>((int64_t{1} << bits) - 1);
+  if (scheme == kAffine || scheme == kAffineFloored) {
+    const float floor = scheme == kAffineFloored ? kScaleFloor : 0.0f;
+    float scale = range / levels;
+    scale = scale < floor ? floor : scale;
+    return {scale, divisor_of(scale), 0.0f, levels, 0.0f, low};
+  }
+  const float bottom = low > 0.0f ? 0.0f : low, ceiling = high < 0.0f ? 0.0f : high;
+  const float scale = (ceiling - bottom) / levels, divisor = divisor_of(scale);
+  float offset = std::nearbyint(-bottom / divisor);
+  offset = offset < 0.0f ? 0.0f : offset;
+  offset = offset > levels ? levels : offset;
+  return {scale, divisor, -offset, levels - offset, 0.0f, 0.0f};
+}
+
+// A code as a whole number, to the nearest or by the odds of its fraction.
+template <bool stochastic>
+inline float rounded(float code, uint32_t place, Seed seed) {
+  const float nearest = std::nearbyint(code);
+  if (!stochastic) return nearest;
+  // The floor, by way of the nearest: compilers have no vector instruction for std::floor everywhere.
+  const float below = nearest > code ? nearest - 1.0f : nearest;
+  return below + (uniform(place, seed) < code - below ? 1.0f : 0.0f);
+}
+
+template <int scheme, bool stochastic>
+inline float code_of(float x, const Grid& grid, uint32_t place, Seed seed) {
+  float code = scheme == kAffine ? (x - grid.zero_point) / grid.divisor : x / grid.divisor;
+  if (scheme == kSymmetric) code = code - grid.half;
+  code = code < grid.bottom ? grid.bottom : code;
+  code = code > grid.top ? grid.top : code;
+  return rounded<stochastic>(code, place, seed);
+}
 
 constexpr int kLanes = 32;
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
@@ -45,7 +127,7 @@ Extent measure(const float* x, int64_t count) {
 }
 
 template <int scheme, bool stochastic>
-void quantize(const float* x, float* out, int64_t count, const Grid grid, uint32_t place, cpt_fx::Seed seed) {
+void quantize(const float* x, float* out, int64_t count, const Grid grid, uint32_t place, Seed seed) {
 #pragma omp simd
   for (int64_t i = 0; i < count; ++i) {
     float code = code_of<scheme, stochastic>(x[i], grid, place + static_cast<uint32_t>(i), seed);
@@ -54,7 +136,18 @@ void quantize(const float* x, float* out, int64_t count, const Grid grid, uint32
   }
 }
 
-using Kernel = void (*)(const float*, float*, int64_t, Grid, uint32_t, cpt_fx::Seed);
+// Codes of 8 bits instead. At one bit those of the grid sit half a step off zero: twice the code is stored.
+template <bool stochastic>
+void encode(const float* x, int8_t* out, int64_t count, const Grid grid, uint32_t place, Seed seed) {
+  const int32_t factor = grid.half > 0 ? 2 : 1, offset = factor - 1;
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) {
+    const float code = code_of<kSymmetric, stochastic>(x[i], grid, place + static_cast<uint32_t>(i), seed);
+    out[i] = static_cast<int8_t>(static_cast<int32_t>(code) * factor + offset);
+  }
+}
+
+using Kernel = void (*)(const float*, float*, int64_t, Grid, uint32_t, Seed);
 const Kernel kKernels[3][2] = {
     {quantize<kAffine, false>, quantize<kAffine, true>},
     {quantize<kAffineInteger, false>, quantize<kAffineInteger, true>},
@@ -70,13 +163,27 @@ extern "C" {
 // Ranges are given (three arrays of one number per group: minimum, width, maximum) or measured, and then written there.
 // `running` (minimum, width, weight) learns from the measured range of a single group if `momentum` is not negative, and
 // if that range is finite; if not, `record` counts it.
+// Where there are `scales`, one for every group, `out` gets codes of the symmetric grid. A range that is not finite has no
+// scale and no codes: NaN and zeros.
 // Rounds at random where `seed` is given. Counts the run in `record`, if there is one, and returns whether nothing is
 // noted there about this width.
-int cpt_fx_quantize(const float* x, float* out, int64_t outer, int64_t groups, int64_t inner, int scheme, int bits,
-                    const int32_t* seed, float* extents, int given, float* zero_point, float* width, float* weight,
-                    double momentum, int64_t* record, int threads) {
+int cpt_fx_quantize(const float* x, void* out, float* scales, int64_t outer, int64_t groups, int64_t inner, int scheme,
+                    int bits, const int32_t* seed, float* extents, int given, float* zero_point, float* width,
+                    float* weight, double momentum, int64_t* record, int threads) {
   const Kernel kernel = kKernels[scheme == kAffineFloored ? kAffine : scheme][seed != nullptr];
-  const cpt_fx::Seed noise(seed);
+  const Seed noise(seed);
+  const auto write = [=](int64_t group, int64_t begin, int64_t count, const Grid& grid) {
+    const uint32_t place = static_cast<uint32_t>(begin);
+    if (!scales) return kernel(x + begin, static_cast<float*>(out) + begin, count, grid, place, noise);
+    int8_t* codes = static_cast<int8_t*>(out) + begin;
+    const float scale = bits == 1 ? grid.scale * grid.half : grid.scale;
+    const bool finite = scale <= std::numeric_limits<float>::max();
+    if (begin == group * inner) scales[group] = finite ? scale : kNaN;
+    if (!finite)
+      std::memset(codes, 0, count);
+    else
+      (seed ? encode<true> : encode<false>)(x + begin, codes, count, grid, place, noise);
+  };
   threads = std::max(1, std::min(threads, kMostThreads));
   float *low = extents, *range = extents + groups, *high = extents + 2 * groups;
   const auto note = [=](int64_t group, const Extent& extent) {
@@ -104,7 +211,7 @@ int cpt_fx_quantize(const float* x, float* out, int64_t outer, int64_t groups, i
       }
       const Grid grid = grid_of(scheme, bits, low[0], range[0], high[0]);
       // Each thread quantizes what it measured: its share is still in its cache.
-      kernel(x + begin, out + begin, end - begin, grid, static_cast<uint32_t>(begin), noise);
+      write(0, begin, end - begin, grid);
     }
   } else {
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
@@ -117,7 +224,7 @@ int cpt_fx_quantize(const float* x, float* out, int64_t outer, int64_t groups, i
       const Grid grid = grid_of(scheme, bits, low[group], range[group], high[group]);
       for (int64_t row = 0; row < outer; ++row) {
         const int64_t begin = (row * groups + group) * inner;
-        kernel(x + begin, out + begin, inner, grid, static_cast<uint32_t>(begin), noise);
+        write(group, begin, inner, grid);
       }
     }
   }

@@ -12,22 +12,23 @@ from torch import Tensor
 
 from cpt_fx import native
 from cpt_fx.formats import Rounding, Scheme
+from cpt_fx.native import address
 from cpt_fx.noise import new_seed
 from cpt_fx.numerics import Extent, Grid, reduced_dims
 
 _SCHEMES = {Scheme.AFFINE: 0, Scheme.AFFINE_INTEGER: 1, Scheme.SYMMETRIC: 2}
 _AFFINE_FLOORED = 3
 _SOURCE = "simulate.cpp"
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
-class Learner(NamedTuple):
-    """A running range that learns from the range that a kernel measures: minimum, width, weight."""
+class Running(NamedTuple):
+    """A running range: averages of minimum and width, and the weight they have gathered so far (1 in the limit)."""
 
     zero_point: Tensor
     range: Tensor
     weight: Tensor
     momentum: float
+    """How much of the old average each update keeps; negative where nothing is to be learned."""
 
     def fits(self) -> bool:
         """Whether a kernel can write to it."""
@@ -44,14 +45,14 @@ class Quantized(NamedTuple):
     """Whether the quantizer's record has nothing on this width yet."""
 
 
-def serves(x: Tensor, grid: Grid) -> bool:
-    """Whether the kernel takes a tensor, which is known to be a plain one: not traced, not batched by torch.func."""
+def serves(x: Tensor, grid: Grid, *, as_stored: bool = False) -> bool:
+    """Whether the kernel takes a tensor, which is known to be a plain one: not traced, not batched by torch.func.
+
+    With `as_stored` its elements fill a piece of memory, and their order there will do.
+    """
     return (
-        x.dtype is torch.float32
-        and type(x) in _PLAIN
-        and x.is_cpu
-        and x.is_contiguous()
-        and not (x.is_neg() or x._is_zerotensor())
+        native.reads(x)
+        and (as_stored or x.is_contiguous())
         and _layout(x.shape, grid) is not None
         and native.load(_SOURCE) is not None
     )
@@ -59,9 +60,12 @@ def serves(x: Tensor, grid: Grid) -> bool:
 
 def quantize(
     x: Tensor, bits: int, grid: Grid, extents: Tensor | None = None, seed: Tensor | None = None,
-    learner: Learner | None = None, record: Tensor | None = None,
+    learner: Running | None = None, record: Tensor | None = None, scales: Tensor | None = None,
 ) -> Quantized:  # fmt: skip
-    """Quantize a tensor that `serves` accepts. Ranges are those given (as `laid_out` returns them), or its own."""
+    """Quantize a tensor that `serves` accepts. Ranges are those given (as `laid_out` returns them), or its own.
+
+    With `scales`, one for each group, which are written, the values are codes of the symmetric grid.
+    """
     layout = _layout(x.shape, grid)
     assert layout is not None
     scheme, outer, groups, inner = layout
@@ -70,16 +74,15 @@ def quantize(
     given = extents is not None
     if extents is None:
         extents = torch.empty(3 * groups)
-    out = new_like(x)
+    out = new_like(x) if scales is None else torch.empty_like(x, dtype=torch.int8)
     running: tuple[int | None, int | None, int | None, float] = (None, None, None, -1.0)
     if learner is not None:
         running = (learner[0].data_ptr(), learner[1].data_ptr(), learner[2].data_ptr(), learner.momentum)
     library = native._built(_SOURCE)  # backward quantizes again what forward did, even if kernels are off by then
     assert library is not None
     is_new = library.cpt_fx_quantize(
-        x.data_ptr(), out.data_ptr(), outer, groups, inner, scheme, bits, None if seed is None else seed.data_ptr(),
-        extents.data_ptr(), given, *running, None if record is None else record.data_ptr(),
-        native.threads(outer * groups * inner),
+        x.data_ptr(), out.data_ptr(), address(scales), outer, groups, inner, scheme, bits, address(seed),
+        extents.data_ptr(), given, *running, address(record), native.threads(outer * groups * inner),
     )  # fmt: skip
     return Quantized(out, extents, seed, bool(is_new))
 

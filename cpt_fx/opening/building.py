@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.fx.operator_schemas import get_signature_for_torch_op
 
-from cpt_fx.meta import FAMILY, NAME, module_path
+from cpt_fx.meta import FAMILY, NAME, module_path, source_of
 
 
 class StaysFusedError(Exception):
@@ -35,9 +35,7 @@ class Builder:
         self.module = module
         self.node = node
         self.products = 0
-        self._meta: dict[str, Any] = {
-            key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta
-        }
+        self._meta = source_of(node)
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """Add a call."""

@@ -34,48 +34,20 @@ def scan(
     pieces = inputs.unbind(0) if batch_sizes is None else inputs.split(batch_sizes.tolist())
     if not pieces:
         raise ValueError("a recurrent layer needs at least one time step, got a sequence of length 0")
-    if batch_sizes is not None:
-        outputs, last = (_packed_backward if reverse else _packed_forward)(body, pieces, state, constants)
-        return (torch.cat(outputs), *last)
-    current = tuple(state)
-    outputs = []
+    current, rest, outputs = tuple(state), tuple[Tensor, ...](), []
     for piece in reversed(pieces) if reverse else pieces:
+        if batch_sizes is not None and piece.shape[0] != current[0].shape[0]:
+            # Sequences that end leave the batch, from its last row up; in reverse they enter it there.
+            whole, rows = _joined(current, rest), piece.shape[0]
+            current, rest = tuple(part[:rows] for part in whole), tuple(part[rows:] for part in whole)
         current = tuple(body(piece, *current, *constants))
         outputs.append(current[0])
-    return (torch.stack(outputs[::-1] if reverse else outputs), *current)
+    join: Any = torch.stack if batch_sizes is None else torch.cat
+    return (join(outputs[::-1] if reverse else outputs), *_joined(current, rest))
 
 
-def _packed_forward(
-    body: Step, pieces: Sequence[Tensor], state: Sequence[Tensor], constants: Sequence[Any]
-) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-    """Let sequences that end leave the batch, from its last row up."""
-    current = tuple(state)
-    ended: list[tuple[Tensor, ...]] = []
-    outputs = []
-    for piece in pieces:
-        rows = piece.shape[0]
-        if rows < current[0].shape[0]:
-            ended.append(tuple(part[rows:] for part in current))
-            current = tuple(part[:rows] for part in current)
-        current = tuple(body(piece, *current, *constants))
-        outputs.append(current[0])
-    last = tuple(torch.cat(parts) for parts in zip(current, *reversed(ended), strict=True))
-    return outputs, last
-
-
-def _packed_backward(
-    body: Step, pieces: Sequence[Tensor], state: Sequence[Tensor], constants: Sequence[Any]
-) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-    """Let sequences enter the batch where their last element is."""
-    current = tuple(part[: pieces[-1].shape[0]] for part in state)
-    outputs = []
-    for piece in reversed(pieces):
-        rows, running = piece.shape[0], current[0].shape[0]
-        if rows > running:
-            current = tuple(torch.cat((part, whole[running:rows])) for part, whole in zip(current, state, strict=True))
-        current = tuple(body(piece, *current, *constants))
-        outputs.append(current[0])
-    return outputs[::-1], current
+def _joined(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(map(torch.cat, zip(first, second, strict=True))) if second else first
 
 
 def lstm_step(inputs: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:

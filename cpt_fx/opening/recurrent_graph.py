@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from cpt_fx.bodies import add_body, new_body
-from cpt_fx.meta import FAMILY, NAME, PASS
+from cpt_fx.meta import FAMILY, NAME, PASS, source_of
 from cpt_fx.opening import recurrent
 from cpt_fx.opening.building import Builder, Opener, StaysFusedError, arguments, static
 
@@ -110,7 +110,6 @@ def _direction(
 def _step(builder: Builder, kind: _Kind, name: str, constants: list[str]) -> fx.Graph:
     """Return the graph of one time step: the product of the last output, and what follows."""
     graph = fx.Graph()
-    source = {key: builder.node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in builder.node.meta}
     inputs = graph.placeholder("inputs")
     state = [graph.placeholder(part) for part in ("hidden", "cell")[: kind.states]]
     given = {part: graph.placeholder(part) for part in constants}
@@ -129,8 +128,7 @@ def _step(builder: Builder, kind: _Kind, name: str, constants: list[str]) -> fx.
     graph.output(tuple(results))
     for node in graph.nodes:
         if node.op == "call_function":
-            node.meta.update(source)
-            node.meta[PASS] = "open"
+            node.meta |= {**source_of(builder.node), PASS: "open"}
     return graph
 
 
