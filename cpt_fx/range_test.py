@@ -195,7 +195,8 @@ def range_test(
     rewritten = transform(model, Static(FULL_PRECISION), recipe=recipe, **options)
     part_of(rewritten).session.reminder.rest()
     devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
-    with torch.random.fork_rng(devices=list(devices)), _bar(progress, (len(tried) + 1) * steps) as advance:
+    total = (len(tried) + 1) * steps
+    with torch.random.fork_rng(devices=list(devices)), bar("range test", total, shown=progress) as advance:
         torch.manual_seed(seed)
         batches = _take(data, steps)
         full, at_last = _train(rewritten, Bits(*[FULL_PRECISION] * 3), batches, loss, make, evaluate, seed, advance)
@@ -331,8 +332,8 @@ def _take(data: Iterable[Any], steps: int) -> list[Any]:
 
 
 @contextmanager
-def _bar(shown: bool, total: int) -> Iterator[Advance]:
-    """Yield a function of what runs and how many steps it made."""
-    with Progress(console=Console(stderr=True), disable=not shown) as bar:
-        task = bar.add_task("range test", total=total)
-        yield lambda label, steps: bar.update(task, description=f"range test, {label:<14}", advance=steps)
+def bar(title: str, total: int, *, shown: bool = True) -> Iterator[Advance]:
+    """Show progress on stderr; yield a function of what runs and how many steps it made."""
+    with Progress(console=Console(stderr=True), disable=not shown) as made:
+        task = made.add_task(title, total=total)
+        yield lambda label, steps: made.update(task, description=f"{title}, {label:<14}", advance=steps)

@@ -21,57 +21,38 @@ from cpt_fx.schedules.plot import new_figure
 
 def add(commands: Commands) -> None:
     """Declare the subcommands."""
-    made = command(
-        commands,
-        "schedules",
-        run_schedules,
-        "list the ten schedules",
-        "List the ten published schedules: how they cycle, and how much they save against static q_max.",
-        "cpt-fx schedules --q-min 4 --q-max 8",
-    )
+    made = command(commands, "schedules", run_schedules)
     add_range(made)
     add_json(made)
-    made = command(
-        commands,
-        "plot",
-        run_plot,
-        "draw a schedule, or all ten",
-        'Draw the bits of each training step. Needs matplotlib: pip install "cpt_fx[viz]".',
-        "cpt-fx plot CR RR --q-min 3 --q-max 8 --steps 64000 --output two.svg",
-    )
-    made.add_argument("names", nargs="*", type=schedule_name, metavar="NAME", help="schedules (default: all ten)")
+    made = command(commands, "plot", run_plot)
+    _add_names(made)
     made.add_argument("--output", type=Path, metavar="FILE", help="PNG, SVG or PDF (default: NAME.png, schedules.png)")
     add_range(made)
-    made = command(
-        commands,
-        "cost",
-        run_cost,
-        "what a schedule saves",
-        "The mean cost of a training step in BitOps, by the published formula, for any model: relative to full\n"
-        "precision (32 bits), and to training at static q_max.",
-        "cpt-fx cost CR --q-min 3 --q-max 8 --steps 64000 --cycles 8",
-    )
-    made.add_argument("names", nargs="*", type=schedule_name, metavar="NAME", help="schedules (default: all ten)")
+    made = command(commands, "cost", run_cost)
+    _add_names(made)
     add_range(made)
     add_json(made)
+
+
+def _add_names(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("names", nargs="*", type=schedule_name, metavar="NAME", help="schedules (default: all ten)")
 
 
 def run_schedules(options: argparse.Namespace) -> None:
-    """Print what the ten are."""
+    """List the ten schedules.
+
+    List the ten published schedules: how they cycle, and how much they save against static q_max.
+
+    example:
+      cpt-fx schedules --q-min 4 --q-max 8
+    """
     rows = []
     for name in NAMES:
         schedule = build_schedule(name, options)
         assert isinstance(schedule, Cyclic)
-        rows.append(
-            {
-                "name": name,
-                "profile": str(schedule.profile),
-                "pattern": schedule.pattern,
-                "reflection": schedule.reflection,
-                "savings_group": savings_group(name),
-                "relative_cost": relative_cost(schedule),
-            }
-        )
+        form = {"profile": str(schedule.profile), "pattern": schedule.pattern, "reflection": schedule.reflection}
+        saving = {"savings_group": savings_group(name), "relative_cost": relative_cost(schedule)}
+        rows.append({"name": name, **form, **saving})
     if options.json:
         print_json({"schedule": _described(options), "schedules": rows})
         return
@@ -84,7 +65,14 @@ def run_schedules(options: argparse.Namespace) -> None:
 
 
 def run_cost(options: argparse.Namespace) -> None:
-    """Print what schedules cost."""
+    """What a schedule saves.
+
+    The mean cost of a training step in BitOps, by the published formula, for any model: relative to full
+    precision (32 bits), and to training at static q_max.
+
+    example:
+      cpt-fx cost CR --q-min 3 --q-max 8 --steps 64000 --cycles 8
+    """
     rows = [_cost(name, build_schedule(name, options)) for name in dict.fromkeys(options.names or NAMES)]
     static = _cost(f"static {options.q_max}", build_schedule("static", options))
     if options.json:
@@ -102,7 +90,13 @@ def run_cost(options: argparse.Namespace) -> None:
 
 
 def run_plot(options: argparse.Namespace) -> None:
-    """Draw schedules into a file."""
+    """Draw a schedule, or all ten.
+
+    Draw the bits of each training step. Needs matplotlib: pip install "cpt_fx[viz]".
+
+    example:
+      cpt-fx plot CR RR --q-min 3 --q-max 8 --steps 64000 --output two.svg
+    """
     names = list(dict.fromkeys(options.names or NAMES))
     schedules = {name: build_schedule(name, options) for name in names}
     path = options.output or Path(f"{names[0]}.png" if len(names) == 1 else "schedules.png")
@@ -124,15 +118,8 @@ def run_plot(options: argparse.Namespace) -> None:
 
 def _cost(name: str, schedule: Schedule) -> dict[str, str | float]:
     costs, relative = mean_costs(schedule), relative_cost(schedule)
-    return {
-        "name": name,
-        "mean_bits": costs.mean_bits,
-        "forward": costs.forward,
-        "backward": costs.backward,
-        "step": costs.average,
-        "relative": relative,
-        "saving": 1 - relative,
-    }
+    parts = {"forward": costs.forward, "backward": costs.backward, "step": costs.average}
+    return {"name": name, "mean_bits": costs.mean_bits, **parts, "relative": relative, "saving": 1 - relative}
 
 
 def _described(options: argparse.Namespace) -> dict[str, int]:
