@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,6 @@ from cpt_fx.recalibrating import recalibrate
 from cpt_fx.report import page, picture, table
 from cpt_fx.schedules import NAMES, Schedule, Static, named
 from cpt_fx.study import figure_style
-from cpt_fx.study.page import inlined
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,8 +35,8 @@ TRAINING_IMAGES = 1200
 BATCH = 64
 EVALUATIONS = 40
 Advance = Callable[[str, int], None]
-_COLOURS = {"#1f5fd0": "--c1", "#c8500a": "--c2"}
 MARK = "#b4bcc8"
+_COLOURS = {"#1f5fd0": "--c1", "#c8500a": "--c2", MARK: "--mark"}
 """Colours of the drawings, which the page knows by name: it has others when it is dark."""
 
 
@@ -145,7 +145,7 @@ def load_digits() -> Digits:
 def run_demo(settings: Settings, advance: Advance) -> tuple[Run, Run]:
     """Train under the schedule and under static q_max; the global random state is left as it was."""
     digits = load_digits()
-    if not figure_style.available():
+    if find_spec("matplotlib") is None:
         raise ImportError('the demo needs matplotlib for its report: pip install "cpt_fx[demo]"')
     low, high, steps = settings.q_min, settings.q_max, settings.steps
     schedule = named(settings.schedule, q_min=low, q_max=high, total_steps=steps, cycles=settings.cycles)
@@ -295,13 +295,12 @@ def _chart(
         figure, (ax,) = figure_style.new(1, height=2.5)
         for cycle in range(1, settings.cycles):
             ax.axvline(settings.steps * cycle / settings.cycles, color=MARK, linewidth=1, zorder=0.9)
-        for run, colour in zip(runs, _COLOURS, strict=True):
+        for run, colour in zip(runs, _COLOURS, strict=False):
             draw(ax, run, colour)
         ax.set(xlabel="step", ylabel=label, xlim=(0, settings.steps))
         ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0)
-        svg = inlined(figure_style.save(figure, "svg").decode(), title.lower().replace(" ", "-"))
-    for colour, variable in (*_COLOURS.items(), (MARK, "--mark")):
-        svg = svg.replace(colour, f"var({variable})")
+        svg = figure_style.save(figure, "svg").decode()
+    svg = figure_style.inlined(svg, title.lower().replace(" ", "-"), title, figure_style.VARIABLES | _COLOURS)
     return f'<figure><figcaption><h2>{title}</h2></figcaption>\n{svg}<p class="note">{escape(note)}</p></figure>'
 
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 
 
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return an HTML table whose first column names the row, with the colour of its line."""
+def table(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], *, place: str = "scroll", coloured: bool = True,
+    kind: Callable[[str, str], str] = lambda heading, cell: "",
+) -> str:  # fmt: skip
+    """Return an HTML table whose first column names the row, with the colour of its line; `kind` is a cell's class."""
     head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
-    body = "".join(
-        f'<tr><th><i class="c{index}"></i>{escape(row[0])}</th>'
-        + "".join(f"<td>{escape(cell)}</td>" for cell in row[1:])
-        + "</tr>"
-        for index, row in enumerate(rows, start=1)
-    )
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    body = ""
+    for index, (name, *cells) in enumerate(rows, start=1):
+        body += "<tr><th>" + f'<i class="c{index}"></i>' * coloured + f"{escape(name)}</th>"
+        for heading, cell in zip(headings[1:], cells, strict=True):
+            own = kind(heading, cell)
+            body += "<td" + f' class="{own}"' * bool(own) + f">{escape(cell)}</td>"
+        body += "</tr>"
+    return f'<div class="{place}"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def picture(svg: str, alt: str) -> str:

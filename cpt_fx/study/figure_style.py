@@ -1,10 +1,11 @@
-"""How the figures of a study look, and how they are saved: the same bytes every time."""
+"""How the figures of a study look, how they are saved, the same bytes every time, and how a page holds them."""
 
 from __future__ import annotations
 
 import io
+import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cpt_fx.study.analysis import Panel
@@ -23,6 +24,11 @@ PANEL = (7.6, 4.9)
 """Width and height of a panel, in inches."""
 _LINE = 112
 """Characters of a caption that fit below a panel."""
+DARK = {"small": "#56b4e9", "medium": "#3fc79a", "large": "#ff9a57", "other": "#dd8fc0"}
+"""The same hues on a dark page, light enough to read."""
+VARIABLES = {COLOURS[name]: f"--{name}" for name in DARK}
+VARIABLES |= {INK: "--ink", SOFT: "--soft", RULE: "--rule", "#ffffff": "--page"}
+"""What the page calls the colours of drawings."""
 
 STYLE: Any = {
     "font.family": "sans-serif",
@@ -48,15 +54,6 @@ STYLE: Any = {
     "svg.hashsalt": "cpt_fx",
     "text.parse_math": False,  # names come from stores: a dollar is a dollar
 }
-
-
-def available() -> bool:
-    """Say whether matplotlib can be imported."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 def new(panels: int, *, height: float = PANEL[1]) -> tuple[Figure, list[Axes]]:
@@ -96,3 +93,16 @@ def save(figure: Figure, kind: str) -> bytes:
     with matplotlib.rc_context(STYLE):
         figure.savefig(target, format=kind, metadata=metadata, facecolor="white", bbox_inches="tight", pad_inches=0.12)
     return target.getvalue()
+
+
+def inlined(svg: str, name: str, title: str, colours: Mapping[str, str] = VARIABLES) -> str:
+    """Return a drawing for a page that holds several: its ids are its own, its colours are the page's."""
+    svg = svg[svg.index("<svg") :]
+    # Inside a page the drawing's style element would be everyone's; what it sets are the lines' joins.
+    svg = re.sub(r"<metadata>.*?</metadata>|<defs>\s*<style[^>]*>.*?</style>\s*</defs>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)
+    head = rf'<svg style="stroke-linejoin: round; stroke-linecap: butt" viewBox="\1" role="img" aria-label="{title}">'
+    svg = re.sub(r'<svg\b[^>]*?viewBox="([^"]*)"[^>]*>', head, svg)
+    for colour, variable in colours.items():
+        svg = re.sub(re.escape(colour), f"var({variable})", svg, flags=re.IGNORECASE)
+    return svg
