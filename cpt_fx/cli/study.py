@@ -13,8 +13,7 @@ from cpt_fx.cli.common import Commands, UsageError, add_json, command, print_jso
 from cpt_fx.study.cells import Cell, Setting, plan
 from cpt_fx.study.critical_periods import periods
 from cpt_fx.study.engines import Engine
-from cpt_fx.study.progress import describe, last_line
-from cpt_fx.study.running import Study, carry_out, load
+from cpt_fx.study.running import Study, carry_out, describe, last_line, load
 
 TRAIN = "the training function, as file.py:name or package.module:name"
 

@@ -1,9 +1,10 @@
-"""What comes out of one training run, in whichever process it ran, and the doing of it."""
+"""What comes out of one training run, in whichever process it ran, and the doing of it; and what it ran on and with."""
 
 from __future__ import annotations
 
 import math
 import os
+import platform
 import random
 import sys
 import time
@@ -12,13 +13,14 @@ from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import numpy as np
 
 from cpt_fx.schedules.memory import fresh
 from cpt_fx.study.cells import Task
 from cpt_fx.study.function import TrainFunction
-from cpt_fx.study.machine import processor, versions
 
 PACKAGES = ("cpt_fx", "torch", "numpy", "torch_geometric", "transformers")
 
@@ -128,3 +130,27 @@ def _number(value: object) -> float | None:
             return None
     # True is an integer to Python; as a result it is a slip.
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+# What a measurement belongs to.
+
+
+def processor() -> str:
+    """Return the name of the processor, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def versions(packages: tuple[str, ...]) -> dict[str, str]:
+    """Return the versions of Python and of those packages that are installed."""
+    found = {"Python": platform.python_version()}
+    for name in packages:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

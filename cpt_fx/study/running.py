@@ -1,21 +1,25 @@
-"""Runs the cells of a study that are not finished, and keeps each result as it comes; a study as its store holds it."""
+"""Runs the cells of a study that are not finished, keeps each result as it comes, and shows how far it is."""
 
 from __future__ import annotations
 
 import sys
+import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
 from cpt_fx.errors import nearest
 from cpt_fx.study.cells import Cell, GradientBits, Setting, plan
 from cpt_fx.study.engines import Engine
 from cpt_fx.study.function import refuse_in_worker
-from cpt_fx.study.progress import Progress, describe, last_line
+from cpt_fx.study.outcome import Outcome
 from cpt_fx.study.records import Record
 from cpt_fx.study.store import Found, reading, writing
 
@@ -117,7 +121,7 @@ def run(
 
 
 def carry_out(
-    setting: Setting, cells: Sequence[Cell], store: str | PathLike[str], engine: Engine, progress: bool
+    setting: Setting, cells: Sequence[Cell], store: str | PathLike[str], engine: Engine, shown: bool
 ) -> Study:
     """Train the cells that are not finished, and return the study that the store then holds."""
     refuse_in_worker()
@@ -141,10 +145,10 @@ def carry_out(
         todo = [cell for identity, cell in runs.items() if identity not in finished]
         results = engine.results(todo, setting.train)
         try:
-            with Progress(setting.study, len(runs), len(runs) - len(todo), progress) as shown, closing(results):
+            with progress(setting.study, len(runs), len(runs) - len(todo), shown) as add, closing(results):
                 for cell, outcome in results:
                     kept.add_run(cell.identity, outcome, code)
-                    shown.add(cell, outcome)
+                    add(cell, outcome)
         except KeyboardInterrupt:
             done = len(kept.finished().keys() & runs)
             print(
@@ -167,3 +171,61 @@ def warn_of_failures(study: Study, cells: Sequence[Cell]) -> None:
             "again",
             stacklevel=3,
         )
+
+
+# How far a study is.
+
+
+@contextmanager
+def progress(study: str, total: int, finished: int, shown: bool) -> Iterator[Callable[[Cell, Outcome], None]]:
+    """Show on stderr how far a study is, a bar on a terminal and lines elsewhere; yield what counts a cell."""
+    lines, ended, failed, began = shown and not sys.stderr.isatty(), finished, 0, time.monotonic()
+    columns = ("{task.fields[failed]}", TimeElapsedColumn(), "{task.fields[left]}")
+    hidden = lines or not shown
+    with Progress("{task.description}", BarColumn(), MofNCompleteColumn(), *columns, console=Console(stderr=True),
+                  disable=hidden) as bar:  # fmt: skip
+        task = bar.add_task(study, total=total, completed=finished, failed="", left="")
+        if lines:
+            done = f", {finished} of them done before" if finished else ""
+            print(f"{study}: {total} cell{'s' * (total != 1)}{done}", file=sys.stderr, flush=True)
+
+        def add(cell: Cell, outcome: Outcome) -> None:
+            nonlocal ended, failed
+            ended, failed = ended + 1, failed + (outcome.status == "failed")
+            # How long the rest will take, at the pace of this session.
+            pace = (time.monotonic() - began) / (ended - finished)
+            left = f"about {duration(pace * (total - ended))} left" if ended < total else ""
+            line = f"{describe(cell)}: {result(outcome)}, {outcome.seconds:.0f} s"
+            if lines:
+                print(f"[{ended}/{total}] {line}{'; ' * bool(left)}{left}", file=sys.stderr, flush=True)
+            elif shown and outcome.status == "failed":
+                bar.console.print(line, style="red", markup=False, highlight=False)
+            bar.update(task, advance=1, failed=f"{failed} failed" if failed else "", left=left)
+
+        yield add
+
+
+def describe(cell: Any) -> str:
+    """Name a cell in a few words."""
+    place = "" if cell.experiment == "schedules" else f"{cell.experiment}, "
+    return f"{place}{cell.label} ({cell.q_min}, {cell.q_max}) seed {cell.seed}"
+
+
+def result(outcome: Outcome) -> str:
+    """Say what came out, in a line."""
+    if outcome.status == "failed":
+        return f"failed: {last_line(outcome.error)}"
+    return ", ".join(f"{name} {value:.4g}" for name, value in outcome.metrics.items())
+
+
+def last_line(error: str | None) -> str:
+    """Return the line of a traceback that says what happened."""
+    return next((line.strip() for line in reversed((error or "").splitlines()) if line.strip()), "no reason is known")
+
+
+def duration(seconds: float) -> str:
+    """Write a time with the unit that fits."""
+    minutes = round(seconds / 60)
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02} min"
