@@ -24,9 +24,10 @@ from cpt_fx.costs import cost
 from cpt_fx.errors import check_choice, check_int
 from cpt_fx.inspection import Inspection, Verification
 from cpt_fx.recalibrating import recalibrate
-from cpt_fx.report import page, picture, table
+from cpt_fx.report import inlined, page, picture, table
 from cpt_fx.schedules import NAMES, Schedule, Static, named
-from cpt_fx.study import figure_style
+from cpt_fx.study import figures
+from cpt_fx.study.writing import VARIABLES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -291,16 +292,16 @@ def _chart(
 ) -> str:
     import matplotlib
 
-    with matplotlib.rc_context(figure_style.STYLE):
-        figure, (ax,) = figure_style.new(1, height=2.5)
+    with matplotlib.rc_context(figures.STYLE):
+        figure, (ax,) = figures.new(1, height=2.5)
         for cycle in range(1, settings.cycles):
             ax.axvline(settings.steps * cycle / settings.cycles, color=MARK, linewidth=1, zorder=0.9)
         for run, colour in zip(runs, _COLOURS, strict=False):
             draw(ax, run, colour)
         ax.set(xlabel="step", ylabel=label, xlim=(0, settings.steps))
         ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0)
-        svg = figure_style.save(figure, "svg").decode()
-    svg = figure_style.inlined(svg, title.lower().replace(" ", "-"), title, figure_style.VARIABLES | _COLOURS)
+        svg = figures.save(figure, "svg").decode()
+    svg = inlined(svg, title.lower().replace(" ", "-"), title, VARIABLES | _COLOURS)
     return f'<figure><figcaption><h2>{title}</h2></figcaption>\n{svg}<p class="note">{escape(note)}</p></figure>'
 
 

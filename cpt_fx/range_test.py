@@ -317,17 +317,17 @@ def _take(data: Iterable[Any], steps: int) -> list[Any]:
     """Return `steps` batches, starting again where the data ends early and can be started again."""
     if not isinstance(data, Iterable):
         raise TypeError(f"data must be an iterable of batches, got {type(data).__name__}")
-    batches = list(islice(iter(data), steps))
-    if not batches:
-        raise ValueError("data is empty: range_test needs batches to train on")
+    batches: list[Any] = []
     while len(batches) < steps:
-        again = list(islice(iter(data), steps - len(batches)))
-        if not again:
+        more = list(islice(iter(data), steps - len(batches)))
+        if not more and not batches:
+            raise ValueError("data is empty: range_test needs batches to train on")
+        if not more:
             raise ValueError(
                 f"data ended after {len(batches)} of steps_per_width={steps} batches and cannot be started again, like "
                 "every iterator: pass a list or a DataLoader, or fewer steps_per_width"
             )
-        batches.extend(again)
+        batches += more
     return batches
 
 

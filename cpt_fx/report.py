@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from base64 import b64encode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
 
@@ -27,6 +28,19 @@ def picture(svg: str, alt: str) -> str:
     """Embed a foreign SVG as an image, so that its styles and the page's cannot meet."""
     data = b64encode(svg.encode()).decode()
     return f'<div class="scroll graph"><img alt="{escape(alt)}" src="data:image/svg+xml;base64,{data}"></div>'
+
+
+def inlined(svg: str, name: str, title: str, colours: Mapping[str, str]) -> str:
+    """Return a drawing for a page that holds several: its ids are its own, its `colours` those that the page names."""
+    svg = svg[svg.index("<svg") :]
+    # Inside a page the drawing's style element would be everyone's; what it sets are the lines' joins.
+    svg = re.sub(r"<metadata>.*?</metadata>|<defs>\s*<style[^>]*>.*?</style>\s*</defs>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)
+    head = rf'<svg style="stroke-linejoin: round; stroke-linecap: butt" viewBox="\1" role="img" aria-label="{title}">'
+    svg = re.sub(r'<svg\b[^>]*?viewBox="([^"]*)"[^>]*>', head, svg)
+    for colour, variable in colours.items():
+        svg = re.sub(re.escape(colour), f"var({variable})", svg, flags=re.IGNORECASE)
+    return svg
 
 
 def page(title: str, lead: str, sections: Sequence[str], foot: str) -> str:

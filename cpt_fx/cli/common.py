@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import cleandoc
+from pathlib import Path
 from typing import Any
 
 from cpt_fx.errors import check_choice
@@ -27,6 +28,12 @@ def told_as_usage() -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         raise UsageError(str(error)) from error
+
+
+def check_folder(flag: str, path: Path | None) -> None:
+    """Refuse a file where a folder is wanted."""
+    if path is not None and path.exists() and not path.is_dir():
+        raise UsageError(f"{flag} must be a directory, {path} is a file")
 
 
 def command(commands: Commands, name: str, run: Callable[[argparse.Namespace], None]) -> argparse.ArgumentParser:

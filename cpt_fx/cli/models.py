@@ -16,6 +16,7 @@ from cpt_fx.cli.common import (
     add_schedule,
     answer,
     build_schedule,
+    check_folder,
     command,
     print_json,
     print_table,
@@ -85,8 +86,7 @@ def run_demo(options: argparse.Namespace) -> None:
     example:
       cpt-fx demo --schedule RR --seed 1 --output report
     """
-    if options.output.exists() and not options.output.is_dir():
-        raise UsageError(f"--output must be a directory, {options.output} is a file")
+    check_folder("--output", options.output)
     from cpt_fx import demo
     from cpt_fx.inspection import inspect
     from cpt_fx.range_test import bar

@@ -9,11 +9,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cpt_fx.cli.common import Commands, UsageError, add_json, command, print_json, print_table, told_as_usage
+from cpt_fx.cli.common import (
+    Commands,
+    UsageError,
+    add_json,
+    check_folder,
+    command,
+    print_json,
+    print_table,
+    told_as_usage,
+)
 from cpt_fx.study.cells import Cell, Setting, plan
 from cpt_fx.study.critical_periods import periods
 from cpt_fx.study.engines import Engine
-from cpt_fx.study.running import Study, carry_out, describe, last_line, load
+from cpt_fx.study.records import said
+from cpt_fx.study.running import Study, carry_out, describe, load
 
 TRAIN = "the training function, as file.py:name or package.module:name"
 
@@ -126,7 +136,7 @@ def run_critical(options: argparse.Namespace) -> None:
 
 def _carry_out(options: argparse.Namespace, planner: Callable[..., list[Cell]], **more: Any) -> None:
     """Run a study, write its report, and fail where cells did."""
-    _check_folder(options.out)
+    check_folder("--out", options.out)
     names = [name for name, _ in options.options]
     repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:
@@ -146,11 +156,6 @@ def _carry_out(options: argparse.Namespace, planner: Callable[..., list[Cell]], 
         raise RuntimeError(f"{count} cell{'s' * (count != 1)} failed; the same command tries again")
 
 
-def _check_folder(path: Path | None) -> None:
-    if path is not None and path.exists() and not path.is_dir():
-        raise UsageError(f"--out must be a directory, {path} is a file")
-
-
 def run_report(options: argparse.Namespace) -> None:
     """Write tables and figures.
 
@@ -160,7 +165,7 @@ def run_report(options: argparse.Namespace) -> None:
     example:
       cpt-fx study report study.sqlite --out report
     """
-    _check_folder(options.out)
+    check_folder("--out", options.out)
     for path in load(options.store, options.name).write(options.out).values():
         print(f"wrote {path}")
 
@@ -191,7 +196,7 @@ def _show(options: argparse.Namespace, study: Study, **more: object) -> int:
             for (name, experiment), counts in found.items()
         ],
         "failed": [
-            {"name": one.study, "cell": describe(one), "reason": last_line(one.error), "traceback": one.error}
+            {"name": one.study, "cell": describe(one), "reason": said(one.error), "traceback": one.error}
             for one in failed
         ],
     }

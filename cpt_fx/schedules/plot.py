@@ -47,13 +47,16 @@ def plot_schedule(
     return ax
 
 
-def new_figure(width: float, height: float) -> "Figure":
+def new_figure(width: float, height: float, *, dpi: int = 150) -> "Figure":
     """Return a figure that pyplot does not know: it opens no window, and is freed when it is saved."""
     try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError('plotting needs matplotlib: pip install "cpt_fx[viz]"') from error
-    return Figure(figsize=(width, height), dpi=150, layout="constrained")
+    figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def _axes(*, shown: bool) -> "Axes":

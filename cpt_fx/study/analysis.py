@@ -206,8 +206,9 @@ def low_steps(row: Row, panel: Panel) -> tuple[int, int] | None:
 
 
 def low_rows(panel: Panel) -> list[tuple[tuple[int, int], Row]]:
-    """Return the rows that have a value, and of which it is known where precision was low, with these steps."""
-    return [(low, row) for row in panel.rows if row.values and (low := low_steps(row, panel)) is not None]
+    """Return the rows with a value whose low precision is known, with its steps: the one that ends first, first."""
+    found = [(low, row) for row in panel.rows if row.values and (low := low_steps(row, panel)) is not None]
+    return sorted(found, key=lambda pair: pair[0][::-1])
 
 
 def undisturbed(panel: Panel) -> Row | None:

@@ -6,23 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from cpt_fx.study.analysis import (
-    FEWEST_POINTS,
-    GROUPS,
-    Panel,
-    Row,
-    against,
-    beside,
-    correlation,
-    cost_correlation,
-    group_differences,
-    groups,
-    is_trend,
-    low_rows,
-    reference,
-    undisturbed,
-    verdict,
-)
+from cpt_fx.study import analysis
+from cpt_fx.study.analysis import GROUPS, Panel, Row, against
 from cpt_fx.study.statistics import Estimate
 from cpt_fx.study.tables import TITLES, correlated, counted, decimals, plus, signed, spread, without_value
 
@@ -74,7 +59,7 @@ def _schedules(panel: Panel) -> Iterator[str]:
 
 
 def _cost(panel: Panel) -> str:
-    found = cost_correlation(panel)
+    found = analysis.cost_correlation(panel)
     if found.rho is None:
         return f"There is no rank correlation of cost and quality to tell: {found.reason}."
     rho, interval, tau, taus = correlated(found)
@@ -94,7 +79,7 @@ def _against_static(panel: Panel, cyclic: Sequence[Row], show: int) -> Iterator[
     told: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
     for row in cyclic:
         estimate = against(row, static)
-        told[verdict(estimate, panel.better)].append((row.label, signed(estimate, show)))
+        told[analysis.verdict(estimate, panel.better)].append((row.label, signed(estimate, show)))
     parts = [f"{word} {', '.join(map(' '.join, told[word])) or 'none'}" for word in ("better", "worse")]
     for word, lead in (("not told apart", NONE), ("no interval", "too few seeds to say")):
         if told[word]:
@@ -107,11 +92,12 @@ def _against_static(panel: Panel, cyclic: Sequence[Row], show: int) -> Iterator[
 
 
 def _groups(panel: Panel, show: int) -> Iterator[str]:
-    found = groups(panel)
+    found = analysis.groups(panel)
     if len(found) < 2:
         return
     means = ", ".join(f"{one.name} {spread(one.mean, None, show)}" for one in found)
-    told = [f"{one} less {two}: {_told(estimate, panel, show)}" for one, two, estimate in group_differences(panel)]
+    differences = analysis.group_differences(panel)
+    told = [f"{one} less {two}: {_told(estimate, panel, show)}" for one, two, estimate in differences]
     absent = [name for name in GROUPS if name not in {one.name for one in found}]
     lack = f" The group with {absent[0]} saving has no schedule with a value." if absent else ""
     yield f"Means of the groups by saving: {means}. {'; '.join(told).capitalize()}.{lack}"
@@ -131,7 +117,7 @@ def _first_cycle(panel: Panel) -> Iterator[str]:
 
 
 def _deficit(panel: Panel) -> Iterator[str]:
-    points = sorted(((low[1], row) for low, row in low_rows(panel)), key=lambda point: point[0])
+    points = [(low[1], row) for low, row in analysis.low_rows(panel)]
     if len({row.total_steps for _, row in points}) > 1:
         yield (
             "Each run is longer by its deficit, so that all have the same steps at full width: where training is far "
@@ -141,9 +127,8 @@ def _deficit(panel: Panel) -> Iterator[str]:
 
 
 def _window(panel: Panel) -> Iterator[str]:
-    found = low_rows(panel)
-    points = sorted(((low[0], row) for low, row in found if low[1]), key=lambda point: point[0])
-    yield from _order(panel, points, "A later window")
+    found = analysis.low_rows(panel)
+    yield from _order(panel, [(low[0], row) for low, row in found if low[1]], "A later window")
     for row in (row for low, row in found if low[1] == row.total_steps):
         yield (
             f"{row.label} ends at {panel.q_min} bits and is evaluated at {panel.q_max}: if the net has batch norm, its "
@@ -154,24 +139,24 @@ def _window(panel: Panel) -> Iterator[str]:
 
 def _delayed(panel: Panel) -> Iterator[str]:
     show = decimals(panel)
-    for row in sorted(panel.rows, key=beside):
-        other = reference(row, panel)
+    for row in sorted(panel.rows, key=analysis.beside):
+        other = analysis.reference(row, panel)
         if other is not None and row.values and other.values and not other.label.startswith("static "):
             yield f"{row.label} less {other.label}: {_told(against(row, other), panel, show)}."
 
 
 def _order(panel: Panel, points: Sequence[tuple[int, Row]], subject: str) -> Iterator[str]:
     """Say whether the points are a trend, and how each compares with the run that never had low precision."""
-    found = correlation(points, panel)
+    found = analysis.correlation(points, panel)
     rho, interval, _, _ = correlated(found)
-    if found.points < FEWEST_POINTS:
-        yield f"{subject}: {found.points} points are too few for a trend, which takes {FEWEST_POINTS}."
+    if found.points < analysis.FEWEST_POINTS:
+        yield f"{subject}: {found.points} points are too few for a trend, which takes {analysis.FEWEST_POINTS}."
     elif found.rho is not None and found.rho_interval is not None:
         word = "shows no order of quality that these seeds and points can show"
-        if is_trend(found):
+        if analysis.is_trend(found):
             word = f"goes with {'better' if found.rho > 0 else 'worse'} quality"
         yield f"{subject} {word}: rank correlation {rho} (95 % interval {interval}), {found.points} points."
-    base, show = undisturbed(panel), decimals(panel)
+    base, show = analysis.undisturbed(panel), decimals(panel)
     if base is not None and base.values:
         told = [f"{row.label} {_told(against(row, base), panel, show)}" for _, row in points if row is not base]
         level = spread(base.mean, base.deviation, show)
@@ -181,7 +166,7 @@ def _order(panel: Panel, points: Sequence[tuple[int, Row]], subject: str) -> Ite
 def _told(estimate: Estimate | None, panel: Panel, show: int) -> str:
     if estimate is None:
         return "not known, for lack of values"
-    word = verdict(estimate, panel.better)
+    word = analysis.verdict(estimate, panel.better)
     if word == "no interval":
         return f"{plus(estimate.value, show)}, from too few seeds for an interval"
     return f"{signed(estimate, show)}, {NONE if word == 'not told apart' else word}"

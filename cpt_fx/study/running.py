@@ -20,7 +20,7 @@ from cpt_fx.study.cells import Cell, GradientBits, Setting, plan
 from cpt_fx.study.engines import Engine
 from cpt_fx.study.function import refuse_in_worker
 from cpt_fx.study.outcome import Outcome
-from cpt_fx.study.records import Record
+from cpt_fx.study.records import Record, duration, said
 from cpt_fx.study.store import Found, reading, writing
 
 
@@ -167,7 +167,7 @@ def warn_of_failures(study: Study, cells: Sequence[Cell]) -> None:
     if failed:
         warnings.warn(
             f"{len(failed)} of {len(cells)} cells failed, the first one, {describe(failed[0])}, with: "
-            f"{last_line(failed[0].error)}. `cpt-fx study status {study.store}` shows all; the same call tries them "
+            f"{said(failed[0].error)}. `cpt-fx study status {study.store}` shows all; the same call tries them "
             "again",
             stacklevel=3,
         )
@@ -214,18 +214,5 @@ def describe(cell: Any) -> str:
 def result(outcome: Outcome) -> str:
     """Say what came out, in a line."""
     if outcome.status == "failed":
-        return f"failed: {last_line(outcome.error)}"
+        return f"failed: {said(outcome.error)}"
     return ", ".join(f"{name} {value:.4g}" for name, value in outcome.metrics.items())
-
-
-def last_line(error: str | None) -> str:
-    """Return the line of a traceback that says what happened."""
-    return next((line.strip() for line in reversed((error or "").splitlines()) if line.strip()), "no reason is known")
-
-
-def duration(seconds: float) -> str:
-    """Write a time with the unit that fits."""
-    minutes = round(seconds / 60)
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02} min"

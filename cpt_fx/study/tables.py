@@ -8,18 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from cpt_fx.study.analysis import (
-    GROUPS,
-    Panel,
-    Row,
-    against,
-    cost_correlation,
-    group_differences,
-    groups,
-    low_steps,
-    reference,
-    verdict,
-)
+from cpt_fx.study import analysis
+from cpt_fx.study.analysis import GROUPS, Panel, Row, against, reference, verdict
+from cpt_fx.study.records import said
 from cpt_fx.study.statistics import Correlation, Estimate, Interval
 
 NOTHING = "–"
@@ -97,14 +88,14 @@ def schedule_table(panel: Panel) -> Table:
 
 def group_table(panel: Panel) -> Table | None:
     """Return the savings groups and their differences; None where a panel has fewer than two groups."""
-    found, show = groups(panel), decimals(panel)
+    found, show = analysis.groups(panel), decimals(panel)
     if len(found) < 2:
         return None
     rows = []
     for group in found:
         name, labels = f"{group.name} saving", ", ".join(group.labels)
         rows.append((name, labels, f"{group.relative_cost:.3f}", *_told(group.mean, show, number), NOTHING))
-    for one, two, estimate in group_differences(panel):
+    for one, two, estimate in analysis.group_differences(panel):
         word = verdict(estimate, panel.better)
         rows.append((f"{one} less {two}", "", "", *_told(estimate, show, plus), word))
     return Table(
@@ -122,7 +113,7 @@ def correlation_table(panel: Panel) -> Table | None:
     """Return the rank correlations of cost and quality; None for fewer than three points."""
     rows = []
     for name, baselines in (("schedules", False), ("schedules and static", True)):
-        found = cost_correlation(panel, baselines=baselines)
+        found = analysis.cost_correlation(panel, baselines=baselines)
         if found.points >= 3:
             rows.append((panel.bits, name, str(found.points), *correlated(found)))
     if not rows:
@@ -144,7 +135,7 @@ def failures(panels: Sequence[Panel]) -> Table | None:
     for panel in panels:
         for row in panel.rows:
             lost = {**row.failed, **dict.fromkeys(row.missing, "was not run, or not finished")}
-            rows.extend((panel.experiment, panel.bits, row.label, str(seed), _said(lost[seed])) for seed in lost)
+            rows.extend((panel.experiment, panel.bits, row.label, str(seed), said(lost[seed])) for seed in lost)
     if not rows:
         return None
     planned = sum(len(panel.rows) * len(panel.seeds) for panel in panels)
@@ -159,18 +150,12 @@ def failures(panels: Sequence[Panel]) -> Table | None:
 def _place(panel: Panel, row: Row) -> dict[str, str]:
     """Return where a row's precision was low, by its heading, in experiments that are about it."""
     if panel.experiment in ("deficit", "window"):
-        low = low_steps(row, panel)
+        low = analysis.low_steps(row, panel)
         place = NOTHING if low is None else "none" if low == (0, 0) else f"{low[0]} to {low[1]}"
         return {"low steps": f"{place} of {row.total_steps}"}
     if panel.experiment == "first-cycle":
         return {"bits of first cycle": NOTHING if row.first_cycle_bits is None else f"{row.first_cycle_bits:.2f}"}
     return {}
-
-
-def _said(error: str) -> str:
-    """Return the line of an error that says most."""
-    lines = error.strip().splitlines()
-    return lines[-1] if lines and lines[0].startswith("Traceback") else (lines or [""])[0]
 
 
 # How numbers are written.

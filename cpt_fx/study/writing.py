@@ -14,10 +14,10 @@ from pathlib import Path
 
 from cpt_fx import report
 from cpt_fx.files import replace
-from cpt_fx.study import figure_style
 from cpt_fx.study.analysis import Panel, against, low_steps, panels, reference, verdict
 from cpt_fx.study.conclusions import conclusions
-from cpt_fx.study.records import Record
+from cpt_fx.study.figures import COLOURS, INK, RULE, SOFT, figures, save
+from cpt_fx.study.records import Record, duration
 from cpt_fx.study.statistics import Estimate
 from cpt_fx.study.tables import counted, markdown, tables
 
@@ -29,8 +29,13 @@ FIGURE_TITLES = {
     "delayed": "Schedules that begin later",
 }
 NO_FIGURES = 'There are no figures, because matplotlib is not installed: pip install "cpt_fx[viz]".'
-_LIGHT = "".join(f"--{name}: {figure_style.COLOURS[name]}; " for name in figure_style.DARK)
-_DARK = "".join(f"--{name}: {colour}; " for name, colour in figure_style.DARK.items())
+DARK = {"small": "#56b4e9", "medium": "#3fc79a", "large": "#ff9a57", "other": "#dd8fc0"}
+"""The hues of the figures on a dark page, light enough to read."""
+VARIABLES = {COLOURS[name]: f"--{name}" for name in DARK}
+VARIABLES |= {INK: "--ink", SOFT: "--soft", RULE: "--rule", "#ffffff": "--page"}
+"""What the page calls the colours of drawings."""
+_LIGHT = "".join(f"--{name}: {COLOURS[name]}; " for name in DARK)
+_DARK = "".join(f"--{name}: {colour}; " for name, colour in DARK.items())
 
 STYLE = f"""
 :root {{ {_LIGHT}}}
@@ -99,10 +104,8 @@ def _contents(
     found = panels(records)
     drawn: dict[str, dict[str, bytes]] = {}
     if with_figures := find_spec("matplotlib") is not None:
-        from cpt_fx.study.figures import figures
-
         for topic, figure in figures(found).items():
-            drawn[stem(topic)] = {kind: figure_style.save(figure, kind) for kind in ("png", "svg")}
+            drawn[stem(topic)] = {kind: save(figure, kind) for kind in ("png", "svg")}
     lead, missing = _lead(found, records), "" if with_figures else NO_FIGURES
     page, text = _told(found, name, drawn, facts(records, command), notes, missing)
     foot = "Written by cpt_fx.study from the records of the runs."
@@ -121,7 +124,7 @@ def _told(
     text = [*filter(None, (notes, missing))]
     for topic, kinds in drawn.items():
         headline = escape(FIGURE_TITLES.get(topic, topic.capitalize()))
-        drawing = figure_style.inlined(kinds["svg"].decode(), topic, headline)
+        drawing = report.inlined(kinds["svg"].decode(), topic, headline, VARIABLES)
         page.append(f"<figure><figcaption><h2>{headline}</h2></figcaption>\n{drawing}</figure>")
         text.append(f"![{FIGURE_TITLES.get(topic, topic)}]({name}-{topic}.png)")
     text.append("## What comes out")
@@ -194,13 +197,6 @@ def _runs(records: Iterable[Record]) -> list[Record]:
         for record in records
     }
     return list(distinct.values())
-
-
-def duration(seconds: float) -> str:
-    """Return "42 s", "12 min" or "3.4 h"."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 def _listed(texts: Iterable[str]) -> str:
