@@ -8,17 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cpt_fx.cli.common import (
-    Commands,
-    UsageError,
-    add_json,
-    answer,
-    build_schedule,
-    command,
-    print_json,
-    print_table,
-    told_as_usage,
-)
+from cpt_fx.cli import common
+from cpt_fx.cli.common import Commands, UsageError, build_schedule, command, print_json, print_table
 from cpt_fx.cli.models import RECIPE, add_model, load, model_and_inputs
 
 if TYPE_CHECKING:
@@ -49,10 +40,10 @@ def add(commands: Commands) -> None:
     made.add_argument("--momentum", type=float, metavar="M", help="of sgd (default: none)")
     made.add_argument("--weight-decay", type=float, metavar="W", help="(default: torch's)")
     _model_command(targets, "report", run_report)
-    add_json(command(targets, "doctor", run_doctor))
+    common.add_json(command(targets, "doctor", run_doctor))
     made = command(targets, "inspect", run_inspect)
     made.add_argument("directory", type=Path, metavar="DIRECTORY")
-    add_json(made)
+    common.add_json(made)
 
 
 def _model_command(
@@ -142,7 +133,7 @@ def run_report(options: argparse.Namespace) -> None:
     from cpt_fx.export import report
 
     found = report(*_transformed(options))
-    answer(options, found.to_dict, found)
+    common.answer(options, found.to_dict, found)
 
 
 def run_doctor(options: argparse.Namespace) -> None:
@@ -158,7 +149,7 @@ def run_doctor(options: argparse.Namespace) -> None:
     from cpt_fx.export.environment import PackageError
 
     found = examine()
-    answer(options, found.to_dict, found)
+    common.answer(options, found.to_dict, found)
     if not found.findings[TRAIN].works:
         raise PackageError(f"models cannot be exported for training here: {found.findings[TRAIN].problem}")
 
@@ -212,7 +203,7 @@ def _optimizer(options: argparse.Namespace, result: nn.Module) -> Any:
     import torch
 
     kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
-    with told_as_usage():
+    with common.told_as_usage():
         return kinds[options.optimizer](result.parameters(), **given)
 
 

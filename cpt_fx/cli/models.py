@@ -8,21 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cpt_fx.cli.common import (
-    Commands,
-    UsageError,
-    add_json,
-    add_range,
-    add_schedule,
-    answer,
-    build_schedule,
-    check_folder,
-    command,
-    print_json,
-    print_table,
-    show,
-    told_as_usage,
-)
+from cpt_fx.cli import common
+from cpt_fx.cli.common import Commands, UsageError, build_schedule, command, print_json, print_table
 from cpt_fx.study.function import imported, named
 
 if TYPE_CHECKING:
@@ -40,10 +27,10 @@ def add_demo(commands: Commands) -> None:
     made.add_argument("--fast", action="store_true", help=f"{FAST_STEPS} steps: a few seconds, to see that it runs")
     folder = Path("cpt-fx-demo")
     made.add_argument("--output", type=Path, default=folder, metavar="DIR", help="where the report goes (%(default)s)")
-    add_schedule(made)
+    common.add_schedule(made)
     made.add_argument("--steps", type=int, metavar="N", help="training steps of each run (default: 1600)")
     made.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (default: %(default)s)")
-    add_json(made)
+    common.add_json(made)
 
 
 def add(commands: Commands) -> None:
@@ -68,12 +55,12 @@ def add_model(parser: argparse.ArgumentParser, *, scheduled: bool = True) -> Non
     place = "package.module:callable, from the current folder or installed"
     parser.add_argument("model", metavar="REFERENCE", help=place)
     if scheduled:
-        add_schedule(parser)
-        add_range(parser)
+        common.add_schedule(parser)
+        common.add_range(parser)
     parser.add_argument("--recipe", default=RECIPE, metavar="NAME", help="preset of formats (default: %(default)s)")
     alone = "module or glob left alone; may be repeated"
     parser.add_argument("--exclude", action="append", default=[], metavar="NAME", help=alone)
-    add_json(parser)
+    common.add_json(parser)
 
 
 def run_demo(options: argparse.Namespace) -> None:
@@ -86,14 +73,14 @@ def run_demo(options: argparse.Namespace) -> None:
     example:
       cpt-fx demo --schedule RR --seed 1 --output report
     """
-    check_folder("--output", options.output)
+    common.check_folder("--output", options.output)
     from cpt_fx import demo
     from cpt_fx.inspection import inspect
     from cpt_fx.range_test import bar
 
     steps = FAST_STEPS if options.fast else demo.Settings.steps
     steps = steps if options.steps is None else options.steps
-    with told_as_usage():
+    with common.told_as_usage():
         settings = demo.Settings(schedule=options.schedule, seed=options.seed, steps=steps)
     with bar("demo", 2 * steps) as advance:
         runs = demo.run_demo(settings, advance)
@@ -136,7 +123,7 @@ def run_inspect(options: argparse.Namespace) -> None:
     if options.json:
         print_json(_plain(inspection, proof))
         return
-    show(inspection)
+    common.show(inspection)
     if proof is not None:
         print(f"{'proven' if proof.proven else 'not all proven'}, by a trial run: {proof}")
 
@@ -157,7 +144,7 @@ def run_range_test(options: argparse.Namespace) -> None:
     from cpt_fx.range_test import check_settings, default_loss, range_test
 
     widths = range(low, high + 1)
-    with told_as_usage():
+    with common.told_as_usage():
         check_settings(widths, options.steps, options.threshold, options.gradient, options.seed)
     made = load(options.model)
     if not isinstance(made, tuple) or len(made) not in (2, 3):
@@ -170,7 +157,7 @@ def run_range_test(options: argparse.Namespace) -> None:
     if options.plot is not None:
         result.plot(options.plot)
         print(f"wrote {options.plot}", file=sys.stderr)
-    answer(options, result.to_dict, result)
+    common.answer(options, result.to_dict, result)
 
 
 def load(reference: str) -> Any:

@@ -5,16 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from cpt_fx.cli.common import (
-    Commands,
-    add_json,
-    add_range,
-    build_schedule,
-    command,
-    print_json,
-    print_table,
-    schedule_name,
-)
+from cpt_fx.cli import common
+from cpt_fx.cli.common import Commands, build_schedule, command, print_json, print_table
 from cpt_fx.schedules import NAMES, Cyclic, Schedule, mean_costs, relative_cost, savings_group
 from cpt_fx.schedules.plot import new_figure
 
@@ -22,20 +14,21 @@ from cpt_fx.schedules.plot import new_figure
 def add(commands: Commands) -> None:
     """Declare the subcommands."""
     made = command(commands, "schedules", run_schedules)
-    add_range(made)
-    add_json(made)
+    common.add_range(made)
+    common.add_json(made)
     made = command(commands, "plot", run_plot)
     _add_names(made)
     made.add_argument("--output", type=Path, metavar="FILE", help="PNG, SVG or PDF (default: NAME.png, schedules.png)")
-    add_range(made)
+    common.add_range(made)
     made = command(commands, "cost", run_cost)
     _add_names(made)
-    add_range(made)
-    add_json(made)
+    common.add_range(made)
+    common.add_json(made)
 
 
 def _add_names(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("names", nargs="*", type=schedule_name, metavar="NAME", help="schedules (default: all ten)")
+    told = "schedules (default: all ten)"
+    parser.add_argument("names", nargs="*", type=common.schedule_name, metavar="NAME", help=told)
 
 
 def run_schedules(options: argparse.Namespace) -> None:

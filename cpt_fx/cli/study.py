@@ -9,16 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cpt_fx.cli.common import (
-    Commands,
-    UsageError,
-    add_json,
-    check_folder,
-    command,
-    print_json,
-    print_table,
-    told_as_usage,
-)
+from cpt_fx.cli import common
+from cpt_fx.cli.common import Commands, UsageError, command, print_json, print_table
 from cpt_fx.study.cells import Cell, Setting, plan
 from cpt_fx.study.critical_periods import periods
 from cpt_fx.study.engines import Engine
@@ -58,7 +50,7 @@ def add(commands: Commands) -> None:
     made.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the report goes")
     made = command(actions, "status", run_status)
     _add_store(made)
-    add_json(made)
+    common.add_json(made)
 
 
 def _add_store(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +84,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--gpus", type=float, default=0, metavar="N", help="GPUs that Ray reserves for each cell")
     group.add_argument("--quiet", action="store_true", help="show no progress")
-    add_json(parser)
+    common.add_json(parser)
 
 
 def run_study(options: argparse.Namespace) -> None:
@@ -136,15 +128,15 @@ def run_critical(options: argparse.Namespace) -> None:
 
 def _carry_out(options: argparse.Namespace, planner: Callable[..., list[Cell]], **more: Any) -> None:
     """Run a study, write its report, and fail where cells did."""
-    check_folder("--out", options.out)
+    common.check_folder("--out", options.out)
     names = [name for name, _ in options.options]
     repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:
         raise UsageError(f"--set gives {repeated[0]} more than once")
-    common = {name: getattr(options, name) for name in ("name", "seeds", "cycles", "q_grad", "better", "metric")}
-    with told_as_usage():
+    given = {name: getattr(options, name) for name in ("name", "seeds", "cycles", "q_grad", "better", "metric")}
+    with common.told_as_usage():
         engine = Engine(options.workers, options.threads, options.ray, options.gpus)
-        setting = Setting(options.train, total_steps=options.steps, options=dict(options.options), **common)
+        setting = Setting(options.train, total_steps=options.steps, options=dict(options.options), **given)
         cells = planner(setting, **more)
     study = carry_out(setting, cells, options.store, engine, not options.quiet)
     files = {} if options.out is None else {key: str(path) for key, path in study.write(options.out).items()}
@@ -165,7 +157,7 @@ def run_report(options: argparse.Namespace) -> None:
     example:
       cpt-fx study report study.sqlite --out report
     """
-    check_folder("--out", options.out)
+    common.check_folder("--out", options.out)
     for path in load(options.store, options.name).write(options.out).values():
         print(f"wrote {path}")
 

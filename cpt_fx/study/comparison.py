@@ -45,12 +45,8 @@ def _table(one: Panel, two: Panel, names: tuple[str, str]) -> Table:
     if lone:
         note += f" Only one of both has {', '.join(lone)}."
     heading = f"{names[0]} less {names[1]} (95 % interval)"
-    return Table(
-        title=f"{names[0]} and {names[1]} at {one.bits}",
-        headings=("schedule", *names, "seeds", heading, "verdict"),
-        rows=tuple(rows),
-        note=note,
-    )
+    headings = ("schedule", *names, "seeds", heading, "verdict")
+    return Table(f"{names[0]} and {names[1]} at {one.bits}", headings, tuple(rows), note)
 
 
 def _overall(shared: list[tuple[Row, Row]], panel: Panel, show: int) -> list[tuple[str, ...]]:

@@ -23,7 +23,7 @@ TITLES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Table:
     """A table with its title and a note on how to read it. Cells are text."""
 
@@ -58,32 +58,29 @@ def schedule_table(panel: Panel) -> Table:
     for row, other in compared:
         estimate = against(row, other) if other else None
         difference = f"less {other.label}: " * (len(others) > 1) + signed(estimate, show) if other else NOTHING
-        rows.append(
-            (
-                row.label,
-                row.group if row.group in GROUPS else NOTHING,
-                f"{row.relative_cost:.3f}",
-                f"{row.mean_bits:.2f}",
-                *_place(panel, row).values(),
-                spread(row.mean, row.deviation, show),
-                f"{len(row.values)}" + f" ({row.gaps})" * bool(row.gaps),
-                difference,
-                verdict(estimate, panel.better) if other else NOTHING,
-            )
-        )
+        saving = row.group if row.group in GROUPS else NOTHING
+        costs = (f"{row.relative_cost:.3f}", f"{row.mean_bits:.2f}", *_place(panel, row).values())
+        seeds = f"{len(row.values)}" + f" ({row.gaps})" * bool(row.gaps)
+        word = verdict(estimate, panel.better) if other else NOTHING
+        rows.append((row.label, saving, *costs, spread(row.mean, row.deviation, show), seeds, difference, word))
     place = _place(panel, panel.rows[0])
     difference = f"less {others[0]} (95 % interval)" if len(others) == 1 else "difference (95 % interval)"
-    quality = f"{panel.metric} ± sd"
     note = (
         f"{panel.metric}: {panel.better} is better; mean and standard deviation over seeds. Cost: BitOps relative to "
         f"static {panel.q_max}. A difference whose interval holds zero is none that these seeds can show."
     )
-    return Table(
-        title=f"{TITLES.get(panel.experiment, panel.experiment)} at {panel.bits}",
-        headings=("schedule", "saving", "cost", "mean bits", *place, quality, "seeds", difference, "verdict"),
-        rows=tuple(rows),
-        note=note,
+    headings = (
+        "schedule",
+        "saving",
+        "cost",
+        "mean bits",
+        *place,
+        f"{panel.metric} ± sd",
+        "seeds",
+        difference,
+        "verdict",
     )
+    return Table(f"{TITLES.get(panel.experiment, panel.experiment)} at {panel.bits}", headings, tuple(rows), note)
 
 
 def group_table(panel: Panel) -> Table | None:
@@ -98,15 +95,12 @@ def group_table(panel: Panel) -> Table | None:
     for one, two, estimate in analysis.group_differences(panel):
         word = verdict(estimate, panel.better)
         rows.append((f"{one} less {two}", "", "", *_told(estimate, show, plus), word))
-    return Table(
-        title=f"Savings groups at {panel.bits}",
-        headings=("group", "schedules", "cost", panel.metric, "95 % interval", "seeds", "verdict"),
-        rows=tuple(rows),
-        note=(
-            "A group's value is the mean over its schedules, seed by seed, over the seeds that all of them finished. "
-            "Differences are of these, paired by seed."
-        ),
+    headings = ("group", "schedules", "cost", panel.metric, "95 % interval", "seeds", "verdict")
+    note = (
+        "A group's value is the mean over its schedules, seed by seed, over the seeds that all of them finished. "
+        "Differences are of these, paired by seed."
     )
+    return Table(f"Savings groups at {panel.bits}", headings, tuple(rows), note)
 
 
 def correlation_table(panel: Panel) -> Table | None:
@@ -118,15 +112,12 @@ def correlation_table(panel: Panel) -> Table | None:
             rows.append((panel.bits, name, str(found.points), *correlated(found)))
     if not rows:
         return None
-    return Table(
-        title="Rank correlation of cost and quality",
-        headings=("bits", "points", "number", "Spearman's rho", "95 % interval", "Kendall's tau-b", "95 % interval"),
-        rows=tuple(rows),
-        note=(
-            "Positive: more compute, better quality. For the intervals the seeds within each schedule are resampled "
-            "and all schedules are kept."
-        ),
+    headings = ("bits", "points", "number", "Spearman's rho", "95 % interval", "Kendall's tau-b", "95 % interval")
+    note = (
+        "Positive: more compute, better quality. For the intervals the seeds within each schedule are resampled and "
+        "all schedules are kept."
     )
+    return Table("Rank correlation of cost and quality", headings, tuple(rows), note)
 
 
 def failures(panels: Sequence[Panel]) -> Table | None:
@@ -139,12 +130,9 @@ def failures(panels: Sequence[Panel]) -> Table | None:
     if not rows:
         return None
     planned = sum(len(panel.rows) * len(panel.seeds) for panel in panels)
-    return Table(
-        title="Runs without a value",
-        headings=("experiment", "bits", "schedule", "seed", "reason"),
-        rows=tuple(rows),
-        note=f"{len(rows)} of {planned} runs have no value. They count in no mean.",
-    )
+    headings = ("experiment", "bits", "schedule", "seed", "reason")
+    note = f"{len(rows)} of {planned} runs have no value. They count in no mean."
+    return Table("Runs without a value", headings, tuple(rows), note)
 
 
 def _place(panel: Panel, row: Row) -> dict[str, str]:
