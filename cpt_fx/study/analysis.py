@@ -242,12 +242,6 @@ def beside(row: Row) -> tuple[str, bool, int]:
     return (first, "after" in rest, int(rest[-1][:18]) if rest and rest[-1].isdecimal() else 0)
 
 
-def _group(label: str) -> str:
-    if label in NAMES:
-        return savings_group(label)
-    return FULL if label == FULL else "static" if label.startswith("static ") else "other"
-
-
 def _panel(records: Sequence[Record]) -> Panel:
     # A failed run may not know what it would have been compared by.
     first = next((record for record in records if record.status == "done"), records[0])
@@ -290,6 +284,8 @@ def _row(label: str, members: Sequence[Record], seeds: Sequence[int]) -> Row:
     first = members[0]
     # A schedule that keeps state has a cost of its own in every run; one of a run that failed is only its plan.
     known = [record for record in members if record.status == "done"] or members
+    group = savings_group(label) if label in NAMES else FULL if label == FULL else "other"
+    group = "static" if label.startswith("static ") else group
     if different := sorted({record.total_steps for record in members} - {first.total_steps}):
         raise ValueError(
             f'"{label}" was run for {first.total_steps} and for {different[0]} steps, which cannot be averaged: '
@@ -297,7 +293,7 @@ def _row(label: str, members: Sequence[Record], seeds: Sequence[int]) -> Row:
         )
     return Row(
         label=label,
-        group=_group(label),
+        group=group,
         schedule=first.schedule,
         relative_cost=_common([record.relative_cost for record in known]),
         mean_bits=_common([record.mean_bits for record in known]),

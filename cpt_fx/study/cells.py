@@ -24,7 +24,7 @@ Task = tuple[Schedule, int, dict[str, Any], str | None]
 """What a training needs to know: schedule, seed, options, and what of the result is compared."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Facts:
     """What is known of a schedule before anything is trained."""
 
@@ -77,14 +77,8 @@ class Setting:
 
     def named(self, name: str, bits: tuple[int, int], total_steps: int | None = None) -> Cyclic:
         """Return one of the ten."""
-        return named(
-            name,
-            q_min=bits[0],
-            q_max=bits[1],
-            total_steps=self.total_steps if total_steps is None else total_steps,
-            cycles=self.cycles,
-            q_grad=self.q_grad,
-        )
+        low, high, steps = *bits, self.total_steps if total_steps is None else total_steps
+        return named(name, q_min=low, q_max=high, total_steps=steps, cycles=self.cycles, q_grad=self.q_grad)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,12 +129,9 @@ def facts(schedule: Schedule, q_max: int) -> Facts:
     memory = {place: values for place, values in remembered(schedule).items() if values}
     with fresh(schedule) as planned:
         widths = planned.trajectory()
-        return Facts(
-            widths=hashlib.sha256(widths.tobytes() + repr(memory).encode() * bool(memory)).hexdigest()[:16],
-            relative_cost=costs_of(widths).average / static_cost(q_max),
-            mean_bits=costs_of(widths).mean_bits,
-            first_cycle_bits=_first_cycle_bits(planned),
-        )
+        digest = hashlib.sha256(widths.tobytes() + repr(memory).encode() * bool(memory)).hexdigest()[:16]
+        costs = costs_of(widths)
+        return Facts(digest, costs.average / static_cost(q_max), costs.mean_bits, _first_cycle_bits(planned))
 
 
 def _first_cycle_bits(schedule: Schedule) -> float | None:

@@ -182,9 +182,9 @@ def facts(records: Sequence[Record], command: str | None = None) -> list[tuple[s
         ("Runs", f"{len(trained)}, of which {done} finished; {duration(seconds)} from start to end, added up"),
         ("Steps", _listed(f"{steps:,}" for steps in sorted({record.total_steps for record in records}))),
         ("Seeds", _listed(str(seed) for seed in sorted({record.seed for record in records}))),
-        ("Options", _listed(_options(record) for record in records)),
+        ("Options", _listed(_named(record.options, "=") or "none" for record in records)),
         ("Machine", _listed(_machine(record) for record in records)),
-        ("Versions", _listed(_versions(record) for record in records)),
+        ("Versions", _listed(_named(record.versions) or "not recorded" for record in records)),
         ("Dates", days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"),
     ]
     return [*found, ("Command", command)] if command else found
@@ -203,11 +203,9 @@ def _listed(texts: Iterable[str]) -> str:
     return "; ".join(dict.fromkeys(texts))
 
 
-def _options(record: Record) -> str:
-    pairs = (
-        f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in record.options.items()
-    )
-    return ", ".join(pairs) or "none"
+def _named(values: Mapping[str, object], between: str = " ") -> str:
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
+    return ", ".join(f"{name}{between}{text}" for name, text in texts.items())
 
 
 def _machine(record: Record) -> str:
@@ -215,10 +213,6 @@ def _machine(record: Record) -> str:
     place = str(known.pop("processor", "")) or "not recorded"
     counts = [f"{value} {name if value != 1 else name.removesuffix('s')}" for name, value in known.items()]
     return ", ".join([place, *counts])
-
-
-def _versions(record: Record) -> str:
-    return ", ".join(f"{name} {number}" for name, number in record.versions.items()) or "not recorded"
 
 
 # The numbers as CSV, in full precision.
