@@ -32,9 +32,11 @@ from cpt_fx.study.writing import VARIABLES
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+Q_MIN, Q_MAX, CYCLES = 3, 8, 8
 TRAINING_IMAGES = 1200
 BATCH = 64
 EVALUATIONS = 40
+HEADINGS = ("", "test accuracy", "mean bits", f"BitOps, of static {Q_MAX} bits", "saving", "seconds")
 Advance = Callable[[str, int], None]
 MARK = "#b4bcc8"
 _COLOURS = {"#1f5fd0": "--c1", "#c8500a": "--c2", MARK: "--mark"}
@@ -46,16 +48,13 @@ class Settings:
     """What the demo trains, and for how long."""
 
     schedule: str = "CR"
-    q_min: int = 3
-    q_max: int = 8
-    cycles: int = 8
     steps: int = 1600
     seed: int = 0
 
     def __post_init__(self) -> None:
         """Refuse what no run could be made of."""
         check_choice("schedule", self.schedule, NAMES)
-        check_int("steps", self.steps, self.cycles)
+        check_int("steps", self.steps, CYCLES)
         check_int("seed", self.seed, 0)
 
 
@@ -148,8 +147,8 @@ def run_demo(settings: Settings, advance: Advance) -> tuple[Run, Run]:
     digits = load_digits()
     if find_spec("matplotlib") is None:
         raise ImportError('the demo needs matplotlib for its report: pip install "cpt_fx[demo]"')
-    low, high, steps = settings.q_min, settings.q_max, settings.steps
-    schedule = named(settings.schedule, q_min=low, q_max=high, total_steps=steps, cycles=settings.cycles)
+    steps = settings.steps
+    schedule = named(settings.schedule, q_min=Q_MIN, q_max=Q_MAX, total_steps=steps, cycles=CYCLES)
     threads = torch.get_num_threads()
     # On images this small a second thread gains nothing; with one, results do not depend on the number of cores, and
     # a busy machine does not stall threads that wait for each other.
@@ -157,7 +156,7 @@ def run_demo(settings: Settings, advance: Advance) -> tuple[Run, Run]:
     try:
         with torch.random.fork_rng(devices=[]):
             cyclic = train(settings.schedule, schedule, settings, digits, advance)
-            static = train(f"static {high}", Static(high, total_steps=steps), settings, digits, advance)
+            static = train(f"static {Q_MAX}", Static(Q_MAX, total_steps=steps), settings, digits, advance)
     finally:
         torch.set_num_threads(threads)
     return cyclic, static
@@ -205,13 +204,8 @@ def accuracy(model: nn.Module, digits: Digits) -> float:
     return float(right)
 
 
-def headings(settings: Settings) -> tuple[str, ...]:
-    """Return the headings of the results table, but for the first one, of the names."""
-    return ("test accuracy", "mean bits", f"BitOps, of static {settings.q_max} bits", "saving", "seconds")
-
-
 def results(run: Run) -> tuple[str, ...]:
-    """Return a run's line of the results table, in the order of `headings`. Costs are relative to static q_max."""
+    """Return a run's line of the results table, but for the name. Costs are relative to static q_max."""
     cost, saving = f"{run.relative_cost:.3f}", f"{100 * (1 - run.relative_cost):.1f} %"
     return (f"{100 * run.accuracy:.2f} %", f"{run.mean_bits:.2f}", cost, saving, f"{run.seconds:.1f}")
 
@@ -233,7 +227,7 @@ def write_report(
     lead = (
         f"A small residual net on {len(load_digits().train_labels)} images of digits, trained twice for "
         f"{settings.steps} steps from the same weights on the same batches: under {first.name}, from "
-        f"{settings.q_min} to {settings.q_max} bits in {settings.cycles} cycles, and at {second.name} bits throughout."
+        f"{Q_MIN} to {Q_MAX} bits in {CYCLES} cycles, and at {second.name} bits throughout."
     )
     image = 100 / len(load_digits().test_labels)
     foot = (
@@ -242,7 +236,7 @@ def write_report(
         "precision is simulated: BitOps are counted by the published formula, and the seconds do not show the saving."
     )
     sections = [
-        table(("", *headings(settings)), [(run.name, *results(run)) for run in runs]),
+        table(HEADINGS, [(run.name, *results(run)) for run in runs]),
         *_charts(runs, settings),
         graph,
     ]
@@ -262,8 +256,8 @@ def _charts(runs: tuple[Run, Run], settings: Settings) -> list[str]:
     def bits(ax: Axes, run: Run, colour: str) -> None:
         style = "-" if run is runs[0] else "--"
         ax.stairs(run.schedule.trajectory()[:, 0], edges, baseline=None, color=colour, linestyle=style, label=run.name)
-        ax.set_ylim(settings.q_min - 0.6, settings.q_max + 0.6)
-        ax.set_yticks(range(settings.q_min, settings.q_max + 1))
+        ax.set_ylim(Q_MIN - 0.6, Q_MAX + 0.6)
+        ax.set_yticks(range(Q_MIN, Q_MAX + 1))
 
     def loss(ax: Axes, run: Run, colour: str) -> None:
         ax.plot(edges[1:], run.losses, color=colour, alpha=0.28, linewidth=0.8)
@@ -278,10 +272,10 @@ def _charts(runs: tuple[Run, Run], settings: Settings) -> list[str]:
 
     return [
         _chart("Bits", "bits", "The width of weights and activations at each step. Gradients have "
-               f"{settings.q_max} bits in both runs. Vertical lines: where a cycle starts.", bits, runs, settings),
+               f"{Q_MAX} bits in both runs. Vertical lines: where a cycle starts.", bits, runs, settings),
         _chart("Training loss", "loss", f"Cross entropy, on a logarithmic scale: the mean of {window} steps, and "
                "faintly that of each batch.", loss, runs, settings),
-        _chart("Test accuracy", "accuracy, %", f"On images not trained on, always evaluated at {settings.q_max} bits, "
+        _chart("Test accuracy", "accuracy, %", f"On images not trained on, always evaluated at {Q_MAX} bits, "
                f"with batch norm's statistics at that width. The axis starts at {floor:g} %.", accuracy,
                runs, settings),
     ]  # fmt: skip
@@ -294,8 +288,8 @@ def _chart(
 
     with matplotlib.rc_context(figures.STYLE):
         figure, (ax,) = figures.new(1, height=2.5)
-        for cycle in range(1, settings.cycles):
-            ax.axvline(settings.steps * cycle / settings.cycles, color=MARK, linewidth=1, zorder=0.9)
+        for cycle in range(1, CYCLES):
+            ax.axvline(settings.steps * cycle / CYCLES, color=MARK, linewidth=1, zorder=0.9)
         for run, colour in zip(runs, _COLOURS, strict=False):
             draw(ax, run, colour)
         ax.set(xlabel="step", ylabel=label, xlim=(0, settings.steps))

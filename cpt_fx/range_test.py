@@ -84,10 +84,9 @@ class RangeTest:
     def table(self) -> Table:
         """Return the measurement as a rich table."""
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for heading in ("bits", "loss at the end", "drop", "progress", "trains"):
+        headings = ("bits", "loss at the end", "drop", "progress", "trains", "evaluated")
+        for heading in headings if self.evaluations else headings[:-1]:
             table.add_column(heading, justify="right")
-        if self.evaluations:
-            table.add_column("evaluated", justify="right")
         evaluated: list[tuple[str, ...]] = [(f"{value:.4f}",) for value in self.evaluations]
         evaluated = evaluated or [()] * (len(self.widths) + 1)
         runs = zip(self.widths, self.losses, self.drops, self.progress, evaluated[:-1], strict=True)
@@ -199,7 +198,8 @@ def range_test(
     with torch.random.fork_rng(devices=list(devices)), bar("range test", total, shown=progress) as advance:
         torch.manual_seed(seed)
         batches = _take(data, steps)
-        full, at_last = _train(rewritten, Bits(*[FULL_PRECISION] * 3), batches, loss, make, evaluate, seed, advance)
+        train = partial(_train, rewritten, batches, loss, make, evaluate, seed, advance)
+        full, at_last = train(Bits(*[FULL_PRECISION] * 3))
         drop = _drop(full, full[0])
         if not drop > 0:  # there is nothing to compare a width with
             raise ValueError(
@@ -207,9 +207,7 @@ def range_test(
                 f"{_arrived(full):.4g} in {len(full)} steps. Pass an optimizer with another learning rate, or more "
                 "steps_per_width"
             )
-        runs = [
-            _train(rewritten, Bits(width, width, low), batches, loss, make, evaluate, seed, advance) for width in tried
-        ]
+        runs = [train(Bits(width, width, low)) for width in tried]
         losses = tuple(run for run, _ in runs)
         evaluations = (*(value for _, value in runs), at_last) if evaluate is not None else ()
     drops = tuple(_drop(curve, full[0]) for curve in losses)
@@ -219,13 +217,13 @@ def range_test(
 
 def _train(
     rewritten: nn.Module,
-    bits: Bits,
     batches: list[Any],
     loss: Loss,
     make: MakeOptimizer,
     evaluate: Evaluate | None,
     seed: int,
     advance: Advance,
+    bits: Bits,
 ) -> tuple[tuple[float, ...], float]:
     """Train a copy; return the loss of every step, which once not finite stays that way, and what `evaluate` says."""
     copied = copy.deepcopy(rewritten)

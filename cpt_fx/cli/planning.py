@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from cpt_fx.cli import common
 from cpt_fx.cli.common import Commands, build_schedule, command, print_json, print_table
@@ -46,15 +48,10 @@ def run_schedules(options: argparse.Namespace) -> None:
         form = {"profile": str(schedule.profile), "pattern": schedule.pattern, "reflection": schedule.reflection}
         saving = {"savings_group": savings_group(name), "relative_cost": relative_cost(schedule)}
         rows.append({"name": name, **form, **saving})
-    if options.json:
-        print_json({"schedule": _described(options), "schedules": rows})
-        return
-    print_table(
-        ("name", "profile", "pattern", "reflection", "saving", "cost"),
-        [(*(str(value or "") for value in list(row.values())[:-1]), f"{row['relative_cost']:.3f}") for row in rows],
-        words=5,
-    )
-    print(f"cost: BitOps relative to static {options.q_max} bits; {_spoken(options)}")
+    lines = [(*(str(value or "") for value in list(row.values())[:-1]), f"{row['relative_cost']:.3f}") for row in rows]
+    headings = ("name", "profile", "pattern", "reflection", "saving", "cost")
+    note = f"cost: BitOps relative to static {options.q_max} bits"
+    _answer(options, {"schedules": rows}, headings, lines, note, words=5)
 
 
 def run_cost(options: argparse.Namespace) -> None:
@@ -68,18 +65,14 @@ def run_cost(options: argparse.Namespace) -> None:
     """
     rows = [_cost(name, build_schedule(name, options)) for name in dict.fromkeys(options.names or NAMES)]
     static = _cost(f"static {options.q_max}", build_schedule("static", options))
-    if options.json:
-        print_json({"schedule": _described(options), "costs": rows, "static": static})
-        return
     columns = ("mean_bits", "forward", "backward", "step", "relative")
-    print_table(
-        ("schedule", "mean bits", "forward", "backward", "step", f"of static {options.q_max}", "saving"),
-        [
-            (str(row["name"]), *(f"{row[key]:.3f}" for key in columns), f"{100 * float(row['saving']):.1f} %")
-            for row in (*rows, static)
-        ],
-    )
-    print(f"forward, backward, step: BitOps relative to 32 bits; {_spoken(options)}")
+    headings = ("schedule", "mean bits", "forward", "backward", "step", f"of static {options.q_max}", "saving")
+    lines = [
+        (str(row["name"]), *(f"{row[key]:.3f}" for key in columns), f"{100 * float(row['saving']):.1f} %")
+        for row in (*rows, static)
+    ]
+    note = "forward, backward, step: BitOps relative to 32 bits"
+    _answer(options, {"costs": rows, "static": static}, headings, lines, note)
 
 
 def run_plot(options: argparse.Namespace) -> None:
@@ -115,11 +108,16 @@ def _cost(name: str, schedule: Schedule) -> dict[str, str | float]:
     return {"name": name, "mean_bits": costs.mean_bits, **parts, "relative": relative, "saving": 1 - relative}
 
 
-def _described(options: argparse.Namespace) -> dict[str, int]:
-    gradient = options.q_max if options.q_grad is None else options.q_grad
-    values = {"q_min": options.q_min, "q_max": options.q_max, "q_grad": gradient}
-    return values | {"total_steps": options.steps, "cycles": options.cycles}
-
-
-def _spoken(options: argparse.Namespace) -> str:
-    return f"{options.q_min} to {options.q_max} bits, {options.steps} steps, {options.cycles} cycles"
+def _answer(
+    options: argparse.Namespace, data: dict[str, Any], headings: Sequence[str], lines: Sequence[Sequence[str]],
+    note: str, words: int = 1,
+) -> None:  # fmt: skip
+    """Print data with --json, else a table and a note, with what was asked for."""
+    low, high, steps, cycles = options.q_min, options.q_max, options.steps, options.cycles
+    if options.json:
+        gradient = high if options.q_grad is None else options.q_grad
+        asked = {"q_min": low, "q_max": high, "q_grad": gradient, "total_steps": steps, "cycles": cycles}
+        print_json({"schedule": asked, **data})
+    else:
+        print_table(headings, lines, words)
+        print(f"{note}; {low} to {high} bits, {steps} steps, {cycles} cycles")
