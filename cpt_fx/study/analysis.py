@@ -124,11 +124,8 @@ def against(one: Values, other: Values) -> Estimate | None:
     """Return the mean of one minus that of the other; paired by seed where both have the same seeds."""
     if not one.values or not other.values:
         return None
-    seeds = sorted(one.values)
-    if seeds == sorted(other.values):
-        pairs = [one.values[seed] for seed in seeds], [other.values[seed] for seed in seeds]
-        return statistics.difference(*pairs, paired=True)
-    return statistics.difference(list(one.values.values()), list(other.values.values()), paired=False)
+    first, second = ([each.values[seed] for seed in sorted(each.values)] for each in (one, other))
+    return statistics.difference(first, second, paired=set(one.values) == set(other.values))
 
 
 def verdict(estimate: Estimate | None, better: str) -> str:

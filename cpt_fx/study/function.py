@@ -59,12 +59,10 @@ class TrainFunction:
 
 def train_function(train: Callable[..., object] | str, options: Mapping[str, Any]) -> TrainFunction:
     """Return the training function for a function or a reference, checked against the options it will get."""
-    if isinstance(train, str):
-        call, where = load(train)
-        return TrainFunction(call, where, _takes_seed(call, options))
-    if not callable(train):
+    if not isinstance(train, str) and not callable(train):
         raise TypeError(f'train must be a function, or a text such as "file.py:train", got {train!r}')
-    return TrainFunction(train, _reference(train), _takes_seed(train, options))
+    call, where = load(train) if isinstance(train, str) else (train, _reference(train))
+    return TrainFunction(call, where, _takes_seed(call, options))
 
 
 def load(reference: str) -> tuple[Callable[..., object], str]:

@@ -65,7 +65,7 @@ def execute(train: TrainFunction, threads: int, task: Task) -> Outcome:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     watch = Stopwatch()
-    status, error, metrics, widths = "done", None, dict[str, float](), list[tuple[int, ...]]()
+    error, metrics, widths = None, dict[str, float](), list[tuple[int, ...]]()
     try:
         random.seed(seed)
         np.random.seed(seed % 2**32)
@@ -75,13 +75,12 @@ def execute(train: TrainFunction, threads: int, task: Task) -> Outcome:
             returned = train(own, seed, options)
             widths = [(*bits, count) for bits, count in own._widths_that_ran()]
         metrics, error = checked(returned, metric)
-        status = "done" if error is None else "failed"
     except (Exception, SystemExit):  # a script may end itself; the study goes on
-        status, error = "failed", traceback.format_exc()
+        error = traceback.format_exc()
     finally:
         torch.set_num_threads(before)
     return Outcome(
-        status=status,
+        status="done" if error is None else "failed",
         error=error,
         metrics=metrics,
         started=watch.started,
