@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cpt_fx.cli import common
 from cpt_fx.cli.common import Commands, UsageError, build_schedule, command, print_json, print_table
-from cpt_fx.study.function import imported, named
+from cpt_fx.study.training import imported, named
 
 if TYPE_CHECKING:
     from torch import nn

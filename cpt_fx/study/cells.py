@@ -16,12 +16,10 @@ from cpt_fx.schedules import FULL_PRECISION, NAMES, Bits, Cyclic, Delayed, Sched
 from cpt_fx.schedules.bits import check_range
 from cpt_fx.schedules.memory import fresh, remembered
 from cpt_fx.schedules.savings import costs_of, static_cost
-from cpt_fx.study.function import train_function
+from cpt_fx.study.training import Task, train_function
 
 BASELINES = ("static q_max", "static q_min", "full precision")
 GradientBits = int | tuple[int, int] | None
-Task = tuple[Schedule, int, dict[str, Any], str | None]
-"""What a training needs to know: schedule, seed, options, and what of the result is compared."""
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from cpt_fx.errors import check_int
-from cpt_fx.study.cells import Cell, Task
-from cpt_fx.study.function import STARTING, TrainFunction, load_in_worker
-from cpt_fx.study.outcome import Outcome, Stopwatch, execute
+from cpt_fx.study.cells import Cell
+from cpt_fx.study.training import STARTING, Outcome, Stopwatch, Task, TrainFunction, execute, load_in_worker
 
 READY = "ready"
 Results = Generator[tuple[Cell, Outcome], None, None]

@@ -18,10 +18,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedCo
 from cpt_fx.errors import nearest
 from cpt_fx.study.cells import Cell, GradientBits, Setting, plan
 from cpt_fx.study.engines import Engine
-from cpt_fx.study.function import refuse_in_worker
-from cpt_fx.study.outcome import Outcome
 from cpt_fx.study.records import Record, duration, said
 from cpt_fx.study.store import Found, reading, writing
+from cpt_fx.study.training import Outcome, refuse_in_worker
 
 
 @dataclass(frozen=True)
