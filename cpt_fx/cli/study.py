@@ -11,8 +11,7 @@ from typing import Any
 
 from cpt_fx.cli import common
 from cpt_fx.cli.common import Commands, UsageError, command, print_json, print_table
-from cpt_fx.study.cells import Cell, Setting, plan
-from cpt_fx.study.critical_periods import periods
+from cpt_fx.study.cells import Cell, Setting, periods, plan
 from cpt_fx.study.engines import Engine
 from cpt_fx.study.records import said
 from cpt_fx.study.running import Study, carry_out, describe, load
