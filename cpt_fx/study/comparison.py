@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from cpt_fx.study.analysis import Panel, Row, against, averaged, panels, verdict
+from cpt_fx.study.findings import NOTHING, Table, decimals, signed, spread
 from cpt_fx.study.records import Record
 from cpt_fx.study.statistics import difference
-from cpt_fx.study.tables import NOTHING, Table, decimals, signed, spread
 
 
 def compare(first: Iterable[Record], second: Iterable[Record], *, names: tuple[str, str]) -> list[Table]:

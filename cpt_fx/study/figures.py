@@ -18,8 +18,8 @@ from numpy.typing import ArrayLike
 from cpt_fx.schedules.plot import new_figure
 from cpt_fx.study import analysis
 from cpt_fx.study.analysis import FULL, GROUPS, Panel, Row
+from cpt_fx.study.findings import correlated, number, without_value
 from cpt_fx.study.statistics import Array, Correlation
-from cpt_fx.study.tables import correlated, number, without_value
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

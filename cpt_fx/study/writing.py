@@ -15,11 +15,10 @@ from pathlib import Path
 from cpt_fx import report
 from cpt_fx.files import replace
 from cpt_fx.study.analysis import Panel, against, low_steps, panels, reference, verdict
-from cpt_fx.study.conclusions import conclusions
 from cpt_fx.study.figures import COLOURS, INK, RULE, SOFT, figures, save
+from cpt_fx.study.findings import conclusions, counted, markdown, tables
 from cpt_fx.study.records import Record, duration
 from cpt_fx.study.statistics import Estimate
-from cpt_fx.study.tables import counted, markdown, tables
 
 FIGURE_TITLES = {
     "cost": "Quality against cost",
