@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from base64 import b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -24,7 +25,7 @@ from cpt_fx.costs import cost
 from cpt_fx.errors import check_choice, check_int
 from cpt_fx.inspection import Inspection, Verification
 from cpt_fx.recalibrating import recalibrate
-from cpt_fx.report import inlined, page, picture, table
+from cpt_fx.report import inlined, page, table
 from cpt_fx.schedules import NAMES, Schedule, Static, named
 from cpt_fx.study import figures
 from cpt_fx.study.writing import VARIABLES
@@ -216,12 +217,13 @@ def write_report(
     """Write the page about both runs, and next to it the one on which the graph can be explored."""
     folder.mkdir(parents=True, exist_ok=True)
     inspection.html(folder / "graph.html")
-    # One level of modules fits the width of a page; the other file opens the rest.
-    drawing = inspection.svg(depth=1)
+    # One level of modules fits the width of a page; the other file opens the rest. An image keeps its styles to itself.
+    drawing = b64encode(inspection.svg(depth=1).encode()).decode()
     said = f"Proven for {runs[0].name}, with evaluations among the runs: " + "; ".join(str(proof).splitlines())
     graph = (
         '<section><figcaption><h2>The rewritten graph</h2><a href="graph.html">explore the graph</a></figcaption>'
-        f'{picture(drawing, "the rewritten graph")}<p class="note">{escape(said)}.</p></section>'
+        f'<div class="scroll graph"><img alt="the rewritten graph" src="data:image/svg+xml;base64,{drawing}"></div>'
+        f'<p class="note">{escape(said)}.</p></section>'
     )
     first, second = runs
     lead = (

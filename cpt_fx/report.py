@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
@@ -22,12 +21,6 @@ def table(
             body += "<td" + f' class="{own}"' * bool(own) + f">{escape(cell)}</td>"
         body += "</tr>"
     return f'<div class="{place}"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def picture(svg: str, alt: str) -> str:
-    """Embed a foreign SVG as an image, so that its styles and the page's cannot meet."""
-    data = b64encode(svg.encode()).decode()
-    return f'<div class="scroll graph"><img alt="{escape(alt)}" src="data:image/svg+xml;base64,{data}"></div>'
 
 
 def inlined(svg: str, name: str, title: str, colours: Mapping[str, str]) -> str:

@@ -179,33 +179,25 @@ def _reference(call: Any) -> str | None:
 def _takes_seed(call: Callable[..., object], options: Mapping[str, Any]) -> bool:
     """Say whether a function takes the seed; TypeError where it cannot take what it will get."""
     try:
-        parameters = inspect.signature(call).parameters
+        first, *rest = inspect.signature(call).parameters.values() or [None]
     except (TypeError, ValueError):
         raise TypeError(f"what arguments {call!r} takes cannot be seen: wrap it in a function") from None
-    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    named = {key for key, value in parameters.items() if value.kind in by_name}
     name = getattr(call, "__name__", "train")
-    first = next(iter(parameters), None)
     if first is None:
         raise TypeError(f"{name} must take the schedule as its first argument: it takes none")
+    by_name = {one.name for one in rest if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+    anything = any(one.kind is one.VAR_KEYWORD for one in (first, *rest))
     for option in options:
-        if option in (first, "seed"):
+        if option in (first.name, "seed"):
             raise ValueError(f"options must not hold {option!r}: the study itself gives it to {name}")
-        if option not in named and not anything:
-            others = sorted(named - {first, "seed"})
+        if option not in by_name and not anything:
+            others = sorted(by_name - {"seed"})
             raise ValueError(f"{name} takes no argument {option!r} of options.{nearest(option, others)}")
-    takes_seed = "seed" in named or anything
-    missing = [
-        key
-        for key, value in parameters.items()
-        if value.default is value.empty
-        and value.kind not in (value.VAR_KEYWORD, value.VAR_POSITIONAL)
-        and key not in (first, "seed", *options)
-    ]
-    if missing:
+    single = [one for one in rest if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+    needed = [one.name for one in single if one.default is one.empty]
+    if missing := [one for one in needed if one not in ("seed", *options)]:
         raise TypeError(f"{name} needs {', '.join(missing)}: give options={{{missing[0]!r}: ...}}")
-    return takes_seed
+    return "seed" in by_name or anything
 
 
 # A run, and what comes out of it.
