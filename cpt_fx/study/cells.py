@@ -296,7 +296,7 @@ def _delayed(setting: Setting, bits: tuple[int, int], names: list[Any], delays: 
 
 
 def _low(setting: Setting, bits: tuple[int, int], start: int, end: int, total_steps: int) -> Deficit:
-    gradient = None if setting.q_grad is None else setting.gradient(bits[1])
+    gradient = setting.gradient(bits[1])
     return Deficit(q_min=bits[0], q_max=bits[1], start=start, end=end, total_steps=total_steps, q_grad=gradient)
 
 
