@@ -179,14 +179,15 @@ def _reference(call: Any) -> str | None:
 def _takes_seed(call: Callable[..., object], options: Mapping[str, Any]) -> bool:
     """Say whether a function takes the seed; TypeError where it cannot take what it will get."""
     try:
-        first, *rest = inspect.signature(call).parameters.values() or [None]
+        parameters = list(inspect.signature(call).parameters.values())
     except (TypeError, ValueError):
         raise TypeError(f"what arguments {call!r} takes cannot be seen: wrap it in a function") from None
     name = getattr(call, "__name__", "train")
-    if first is None:
+    if not parameters:
         raise TypeError(f"{name} must take the schedule as its first argument: it takes none")
+    first, *rest = parameters
     by_name = {one.name for one in rest if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
-    anything = any(one.kind is one.VAR_KEYWORD for one in (first, *rest))
+    anything = any(one.kind is one.VAR_KEYWORD for one in parameters)
     for option in options:
         if option in (first.name, "seed"):
             raise ValueError(f"options must not hold {option!r}: the study itself gives it to {name}")
