@@ -36,7 +36,7 @@ from transform_scaling import Block as ConvolutionBlock
 
 import cpt_fx
 from cpt_fx.dynamo.engine import ONE_GRAPH, WHOLE_GRAPHS
-from cpt_fx.study.machine import processor
+from cpt_fx.study.training import processor
 
 RATIO_LIMIT = 1.3
 """What a capture may cost at most, in captures of Dynamo alone."""

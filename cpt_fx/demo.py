@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import time
+from base64 import b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,20 +25,22 @@ from cpt_fx.costs import cost
 from cpt_fx.errors import check_choice, check_int
 from cpt_fx.inspection import Inspection, Verification
 from cpt_fx.recalibrating import recalibrate
-from cpt_fx.report import page, picture, table
+from cpt_fx.report import inlined, page, table
 from cpt_fx.schedules import NAMES, Schedule, Static, named
-from cpt_fx.study import figure_style
-from cpt_fx.study.page import inlined
+from cpt_fx.study import figures
+from cpt_fx.study.writing import VARIABLES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+Q_MIN, Q_MAX, CYCLES = 3, 8, 8
 TRAINING_IMAGES = 1200
 BATCH = 64
 EVALUATIONS = 40
+HEADINGS = ("", "test accuracy", "mean bits", f"BitOps, of static {Q_MAX} bits", "saving", "seconds")
 Advance = Callable[[str, int], None]
-_COLOURS = {"#1f5fd0": "--c1", "#c8500a": "--c2"}
 MARK = "#b4bcc8"
+_COLOURS = {"#1f5fd0": "--c1", "#c8500a": "--c2", MARK: "--mark"}
 """Colours of the drawings, which the page knows by name: it has others when it is dark."""
 
 
@@ -45,16 +49,13 @@ class Settings:
     """What the demo trains, and for how long."""
 
     schedule: str = "CR"
-    q_min: int = 3
-    q_max: int = 8
-    cycles: int = 8
     steps: int = 1600
     seed: int = 0
 
     def __post_init__(self) -> None:
         """Refuse what no run could be made of."""
         check_choice("schedule", self.schedule, NAMES)
-        check_int("steps", self.steps, self.cycles)
+        check_int("steps", self.steps, CYCLES)
         check_int("seed", self.seed, 0)
 
 
@@ -145,10 +146,10 @@ def load_digits() -> Digits:
 def run_demo(settings: Settings, advance: Advance) -> tuple[Run, Run]:
     """Train under the schedule and under static q_max; the global random state is left as it was."""
     digits = load_digits()
-    if not figure_style.available():
+    if find_spec("matplotlib") is None:
         raise ImportError('the demo needs matplotlib for its report: pip install "cpt_fx[demo]"')
-    low, high, steps = settings.q_min, settings.q_max, settings.steps
-    schedule = named(settings.schedule, q_min=low, q_max=high, total_steps=steps, cycles=settings.cycles)
+    steps = settings.steps
+    schedule = named(settings.schedule, q_min=Q_MIN, q_max=Q_MAX, total_steps=steps, cycles=CYCLES)
     threads = torch.get_num_threads()
     # On images this small a second thread gains nothing; with one, results do not depend on the number of cores, and
     # a busy machine does not stall threads that wait for each other.
@@ -156,7 +157,7 @@ def run_demo(settings: Settings, advance: Advance) -> tuple[Run, Run]:
     try:
         with torch.random.fork_rng(devices=[]):
             cyclic = train(settings.schedule, schedule, settings, digits, advance)
-            static = train(f"static {high}", Static(high, total_steps=steps), settings, digits, advance)
+            static = train(f"static {Q_MAX}", Static(Q_MAX, total_steps=steps), settings, digits, advance)
     finally:
         torch.set_num_threads(threads)
     return cyclic, static
@@ -204,13 +205,8 @@ def accuracy(model: nn.Module, digits: Digits) -> float:
     return float(right)
 
 
-def headings(settings: Settings) -> tuple[str, ...]:
-    """Return the headings of the results table, but for the first one, of the names."""
-    return ("test accuracy", "mean bits", f"BitOps, of static {settings.q_max} bits", "saving", "seconds")
-
-
 def results(run: Run) -> tuple[str, ...]:
-    """Return a run's line of the results table, in the order of `headings`. Costs are relative to static q_max."""
+    """Return a run's line of the results table, but for the name. Costs are relative to static q_max."""
     cost, saving = f"{run.relative_cost:.3f}", f"{100 * (1 - run.relative_cost):.1f} %"
     return (f"{100 * run.accuracy:.2f} %", f"{run.mean_bits:.2f}", cost, saving, f"{run.seconds:.1f}")
 
@@ -221,18 +217,19 @@ def write_report(
     """Write the page about both runs, and next to it the one on which the graph can be explored."""
     folder.mkdir(parents=True, exist_ok=True)
     inspection.html(folder / "graph.html")
-    # One level of modules fits the width of a page; the other file opens the rest.
-    drawing = inspection.svg(depth=1)
+    # One level of modules fits the width of a page; the other file opens the rest. An image keeps its styles to itself.
+    drawing = b64encode(inspection.svg(depth=1).encode()).decode()
     said = f"Proven for {runs[0].name}, with evaluations among the runs: " + "; ".join(str(proof).splitlines())
     graph = (
         '<section><figcaption><h2>The rewritten graph</h2><a href="graph.html">explore the graph</a></figcaption>'
-        f'{picture(drawing, "the rewritten graph")}<p class="note">{escape(said)}.</p></section>'
+        f'<div class="scroll graph"><img alt="the rewritten graph" src="data:image/svg+xml;base64,{drawing}"></div>'
+        f'<p class="note">{escape(said)}.</p></section>'
     )
     first, second = runs
     lead = (
         f"A small residual net on {len(load_digits().train_labels)} images of digits, trained twice for "
         f"{settings.steps} steps from the same weights on the same batches: under {first.name}, from "
-        f"{settings.q_min} to {settings.q_max} bits in {settings.cycles} cycles, and at {second.name} bits throughout."
+        f"{Q_MIN} to {Q_MAX} bits in {CYCLES} cycles, and at {second.name} bits throughout."
     )
     image = 100 / len(load_digits().test_labels)
     foot = (
@@ -241,7 +238,7 @@ def write_report(
         "precision is simulated: BitOps are counted by the published formula, and the seconds do not show the saving."
     )
     sections = [
-        table(("", *headings(settings)), [(run.name, *results(run)) for run in runs]),
+        table(HEADINGS, [(run.name, *results(run)) for run in runs]),
         *_charts(runs, settings),
         graph,
     ]
@@ -261,8 +258,8 @@ def _charts(runs: tuple[Run, Run], settings: Settings) -> list[str]:
     def bits(ax: Axes, run: Run, colour: str) -> None:
         style = "-" if run is runs[0] else "--"
         ax.stairs(run.schedule.trajectory()[:, 0], edges, baseline=None, color=colour, linestyle=style, label=run.name)
-        ax.set_ylim(settings.q_min - 0.6, settings.q_max + 0.6)
-        ax.set_yticks(range(settings.q_min, settings.q_max + 1))
+        ax.set_ylim(Q_MIN - 0.6, Q_MAX + 0.6)
+        ax.set_yticks(range(Q_MIN, Q_MAX + 1))
 
     def loss(ax: Axes, run: Run, colour: str) -> None:
         ax.plot(edges[1:], run.losses, color=colour, alpha=0.28, linewidth=0.8)
@@ -277,10 +274,10 @@ def _charts(runs: tuple[Run, Run], settings: Settings) -> list[str]:
 
     return [
         _chart("Bits", "bits", "The width of weights and activations at each step. Gradients have "
-               f"{settings.q_max} bits in both runs. Vertical lines: where a cycle starts.", bits, runs, settings),
+               f"{Q_MAX} bits in both runs. Vertical lines: where a cycle starts.", bits, runs, settings),
         _chart("Training loss", "loss", f"Cross entropy, on a logarithmic scale: the mean of {window} steps, and "
                "faintly that of each batch.", loss, runs, settings),
-        _chart("Test accuracy", "accuracy, %", f"On images not trained on, always evaluated at {settings.q_max} bits, "
+        _chart("Test accuracy", "accuracy, %", f"On images not trained on, always evaluated at {Q_MAX} bits, "
                f"with batch norm's statistics at that width. The axis starts at {floor:g} %.", accuracy,
                runs, settings),
     ]  # fmt: skip
@@ -291,17 +288,16 @@ def _chart(
 ) -> str:
     import matplotlib
 
-    with matplotlib.rc_context(figure_style.STYLE):
-        figure, (ax,) = figure_style.new(1, height=2.5)
-        for cycle in range(1, settings.cycles):
-            ax.axvline(settings.steps * cycle / settings.cycles, color=MARK, linewidth=1, zorder=0.9)
-        for run, colour in zip(runs, _COLOURS, strict=True):
+    with matplotlib.rc_context(figures.STYLE):
+        figure, (ax,) = figures.new(1, height=2.5)
+        for cycle in range(1, CYCLES):
+            ax.axvline(settings.steps * cycle / CYCLES, color=MARK, linewidth=1, zorder=0.9)
+        for run, colour in zip(runs, _COLOURS, strict=False):
             draw(ax, run, colour)
         ax.set(xlabel="step", ylabel=label, xlim=(0, settings.steps))
         ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0)
-        svg = inlined(figure_style.save(figure, "svg").decode(), title.lower().replace(" ", "-"))
-    for colour, variable in (*_COLOURS.items(), (MARK, "--mark")):
-        svg = svg.replace(colour, f"var({variable})")
+        svg = figures.save(figure, "svg").decode()
+    svg = inlined(svg, title.lower().replace(" ", "-"), title, VARIABLES | _COLOURS)
     return f'<figure><figcaption><h2>{title}</h2></figcaption>\n{svg}<p class="note">{escape(note)}</p></figure>'
 
 

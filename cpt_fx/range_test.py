@@ -84,10 +84,9 @@ class RangeTest:
     def table(self) -> Table:
         """Return the measurement as a rich table."""
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for heading in ("bits", "loss at the end", "drop", "progress", "trains"):
+        headings = ("bits", "loss at the end", "drop", "progress", "trains", "evaluated")
+        for heading in headings if self.evaluations else headings[:-1]:
             table.add_column(heading, justify="right")
-        if self.evaluations:
-            table.add_column("evaluated", justify="right")
         evaluated: list[tuple[str, ...]] = [(f"{value:.4f}",) for value in self.evaluations]
         evaluated = evaluated or [()] * (len(self.widths) + 1)
         runs = zip(self.widths, self.losses, self.drops, self.progress, evaluated[:-1], strict=True)
@@ -195,10 +194,12 @@ def range_test(
     rewritten = transform(model, Static(FULL_PRECISION), recipe=recipe, **options)
     part_of(rewritten).session.reminder.rest()
     devices = {tensor.device for tensor in model.parameters() if tensor.device.type == "cuda"}
-    with torch.random.fork_rng(devices=list(devices)), _bar(progress, (len(tried) + 1) * steps) as advance:
+    total = (len(tried) + 1) * steps
+    with torch.random.fork_rng(devices=list(devices)), bar("range test", total, shown=progress) as advance:
         torch.manual_seed(seed)
         batches = _take(data, steps)
-        full, at_last = _train(rewritten, Bits(*[FULL_PRECISION] * 3), batches, loss, make, evaluate, seed, advance)
+        train = partial(_train, rewritten, batches, loss, make, evaluate, seed, advance)
+        full, at_last = train(Bits(*[FULL_PRECISION] * 3))
         drop = _drop(full, full[0])
         if not drop > 0:  # there is nothing to compare a width with
             raise ValueError(
@@ -206,9 +207,7 @@ def range_test(
                 f"{_arrived(full):.4g} in {len(full)} steps. Pass an optimizer with another learning rate, or more "
                 "steps_per_width"
             )
-        runs = [
-            _train(rewritten, Bits(width, width, low), batches, loss, make, evaluate, seed, advance) for width in tried
-        ]
+        runs = [train(Bits(width, width, low)) for width in tried]
         losses = tuple(run for run, _ in runs)
         evaluations = (*(value for _, value in runs), at_last) if evaluate is not None else ()
     drops = tuple(_drop(curve, full[0]) for curve in losses)
@@ -218,13 +217,13 @@ def range_test(
 
 def _train(
     rewritten: nn.Module,
-    bits: Bits,
     batches: list[Any],
     loss: Loss,
     make: MakeOptimizer,
     evaluate: Evaluate | None,
     seed: int,
     advance: Advance,
+    bits: Bits,
 ) -> tuple[tuple[float, ...], float]:
     """Train a copy; return the loss of every step, which once not finite stays that way, and what `evaluate` says."""
     copied = copy.deepcopy(rewritten)
@@ -316,23 +315,23 @@ def _take(data: Iterable[Any], steps: int) -> list[Any]:
     """Return `steps` batches, starting again where the data ends early and can be started again."""
     if not isinstance(data, Iterable):
         raise TypeError(f"data must be an iterable of batches, got {type(data).__name__}")
-    batches = list(islice(iter(data), steps))
-    if not batches:
-        raise ValueError("data is empty: range_test needs batches to train on")
+    batches: list[Any] = []
     while len(batches) < steps:
-        again = list(islice(iter(data), steps - len(batches)))
-        if not again:
+        more = list(islice(iter(data), steps - len(batches)))
+        if not more and not batches:
+            raise ValueError("data is empty: range_test needs batches to train on")
+        if not more:
             raise ValueError(
                 f"data ended after {len(batches)} of steps_per_width={steps} batches and cannot be started again, like "
                 "every iterator: pass a list or a DataLoader, or fewer steps_per_width"
             )
-        batches.extend(again)
+        batches += more
     return batches
 
 
 @contextmanager
-def _bar(shown: bool, total: int) -> Iterator[Advance]:
-    """Yield a function of what runs and how many steps it made."""
-    with Progress(console=Console(stderr=True), disable=not shown) as bar:
-        task = bar.add_task("range test", total=total)
-        yield lambda label, steps: bar.update(task, description=f"range test, {label:<14}", advance=steps)
+def bar(title: str, total: int, *, shown: bool = True) -> Iterator[Advance]:
+    """Show progress on stderr; yield a function of what runs and how many steps it made."""
+    with Progress(console=Console(stderr=True), disable=not shown) as made:
+        task = made.add_task(title, total=total)
+        yield lambda label, steps: made.update(task, description=f"{title}, {label:<14}", advance=steps)

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-from base64 import b64encode
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
 
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return an HTML table whose first column names the row, with the colour of its line."""
+def table(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], *, place: str = "scroll", coloured: bool = True,
+    kind: Callable[[str, str], str] = lambda heading, cell: "",
+) -> str:  # fmt: skip
+    """Return an HTML table whose first column names the row, with the colour of its line; `kind` is a cell's class."""
     head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
-    body = "".join(
-        f'<tr><th><i class="c{index}"></i>{escape(row[0])}</th>'
-        + "".join(f"<td>{escape(cell)}</td>" for cell in row[1:])
-        + "</tr>"
-        for index, row in enumerate(rows, start=1)
-    )
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    body = ""
+    for index, (name, *cells) in enumerate(rows, start=1):
+        body += "<tr><th>" + f'<i class="c{index}"></i>' * coloured + f"{escape(name)}</th>"
+        for heading, cell in zip(headings[1:], cells, strict=True):
+            own = kind(heading, cell)
+            body += "<td" + f' class="{own}"' * bool(own) + f">{escape(cell)}</td>"
+        body += "</tr>"
+    return f'<div class="{place}"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def picture(svg: str, alt: str) -> str:
-    """Embed a foreign SVG as an image, so that its styles and the page's cannot meet."""
-    data = b64encode(svg.encode()).decode()
-    return f'<div class="scroll graph"><img alt="{escape(alt)}" src="data:image/svg+xml;base64,{data}"></div>'
+def inlined(svg: str, name: str, title: str, colours: Mapping[str, str]) -> str:
+    """Return a drawing for a page that holds several: its ids are its own, its `colours` those that the page names."""
+    svg = svg[svg.index("<svg") :]
+    # Inside a page the drawing's style element would be everyone's; what it sets are the lines' joins.
+    svg = re.sub(r"<metadata>.*?</metadata>|<defs>\s*<style[^>]*>.*?</style>\s*</defs>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)
+    head = rf'<svg style="stroke-linejoin: round; stroke-linecap: butt" viewBox="\1" role="img" aria-label="{title}">'
+    svg = re.sub(r'<svg\b[^>]*?viewBox="([^"]*)"[^>]*>', head, svg)
+    for colour, variable in colours.items():
+        svg = re.sub(re.escape(colour), f"var({variable})", svg, flags=re.IGNORECASE)
+    return svg
 
 
 def page(title: str, lead: str, sections: Sequence[str], foot: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
-from cpt_fx.study.machine import processor, versions
+from cpt_fx.study.training import processor, versions
 
 PACKAGES = ("cpt_fx", "torch", "transformers", "torchao", "brevitas")
 

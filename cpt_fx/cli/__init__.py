@@ -9,7 +9,7 @@ import traceback
 import warnings
 from collections.abc import Sequence
 
-from cpt_fx.cli import demo, export, models, planning, study
+from cpt_fx.cli import export, models, planning, study
 from cpt_fx.cli.common import UsageError
 
 DESCRIPTION = "Low-precision training as a compiler pass: plan a schedule, rewrite a model, look at the result."
@@ -34,11 +34,8 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"cpt-fx {vars(sys.modules['cpt_fx'])['__version__']}")
     top.add_argument("--traceback", action="store_true", help="show where an error came from")
     commands = top.add_subparsers(title="commands", metavar="COMMAND")
-    demo.add(commands)
-    planning.add(commands)
-    models.add(commands)
-    export.add(commands)
-    study.add(commands)
+    for add in (models.add_demo, planning.add, models.add, export.add, study.add):
+        add(commands)
     return top
 
 

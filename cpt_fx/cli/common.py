@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from inspect import cleandoc
+from pathlib import Path
 from typing import Any
 
 from cpt_fx.errors import check_choice
@@ -18,17 +21,28 @@ class UsageError(Exception):
     """The command was called wrongly: exit code 2."""
 
 
-def command(
-    commands: Commands, name: str, run: Callable[[argparse.Namespace], None], summary: str, text: str, example: str
-) -> argparse.ArgumentParser:
-    """Declare a subcommand with a summary for the list, a text and an example for its own help."""
+@contextmanager
+def told_as_usage() -> Iterator[None]:
+    """Turn what a function says of its arguments into a wrong call of the command."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error)) from error
+
+
+def check_folder(flag: str, path: Path | None) -> None:
+    """Refuse a file where a folder is wanted."""
+    if path is not None and path.exists() and not path.is_dir():
+        raise UsageError(f"{flag} must be a directory, {path} is a file")
+
+
+def command(commands: Commands, name: str, run: Callable[[argparse.Namespace], None]) -> argparse.ArgumentParser:
+    """Declare a subcommand. The docstring of `run` is its help: a summary for the list, a text and an example."""
+    summary, text, example = (*cleandoc(run.__doc__ or "").split("\n\n"), "", "")[:3]
     made: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=summary,
-        description=text,
-        epilog=f"example:\n  {example}",
+        name, help=summary[:1].lower() + summary[1:].rstrip("."), description=text, epilog=example,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    )  # fmt: skip
     made.set_defaults(run=run)
     return made
 
@@ -52,6 +66,14 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], words: i
     show(table)
 
 
+def answer(options: argparse.Namespace, data: Callable[[], object], shown: object) -> None:
+    """Print data with --json, else something of rich."""
+    if options.json:
+        print_json(data())
+    else:
+        show(shown)
+
+
 def show(renderable: object) -> None:
     """Print something of rich. In a pipe, lines are as long as they need to be: nobody wraps them there."""
     from rich.console import Console
@@ -72,6 +94,11 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print data instead of a table")
 
 
+def add_schedule(parser: argparse.ArgumentParser) -> None:
+    """Add --schedule."""
+    parser.add_argument("--schedule", type=schedule_name, default="CR", metavar="NAME", help="(default: %(default)s)")
+
+
 def add_range(parser: argparse.ArgumentParser) -> None:
     """Add the options that every schedule has."""
     group = parser.add_argument_group("schedule")
@@ -84,16 +111,8 @@ def add_range(parser: argparse.ArgumentParser) -> None:
 
 def build_schedule(name: str, options: argparse.Namespace) -> Schedule:
     """Build the schedule that the options describe; "static" is q_max throughout."""
-    try:
+    with told_as_usage():
         if name == "static":
             return Static(options.q_max, options.q_grad, total_steps=options.steps)
-        return named(
-            name,
-            q_min=options.q_min,
-            q_max=options.q_max,
-            total_steps=options.steps,
-            cycles=options.cycles,
-            q_grad=options.q_grad,
-        )
-    except (TypeError, ValueError) as error:
-        raise UsageError(str(error)) from error
+        low, high, steps = options.q_min, options.q_max, options.steps
+        return named(name, q_min=low, q_max=high, total_steps=steps, cycles=options.cycles, q_grad=options.q_grad)

@@ -8,16 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cpt_fx.cli.common import (
-    Commands,
-    UsageError,
-    add_json,
-    build_schedule,
-    command,
-    print_json,
-    print_table,
-    show,
-)
+from cpt_fx.cli import common
+from cpt_fx.cli.common import Commands, UsageError, build_schedule, command, print_json, print_table
 from cpt_fx.cli.models import RECIPE, add_model, load, model_and_inputs
 
 if TYPE_CHECKING:
@@ -33,74 +25,32 @@ OPTIMIZERS = ("sgd", "adam", "adamw")
 
 def add(commands: Commands) -> None:
     """Declare the subcommand and its own subcommands."""
-    top = command(
-        commands,
-        "export",
-        _help,
-        "write a model as ONNX, or for training in ONNX Runtime",
-        "Write a transformed model for ONNX and ONNX Runtime, say beforehand what is exact, and look at what is\n"
-        "installed. The packages that this needs are extras: `cpt-fx export doctor` says which are missing.",
-        "cpt-fx export doctor",
-    )
+    top = command(commands, "export", run_export)
     top.set_defaults(parser=top)
     targets = top.add_subparsers(title="targets", metavar="TARGET")
-    made = _model_command(
-        targets, "onnx", run_onnx, "one file that any ONNX Runtime runs",
-        "Write a model as it evaluates, each quantizer as one node. Widths are inputs of the file, or fixed by --bits.",
-        "cpt-fx export onnx mypackage.models:make model.onnx --bits 8", output="FILE",
-    )  # fmt: skip
+    made = _model_command(targets, "onnx", run_onnx, output="FILE")
     made.add_argument("--bits", type=int, metavar="N", help="fix all widths (default: they are inputs)")
-    made = _model_command(
-        targets, "qdq", run_qdq, "one file of standard QuantizeLinear and DequantizeLinear",
-        "Write a model for deployment, in operators that every backend knows. Prints what differs from the model.",
-        "cpt-fx export qdq mypackage.models:trained model.onnx --bits 8", output="FILE",
-    )  # fmt: skip
+    made = _model_command(targets, "qdq", run_qdq, output="FILE")
     made.add_argument("--bits", type=int, default=8, metavar="N", help="width (default: %(default)s)")
-    made = _model_command(
-        targets, "ort-training", run_training, "a directory that cpt_fx.ort.Trainer trains",
-        "Write training, evaluation and optimizer graphs, and a checkpoint. Any schedule may drive the training.",
-        "cpt-fx export ort-training mypackage.models:make directory --loss cross_entropy --optimizer adamw --lr 1e-3",
-        output="DIRECTORY",
-    )  # fmt: skip
-    made.add_argument(
-        "--loss", choices=LOSSES, default=LOSSES[0], help="(%(default)s); none: the model returns its loss"
-    )
+    made = _model_command(targets, "ort-training", run_training, output="DIRECTORY")
+    returned = "(%(default)s); none: the model returns its loss"
+    made.add_argument("--loss", choices=LOSSES, default=LOSSES[0], help=returned)
     made.add_argument("--optimizer", choices=OPTIMIZERS, default=OPTIMIZERS[0], help="(default: %(default)s)")
     made.add_argument("--lr", type=float, metavar="RATE", help="learning rate (default: torch's)")
     made.add_argument("--momentum", type=float, metavar="M", help="of sgd (default: none)")
     made.add_argument("--weight-decay", type=float, metavar="W", help="(default: torch's)")
-    _model_command(
-        targets, "report", run_report, "what is exact, approximated or refused",
-        "Say for every target and layer what an export would do, without writing anything.",
-        "cpt-fx export report mypackage.models:make", output="",
-    )  # fmt: skip
-    made = command(
-        targets,
-        "doctor",
-        run_doctor,
-        "what is installed, what works, what is missing",
-        "Look at the packages that exports need, and at CUDA, and say how to mend what does not work. The exit code\n"
-        "is 1 where models cannot be exported for training.",
-        "cpt-fx export doctor --json",
-    )
-    add_json(made)
-    made = command(
-        targets,
-        "inspect",
-        run_inspect,
-        "what an exported directory holds",
-        "Show what a directory of `cpt-fx export ort-training` holds, and whether its files are as they were written.",
-        "cpt-fx export inspect directory",
-    )
+    _model_command(targets, "report", run_report)
+    common.add_json(command(targets, "doctor", run_doctor))
+    made = command(targets, "inspect", run_inspect)
     made.add_argument("directory", type=Path, metavar="DIRECTORY")
-    add_json(made)
+    common.add_json(made)
 
 
 def _model_command(
-    targets: Commands, name: str, run: Callable[[argparse.Namespace], None], summary: str, text: str, example: str, *,
-    output: str,
-) -> argparse.ArgumentParser:  # fmt: skip
-    made = command(targets, name, run, summary, f"{text}\n{MODEL}", example)
+    targets: Commands, name: str, run: Callable[[argparse.Namespace], None], output: str = ""
+) -> argparse.ArgumentParser:
+    made = command(targets, name, run)
+    made.description = f"{made.description}\n{MODEL}"
     add_model(made)
     if output:
         made.add_argument("output", type=Path, metavar=output, help="what to write")
@@ -112,12 +62,26 @@ def _model_command(
 # Exports are imported before the model is made, which may take its time: the import says which packages are missing.
 
 
-def _help(options: argparse.Namespace) -> None:
+def run_export(options: argparse.Namespace) -> None:
+    """Write a model as ONNX, or for training in ONNX Runtime.
+
+    Write a transformed model for ONNX and ONNX Runtime, say beforehand what is exact, and look at what is
+    installed. The packages that this needs are extras: `cpt-fx export doctor` says which are missing.
+
+    example:
+      cpt-fx export doctor
+    """
     raise UsageError(f"name a target, as in `cpt-fx export doctor`\n{options.parser.format_usage()}")
 
 
 def run_onnx(options: argparse.Namespace) -> None:
-    """Write one ONNX file."""
+    """One file that any ONNX Runtime runs.
+
+    Write a model as it evaluates, each quantizer as one node. Widths are inputs of the file, or fixed by --bits.
+
+    example:
+      cpt-fx export onnx mypackage.models:make model.onnx --bits 8
+    """
     from cpt_fx.export import onnx
 
     result, inputs = _transformed(options)
@@ -126,7 +90,13 @@ def run_onnx(options: argparse.Namespace) -> None:
 
 
 def run_qdq(options: argparse.Namespace) -> None:
-    """Write one QDQ file, and print what differs."""
+    """One file of standard QuantizeLinear and DequantizeLinear.
+
+    Write a model for deployment, in operators that every backend knows. Prints what differs from the model.
+
+    example:
+      cpt-fx export qdq mypackage.models:trained model.onnx --bits 8
+    """
     from cpt_fx.export import qdq
 
     result, inputs = _transformed(options)
@@ -135,7 +105,13 @@ def run_qdq(options: argparse.Namespace) -> None:
 
 
 def run_training(options: argparse.Namespace) -> None:
-    """Write a directory for training."""
+    """A directory that cpt_fx.ort.Trainer trains.
+
+    Write training, evaluation and optimizer graphs, and a checkpoint. Any schedule may drive the training.
+
+    example:
+      cpt-fx export ort-training mypackage.models:make directory --loss cross_entropy --optimizer adamw --lr 1e-3
+    """
     if options.momentum is not None and options.optimizer != "sgd":
         raise UsageError(f"--momentum is for --optimizer sgd, got {options.optimizer}")
     from cpt_fx.export import ort_training
@@ -147,32 +123,45 @@ def run_training(options: argparse.Namespace) -> None:
 
 
 def run_report(options: argparse.Namespace) -> None:
-    """Print what exports would do."""
+    """What is exact, approximated or refused.
+
+    Say for every target and layer what an export would do, without writing anything.
+
+    example:
+      cpt-fx export report mypackage.models:make
+    """
     from cpt_fx.export import report
 
     found = report(*_transformed(options))
-    if options.json:
-        print_json(found.to_dict())
-    else:
-        show(found)
+    common.answer(options, found.to_dict, found)
 
 
 def run_doctor(options: argparse.Namespace) -> None:
-    """Print what works here; fail where training cannot."""
+    """What is installed, what works, what is missing.
+
+    Look at the packages that exports need, and at CUDA, and say how to mend what does not work. The exit code
+    is 1 where models cannot be exported for training.
+
+    example:
+      cpt-fx export doctor --json
+    """
     from cpt_fx.export.doctor import TRAIN, examine
     from cpt_fx.export.environment import PackageError
 
     found = examine()
-    if options.json:
-        print_json(found.to_dict())
-    else:
-        show(found)
+    common.answer(options, found.to_dict, found)
     if not found.findings[TRAIN].works:
         raise PackageError(f"models cannot be exported for training here: {found.findings[TRAIN].problem}")
 
 
 def run_inspect(options: argparse.Namespace) -> None:
-    """Print what a directory holds."""
+    """What an exported directory holds.
+
+    Show what a directory of `cpt-fx export ort-training` holds, and whether its files are as they were written.
+
+    example:
+      cpt-fx export inspect directory
+    """
     _print_directory(options.directory, options.json)
 
 
@@ -214,10 +203,8 @@ def _optimizer(options: argparse.Namespace, result: nn.Module) -> Any:
     import torch
 
     kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
-    try:
+    with common.told_as_usage():
         return kinds[options.optimizer](result.parameters(), **given)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
 
 
 def _print_file(options: argparse.Namespace, **more: Any) -> None:

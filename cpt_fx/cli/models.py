@@ -1,4 +1,4 @@
-"""`cpt-fx inspect` and `range-test`: what is said about a model, which a Python reference leads to."""
+"""`cpt-fx demo`, and what is said about a model that a Python reference leads to: `inspect` and `range-test`."""
 
 from __future__ import annotations
 
@@ -8,18 +8,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cpt_fx.cli.common import (
-    Commands,
-    UsageError,
-    add_json,
-    add_range,
-    build_schedule,
-    command,
-    print_json,
-    schedule_name,
-    show,
-)
-from cpt_fx.study.function import imported, named
+from cpt_fx.cli import common
+from cpt_fx.cli.common import Commands, UsageError, build_schedule, command, print_json, print_table
+from cpt_fx.study.training import imported, named
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,42 +18,33 @@ if TYPE_CHECKING:
     from cpt_fx.inspection import Inspection, Verification
 
 RECIPE = "default"
+FAST_STEPS = 80
+
+
+def add_demo(commands: Commands) -> None:
+    """Declare the subcommand that needs no model of yours."""
+    made = command(commands, "demo", run_demo)
+    made.add_argument("--fast", action="store_true", help=f"{FAST_STEPS} steps: a few seconds, to see that it runs")
+    folder = Path("cpt-fx-demo")
+    made.add_argument("--output", type=Path, default=folder, metavar="DIR", help="where the report goes (%(default)s)")
+    common.add_schedule(made)
+    made.add_argument("--steps", type=int, metavar="N", help="training steps of each run (default: 1600)")
+    made.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (default: %(default)s)")
+    common.add_json(made)
 
 
 def add(commands: Commands) -> None:
-    """Declare the subcommands."""
-    made = command(
-        commands,
-        "inspect",
-        run_inspect,
-        "what is quantized in a model, and what is not",
-        "Transform a model and show its quantizers. The callable takes no arguments and returns a model, or\n"
-        "(model, example_inputs); with inputs, a trial run proves that every quantizer quantizes.",
-        "cpt-fx inspect mypackage.models:make --schedule CR --html graph.html",
-    )
+    """Declare the others."""
+    made = command(commands, "inspect", run_inspect)
     add_model(made)
     made.add_argument("--html", type=Path, metavar="FILE", help="write a page on which the graph can be explored")
     made.add_argument("--svg", type=Path, metavar="FILE", help="write a drawing of the graph")
-    made = command(
-        commands,
-        "range-test",
-        run_range_test,
-        "find q_min for a model and its data",
-        "Train copies of a model for a few steps at each width, and report the smallest one that makes progress.\n"
-        "The callable takes no arguments and returns (model, data) or (model, data, loss): data is a list or a\n"
-        "DataLoader of batches, loss a function of the model and a batch (default: cross entropy of (x, labels)).",
-        "cpt-fx range-test mypackage.training:make --widths 2 8 --threshold 0.9",
-    )
+    made = command(commands, "range-test", run_range_test)
     add_model(made, scheduled=False)
     made.add_argument("--widths", type=int, nargs=2, default=(2, 8), metavar=("LOW", "HIGH"), help="(default: 2 8)")
     made.add_argument("--steps", type=int, default=50, metavar="N", help="steps at each width (default: %(default)s)")
-    made.add_argument(
-        "--threshold",
-        type=float,
-        default=0.8,
-        metavar="SHARE",
-        help="of the progress in full precision that counts (default: %(default)s)",
-    )
+    counts = "of the progress in full precision that counts (default: %(default)s)"
+    made.add_argument("--threshold", type=float, default=0.8, metavar="SHARE", help=counts)
     made.add_argument("--gradient", type=int, default=8, metavar="BITS", help="width of gradients (%(default)s)")
     made.add_argument("--seed", type=int, default=0, metavar="N", help="(default: %(default)s)")
     made.add_argument("--plot", type=Path, metavar="FILE", help="draw the losses (needs matplotlib)")
@@ -70,23 +52,58 @@ def add(commands: Commands) -> None:
 
 def add_model(parser: argparse.ArgumentParser, *, scheduled: bool = True) -> None:
     """Add the reference to a model, the options of its transformation, and --json."""
-    parser.add_argument(
-        "model", metavar="REFERENCE", help="package.module:callable, from the current folder or installed"
-    )
+    place = "package.module:callable, from the current folder or installed"
+    parser.add_argument("model", metavar="REFERENCE", help=place)
     if scheduled:
-        parser.add_argument(
-            "--schedule", type=schedule_name, default="CR", metavar="NAME", help="(default: %(default)s)"
-        )
-        add_range(parser)
+        common.add_schedule(parser)
+        common.add_range(parser)
     parser.add_argument("--recipe", default=RECIPE, metavar="NAME", help="preset of formats (default: %(default)s)")
-    parser.add_argument(
-        "--exclude", action="append", default=[], metavar="NAME", help="module or glob left alone; may be repeated"
-    )
-    add_json(parser)
+    alone = "module or glob left alone; may be repeated"
+    parser.add_argument("--exclude", action="append", default=[], metavar="NAME", help=alone)
+    common.add_json(parser)
+
+
+def run_demo(options: argparse.Namespace) -> None:
+    """Train a small net under a schedule and under static q_max.
+
+    Train a small residual net on real images, once under a schedule and once under static q_max. Takes about a
+    minute on two cores and downloads nothing; ends with a table and an HTML report.
+    Needs scikit-learn and matplotlib: pip install "cpt_fx[demo]".
+
+    example:
+      cpt-fx demo --schedule RR --seed 1 --output report
+    """
+    common.check_folder("--output", options.output)
+    from cpt_fx import demo
+    from cpt_fx.inspection import inspect
+    from cpt_fx.range_test import bar
+
+    steps = FAST_STEPS if options.fast else demo.Settings.steps
+    steps = steps if options.steps is None else options.steps
+    with common.told_as_usage():
+        settings = demo.Settings(schedule=options.schedule, seed=options.seed, steps=steps)
+    with bar("demo", 2 * steps) as advance:
+        runs = demo.run_demo(settings, advance)
+    inspection = inspect(runs[0].model)
+    proof = inspection.verify()
+    path = demo.write_report(runs, settings, inspection, proof, options.output)
+    if options.json:
+        print_json({"runs": [one.to_dict() for one in runs], "proof": proof.to_dict(), "report": str(path)})
+        return
+    print_table(demo.HEADINGS, [(one.name, *demo.results(one)) for one in runs])
+    print(f"proven for {runs[0].name}, with evaluations among the runs: {proof}")
+    print(f"report: {path}")
 
 
 def run_inspect(options: argparse.Namespace) -> None:
-    """Print an inspection."""
+    """What is quantized in a model, and what is not.
+
+    Transform a model and show its quantizers. The callable takes no arguments and returns a model, or
+    (model, example_inputs); with inputs, a trial run proves that every quantizer quantizes.
+
+    example:
+      cpt-fx inspect mypackage.models:make --schedule CR --html graph.html
+    """
     schedule = build_schedule(options.schedule, options)
     model, inputs = model_and_inputs(options.model, load(options.model))
     from cpt_fx.api import transform
@@ -106,47 +123,41 @@ def run_inspect(options: argparse.Namespace) -> None:
     if options.json:
         print_json(_plain(inspection, proof))
         return
-    show(inspection)
+    common.show(inspection)
     if proof is not None:
         print(f"{'proven' if proof.proven else 'not all proven'}, by a trial run: {proof}")
 
 
 def run_range_test(options: argparse.Namespace) -> None:
-    """Run a range test and print what it measured."""
+    """Find q_min for a model and its data.
+
+    Train copies of a model for a few steps at each width, and report the smallest one that makes progress.
+    The callable takes no arguments and returns (model, data) or (model, data, loss): data is a list or a
+    DataLoader of batches, loss a function of the model and a batch (default: cross entropy of (x, labels)).
+
+    example:
+      cpt-fx range-test mypackage.training:make --widths 2 8 --threshold 0.9
+    """
     low, high = options.widths
     if low > high:
         raise UsageError(f"--widths takes the lowest width first, got {low} {high}")
     from cpt_fx.range_test import check_settings, default_loss, range_test
 
     widths = range(low, high + 1)
-    try:
+    with common.told_as_usage():
         check_settings(widths, options.steps, options.threshold, options.gradient, options.seed)
-    except (TypeError, ValueError) as error:
-        raise UsageError(str(error)) from error
     made = load(options.model)
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise ValueError(f"{options.model} must return (model, data) or (model, data, loss), got {_kind(made)}")
     model, data, loss = made if len(made) == 3 else (*made, default_loss)
     result = range_test(
-        model,
-        data,
-        loss=loss,
-        widths=widths,
-        steps_per_width=options.steps,
-        threshold=options.threshold,
-        gradient=options.gradient,
-        recipe=options.recipe,
-        exclude=options.exclude,
-        seed=options.seed,
-        progress=True,
-    )
+        model, data, loss=loss, widths=widths, steps_per_width=options.steps, threshold=options.threshold,
+        gradient=options.gradient, recipe=options.recipe, exclude=options.exclude, seed=options.seed,
+    )  # fmt: skip
     if options.plot is not None:
         result.plot(options.plot)
         print(f"wrote {options.plot}", file=sys.stderr)
-    if options.json:
-        print_json(result.to_dict())
-    else:
-        show(result)
+    common.answer(options, result.to_dict, result)
 
 
 def load(reference: str) -> Any:

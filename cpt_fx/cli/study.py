@@ -9,101 +9,47 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cpt_fx.cli.common import Commands, UsageError, add_json, command, print_json, print_table
-from cpt_fx.study.cells import Cell, Setting, plan
-from cpt_fx.study.critical_periods import periods
+from cpt_fx.cli import common
+from cpt_fx.cli.common import Commands, UsageError, command, print_json, print_table
+from cpt_fx.study.cells import Cell, Setting, periods, plan
 from cpt_fx.study.engines import Engine
-from cpt_fx.study.progress import describe, last_line
-from cpt_fx.study.running import Study, carry_out, load
+from cpt_fx.study.records import said
+from cpt_fx.study.running import Study, carry_out, describe, load
 
 TRAIN = "the training function, as file.py:name or package.module:name"
 
 
 def add(commands: Commands) -> None:
     """Declare the subcommand and its own subcommands."""
-    top = command(
-        commands,
-        "study",
-        _help,
-        "train one task under many schedules, and compare them",
-        "Train one task under many schedules, seeds and ranges of bits. Every result is kept in one file as it comes:\n"
-        "a study that is stopped, or killed, goes on where it was when the same command is given again.",
-        "cpt-fx study status study.sqlite",
-    )
+    top = command(commands, "study", run_study)
     top.set_defaults(parser=top)
     actions = top.add_subparsers(title="actions", metavar="ACTION")
-    made = command(
-        actions,
-        "run",
-        run_run,
-        "compare schedules",
-        "Train a task under each schedule, for each pair of bits and each seed. The function takes the schedule and,\n"
-        "if it likes, the seed; it trains from nothing, and returns a number or a dict of numbers.",
-        "cpt-fx study run my.py:train --store study.sqlite --steps 800 --seeds 3 --bits 3,8 --workers 2 --out report",
-    )
+    made = command(actions, "run", run_run)
     _add_common(made)
-    made.add_argument(
-        "--schedules",
-        type=_words,
-        metavar="NAMES",
-        help='such as "CR,RR,static,static 6" (default: the ten, static q_max, static q_min, full precision)',
-    )
-    made.add_argument(
-        "--bits",
-        type=_pair,
-        action="append",
-        metavar="MIN,MAX",
-        help="q_min and q_max; may be repeated (default: 3,8)",
-    )
-    made = command(
-        actions,
-        "critical",
-        run_critical,
-        "look for critical learning periods",
-        "Does low precision early in training do harm that lasts? Four experiments: low precision in the first steps\n"
-        "(deficit); a window of it that moves along training (window); RTV against ETV, which cost the same but begin\n"
-        "high and low (first-cycle); and schedules that start later, the remedy (delayed).",
-        "cpt-fx study critical my.py:train --store study.sqlite --steps 800 --deficits 0,100,200 --seeds 3",
-    )
+    names = 'such as "CR,RR,static,static 6" (default: the ten, static q_max, static q_min, full precision)'
+    made.add_argument("--schedules", type=_words, metavar="NAMES", help=names)
+    pair = "q_min and q_max; may be repeated (default: 3,8)"
+    made.add_argument("--bits", type=_pair, action="append", metavar="MIN,MAX", help=pair)
+    made = command(actions, "critical", run_critical)
     _add_common(made)
     group = made.add_argument_group("experiments")
     group.add_argument("--q-min", type=int, default=3, metavar="BITS", help="low precision (default: %(default)s)")
     group.add_argument("--q-max", type=int, default=8, metavar="BITS", help="high precision (default: %(default)s)")
     group.add_argument("--experiments", type=_words, metavar="NAMES", help="some of the four (default: all)")
-    group.add_argument(
-        "--deficits", type=_numbers, metavar="STEPS", help="lengths (default: 0, and 1/8, 1/4, 1/2 of --steps)"
-    )
-    group.add_argument(
-        "--constant-length",
-        action="store_false",
-        dest="lengthen",
-        help="runs with a deficit are no longer than others (default: longer by it, as published)",
-    )
+    lengths = "lengths (default: 0, and 1/8, 1/4, 1/2 of --steps)"
+    group.add_argument("--deficits", type=_numbers, metavar="STEPS", help=lengths)
+    equal = "runs with a deficit are no longer than others (default: longer by it, as published)"
+    group.add_argument("--constant-length", action="store_false", dest="lengthen", help=equal)
     group.add_argument("--window", type=int, metavar="N", help="length of the window (default: 1/4 of --steps)")
     group.add_argument("--starts", type=_numbers, metavar="STEPS", help="where it begins (default: each 1/8, to 1/2)")
     group.add_argument("--delayed", type=_words, metavar="NAMES", help="schedules to delay (default: RR,RTH)")
     group.add_argument("--delays", type=_numbers, metavar="STEPS", help="how long (default: 1/8 and 1/4 of --steps)")
-    made = command(
-        actions,
-        "report",
-        run_report,
-        "write tables and figures",
-        "Write what a store holds as CSV, Markdown, figures and one page of HTML. A study that still runs can be\n"
-        "reported on as far as it is.",
-        "cpt-fx study report study.sqlite --out report",
-    )
+    made = command(actions, "report", run_report)
     _add_store(made)
     made.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the report goes")
-    made = command(
-        actions,
-        "status",
-        run_status,
-        "how far a study is, and what failed",
-        "Show how many cells of each study are done, failed and open, and why cells failed.",
-        "cpt-fx study status study.sqlite --json",
-    )
+    made = command(actions, "status", run_status)
     _add_store(made)
-    add_json(made)
+    common.add_json(made)
 
 
 def _add_store(parser: argparse.ArgumentParser) -> None:
@@ -121,14 +67,9 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seeds", type=_seeds, default=3, metavar="N", help="how many, or a list as in 0,1,5 (3)")
     group.add_argument("--cycles", type=int, default=8, metavar="N", help="cycles of a schedule (default: %(default)s)")
     group.add_argument("--q-grad", type=int, metavar="BITS", help="width of gradients (default: q_max)")
+    given = "an argument of the training function; may be repeated"
     group.add_argument(
-        "--set",
-        type=_assignment,
-        action="append",
-        default=[],
-        dest="options",
-        metavar="NAME=VALUE",
-        help="an argument of the training function; may be repeated",
+        "--set", type=_assignment, action="append", default=[], dest="options", metavar="NAME=VALUE", help=given
     )
     group.add_argument("--metric", metavar="NAME", help="what to compare of all it returns (default: the first)")
     group.add_argument(
@@ -142,20 +83,43 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--gpus", type=float, default=0, metavar="N", help="GPUs that Ray reserves for each cell")
     group.add_argument("--quiet", action="store_true", help="show no progress")
-    add_json(parser)
+    common.add_json(parser)
 
 
-def _help(options: argparse.Namespace) -> None:
+def run_study(options: argparse.Namespace) -> None:
+    """Train one task under many schedules, and compare them.
+
+    Train one task under many schedules, seeds and ranges of bits. Every result is kept in one file as it comes:
+    a study that is stopped, or killed, goes on where it was when the same command is given again.
+
+    example:
+      cpt-fx study status study.sqlite
+    """
     raise UsageError(f"name an action, as in `cpt-fx study status`\n{options.parser.format_usage()}")
 
 
 def run_run(options: argparse.Namespace) -> None:
-    """Compare schedules."""
+    """Compare schedules.
+
+    Train a task under each schedule, for each pair of bits and each seed. The function takes the schedule and,
+    if it likes, the seed; it trains from nothing, and returns a number or a dict of numbers.
+
+    example:
+      cpt-fx study run my.py:train --store study.sqlite --steps 800 --seeds 3 --bits 3,8 --workers 2 --out report
+    """
     _carry_out(options, plan, schedules=options.schedules, bits=options.bits or [(3, 8)])
 
 
 def run_critical(options: argparse.Namespace) -> None:
-    """Look for critical learning periods."""
+    """Look for critical learning periods.
+
+    Does low precision early in training do harm that lasts? Four experiments: low precision in the first steps
+    (deficit); a window of it that moves along training (window); RTV against ETV, which cost the same but begin
+    high and low (first-cycle); and schedules that start later, the remedy (delayed).
+
+    example:
+      cpt-fx study critical my.py:train --store study.sqlite --steps 800 --deficits 0,100,200 --seeds 3
+    """
     given = ("q_min", "q_max", "experiments", "deficits", "lengthen", "window", "starts", "delayed", "delays")
     more = {name: getattr(options, name) for name in given if getattr(options, name) is not None}
     _carry_out(options, periods, **more)
@@ -163,18 +127,16 @@ def run_critical(options: argparse.Namespace) -> None:
 
 def _carry_out(options: argparse.Namespace, planner: Callable[..., list[Cell]], **more: Any) -> None:
     """Run a study, write its report, and fail where cells did."""
-    _check_folder(options.out)
+    common.check_folder("--out", options.out)
     names = [name for name, _ in options.options]
     repeated = [name for name, count in Counter(names).items() if count > 1]
     if repeated:
         raise UsageError(f"--set gives {repeated[0]} more than once")
-    common = {name: getattr(options, name) for name in ("name", "seeds", "cycles", "q_grad", "better", "metric")}
-    try:
+    given = {name: getattr(options, name) for name in ("name", "seeds", "cycles", "q_grad", "better", "metric")}
+    with common.told_as_usage():
         engine = Engine(options.workers, options.threads, options.ray, options.gpus)
-        setting = Setting(options.train, total_steps=options.steps, options=dict(options.options), **common)
+        setting = Setting(options.train, total_steps=options.steps, options=dict(options.options), **given)
         cells = planner(setting, **more)
-    except (TypeError, ValueError) as error:
-        raise UsageError(str(error)) from error
     study = carry_out(setting, cells, options.store, engine, not options.quiet)
     files = {} if options.out is None else {key: str(path) for key, path in study.write(options.out).items()}
     count = _show(options, study, files=files)
@@ -185,20 +147,28 @@ def _carry_out(options: argparse.Namespace, planner: Callable[..., list[Cell]], 
         raise RuntimeError(f"{count} cell{'s' * (count != 1)} failed; the same command tries again")
 
 
-def _check_folder(path: Path | None) -> None:
-    if path is not None and path.exists() and not path.is_dir():
-        raise UsageError(f"--out must be a directory, {path} is a file")
-
-
 def run_report(options: argparse.Namespace) -> None:
-    """Write a report."""
-    _check_folder(options.out)
+    """Write tables and figures.
+
+    Write what a store holds as CSV, Markdown, figures and one page of HTML. A study that still runs can be
+    reported on as far as it is.
+
+    example:
+      cpt-fx study report study.sqlite --out report
+    """
+    common.check_folder("--out", options.out)
     for path in load(options.store, options.name).write(options.out).values():
         print(f"wrote {path}")
 
 
 def run_status(options: argparse.Namespace) -> None:
-    """Show how far studies are."""
+    """How far a study is, and what failed.
+
+    Show how many cells of each study are done, failed and open, and why cells failed.
+
+    example:
+      cpt-fx study status study.sqlite --json
+    """
     _show(options, load(options.store, options.name))
 
 
@@ -217,7 +187,7 @@ def _show(options: argparse.Namespace, study: Study, **more: object) -> int:
             for (name, experiment), counts in found.items()
         ],
         "failed": [
-            {"name": one.study, "cell": describe(one), "reason": last_line(one.error), "traceback": one.error}
+            {"name": one.study, "cell": describe(one), "reason": said(one.error), "traceback": one.error}
             for one in failed
         ],
     }

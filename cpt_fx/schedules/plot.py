@@ -23,8 +23,13 @@ def plot_schedule(
     if not len(bits):
         raise ValueError("length must be at least 1 to plot a schedule, got 0")
     values = schedule._values(schedule._within_run(np.arange(len(bits), dtype=np.int64)))
-    ax = _axes(shown=path is None) if ax is None else ax
-    from matplotlib.ticker import MaxNLocator  # there, or the line above has raised
+    if ax is None:
+        ax = new_figure(8, 3).subplots()
+        if path is None:
+            from matplotlib import pyplot  # there, or the line above has raised
+
+            ax = pyplot.subplots(figsize=(8, 3), layout="constrained")[1]
+    from matplotlib.ticker import MaxNLocator
 
     # One edge more than steps: a step's bits hold from its start to the start of the next.
     edges = np.arange(len(bits) + 1)
@@ -47,19 +52,13 @@ def plot_schedule(
     return ax
 
 
-def new_figure(width: float, height: float) -> "Figure":
+def new_figure(width: float, height: float, *, dpi: int = 150) -> "Figure":
     """Return a figure that pyplot does not know: it opens no window, and is freed when it is saved."""
     try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError('plotting needs matplotlib: pip install "cpt_fx[viz]"') from error
-    return Figure(figsize=(width, height), dpi=150, layout="constrained")
-
-
-def _axes(*, shown: bool) -> "Axes":
-    figure = new_figure(8, 3)
-    if shown:
-        from matplotlib import pyplot
-
-        return pyplot.subplots(figsize=(8, 3), layout="constrained")[1]
-    return figure.subplots()
+    figure = Figure(figsize=(width, height), dpi=dpi, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure

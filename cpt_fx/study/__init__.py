@@ -9,8 +9,8 @@ def train(schedule, seed):     # your own training, from nothing
 study.run(train, store="study.sqlite", total_steps=800).write("report")
 """
 
-from cpt_fx.study.critical_periods import EXPERIMENTS, critical
+from cpt_fx.study.cells import PERIODS as EXPERIMENTS
 from cpt_fx.study.records import Record
-from cpt_fx.study.running import Study, load, run
+from cpt_fx.study.running import Study, critical, load, run
 
 __all__ = ["EXPERIMENTS", "Record", "Study", "critical", "load", "run"]

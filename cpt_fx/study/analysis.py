@@ -124,11 +124,8 @@ def against(one: Values, other: Values) -> Estimate | None:
     """Return the mean of one minus that of the other; paired by seed where both have the same seeds."""
     if not one.values or not other.values:
         return None
-    seeds = sorted(one.values)
-    if seeds == sorted(other.values):
-        pairs = [one.values[seed] for seed in seeds], [other.values[seed] for seed in seeds]
-        return statistics.difference(*pairs, paired=True)
-    return statistics.difference(list(one.values.values()), list(other.values.values()), paired=False)
+    first, second = ([each.values[seed] for seed in sorted(each.values)] for each in (one, other))
+    return statistics.difference(first, second, paired=set(one.values) == set(other.values))
 
 
 def verdict(estimate: Estimate | None, better: str) -> str:
@@ -206,8 +203,9 @@ def low_steps(row: Row, panel: Panel) -> tuple[int, int] | None:
 
 
 def low_rows(panel: Panel) -> list[tuple[tuple[int, int], Row]]:
-    """Return the rows that have a value, and of which it is known where precision was low, with these steps."""
-    return [(low, row) for row in panel.rows if row.values and (low := low_steps(row, panel)) is not None]
+    """Return the rows with a value whose low precision is known, with its steps: the one that ends first, first."""
+    found = [(low, row) for row in panel.rows if row.values and (low := low_steps(row, panel)) is not None]
+    return sorted(found, key=lambda pair: pair[0][::-1])
 
 
 def undisturbed(panel: Panel) -> Row | None:
@@ -239,12 +237,6 @@ def beside(row: Row) -> tuple[str, bool, int]:
         return ("~", False, 0)
     first, *rest = row.label.split()
     return (first, "after" in rest, int(rest[-1][:18]) if rest and rest[-1].isdecimal() else 0)
-
-
-def _group(label: str) -> str:
-    if label in NAMES:
-        return savings_group(label)
-    return FULL if label == FULL else "static" if label.startswith("static ") else "other"
 
 
 def _panel(records: Sequence[Record]) -> Panel:
@@ -289,6 +281,8 @@ def _row(label: str, members: Sequence[Record], seeds: Sequence[int]) -> Row:
     first = members[0]
     # A schedule that keeps state has a cost of its own in every run; one of a run that failed is only its plan.
     known = [record for record in members if record.status == "done"] or members
+    group = savings_group(label) if label in NAMES else FULL if label == FULL else "other"
+    group = "static" if label.startswith("static ") else group
     if different := sorted({record.total_steps for record in members} - {first.total_steps}):
         raise ValueError(
             f'"{label}" was run for {first.total_steps} and for {different[0]} steps, which cannot be averaged: '
@@ -296,7 +290,7 @@ def _row(label: str, members: Sequence[Record], seeds: Sequence[int]) -> Row:
         )
     return Row(
         label=label,
-        group=_group(label),
+        group=group,
         schedule=first.schedule,
         relative_cost=_common([record.relative_cost for record in known]),
         mean_bits=_common([record.mean_bits for record in known]),

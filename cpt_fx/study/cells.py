@@ -6,25 +6,27 @@ import hashlib
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from cpt_fx.errors import check_choice, check_int, nearest
-from cpt_fx.schedules import FULL_PRECISION, NAMES, Bits, Cyclic, Delayed, Schedule, Static, named
+from cpt_fx.schedules import FULL_PRECISION, NAMES, Bits, Cyclic, Deficit, Delayed, Schedule, Sequence, Static, named
 from cpt_fx.schedules.bits import check_range
 from cpt_fx.schedules.memory import fresh, remembered
 from cpt_fx.schedules.savings import costs_of, static_cost
-from cpt_fx.study.function import train_function
+from cpt_fx.study.training import Task, train_function
 
+PERIODS = ("deficit", "window", "first-cycle", "delayed")
+"""The experiments on critical learning periods."""
 BASELINES = ("static q_max", "static q_min", "full precision")
+Labelled = tuple[str, Schedule]
 GradientBits = int | tuple[int, int] | None
-Task = tuple[Schedule, int, dict[str, Any], str | None]
-"""What a training needs to know: schedule, seed, options, and what of the result is compared."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Facts:
     """What is known of a schedule before anything is trained."""
 
@@ -77,14 +79,8 @@ class Setting:
 
     def named(self, name: str, bits: tuple[int, int], total_steps: int | None = None) -> Cyclic:
         """Return one of the ten."""
-        return named(
-            name,
-            q_min=bits[0],
-            q_max=bits[1],
-            total_steps=self.total_steps if total_steps is None else total_steps,
-            cycles=self.cycles,
-            q_grad=self.q_grad,
-        )
+        low, high, steps = *bits, self.total_steps if total_steps is None else total_steps
+        return named(name, q_min=low, q_max=high, total_steps=steps, cycles=self.cycles, q_grad=self.q_grad)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,12 +131,9 @@ def facts(schedule: Schedule, q_max: int) -> Facts:
     memory = {place: values for place, values in remembered(schedule).items() if values}
     with fresh(schedule) as planned:
         widths = planned.trajectory()
-        return Facts(
-            widths=hashlib.sha256(widths.tobytes() + repr(memory).encode() * bool(memory)).hexdigest()[:16],
-            relative_cost=costs_of(widths).average / static_cost(q_max),
-            mean_bits=costs_of(widths).mean_bits,
-            first_cycle_bits=_first_cycle_bits(planned),
-        )
+        digest = hashlib.sha256(widths.tobytes() + repr(memory).encode() * bool(memory)).hexdigest()[:16]
+        costs = costs_of(widths)
+        return Facts(digest, costs.average / static_cost(q_max), costs.mean_bits, _first_cycle_bits(planned))
 
 
 def _first_cycle_bits(schedule: Schedule) -> float | None:
@@ -154,7 +147,7 @@ def _first_cycle_bits(schedule: Schedule) -> float | None:
     return float(schedule.trajectory(max(round(period), 1))[:, 0].mean())
 
 
-def plan(setting: Setting, schedules: Sequence[Any] | None, bits: Iterable[tuple[int, int]]) -> list[Cell]:
+def plan(setting: Setting, schedules: SequenceOf[Any] | None, bits: Iterable[tuple[int, int]]) -> list[Cell]:
     """Return the cells of a comparison of schedules, seed by seed: one that is interrupted is a balanced one."""
     entries = check_schedules([*NAMES, *BASELINES] if schedules is None else schedules)
     made: list[tuple[str, str, Schedule, tuple[int, int]]] = []
@@ -222,6 +215,91 @@ def _from_text(text: str, setting: Setting, bits: tuple[int, int]) -> tuple[str,
     return f"static {width}", setting.static(width, bits[1])
 
 
+# Critical learning periods.
+
+
+def periods(
+    setting: Setting,
+    *,
+    q_min: int,
+    q_max: int,
+    experiments: Iterable[str] = PERIODS,
+    deficits: Iterable[int] | None = None,
+    lengthen: bool = True,
+    window: int | None = None,
+    starts: Iterable[int] | None = None,
+    delayed: Iterable[str] = ("RR", "RTH"),
+    delays: Iterable[int] | None = None,
+) -> list[Cell]:
+    """Return what the experiments consist of; all that can be wrong with them is said here."""
+    bits = check_range(q_min, q_max)
+    steps = setting.total_steps
+    eighths = [steps * part // 8 for part in range(5)]
+    lengths = [*eighths[:3], eighths[4]] if deficits is None else _listed("deficits", deficits)
+    width = max(steps // 4, 1) if window is None else check_int("window", window, 1)
+    begins = eighths if starts is None else _listed("starts", starts)
+    waits = eighths[1:3] if delays is None else _listed("delays", delays)
+    parts: dict[str, Iterator[Labelled]] = {
+        "deficit": _deficits(setting, bits, lengths, lengthen),
+        "window": _windows(setting, bits, width, begins),
+        "first-cycle": _first_cycle(setting, bits),
+        "delayed": _delayed(setting, bits, _listed("delayed", delayed), waits),
+    }
+    chosen = [check_choice("experiments", one, PERIODS) for one in _listed("experiments", experiments)]
+    cells = [(experiment, label, schedule, bits) for experiment in chosen for label, schedule in parts[experiment]]
+    return ordered(setting, cells) if chosen else []
+
+
+def _deficits(setting: Setting, bits: tuple[int, int], deficits: list[Any], lengthen: bool) -> Iterator[Labelled]:
+    for length in deficits:
+        check_int("a length of deficits", length, 0, None if lengthen else setting.total_steps - 1)
+        total = setting.total_steps + length if lengthen else setting.total_steps
+        yield f"deficit {length}", _low(setting, bits, 0, length, total)
+
+
+def _windows(setting: Setting, bits: tuple[int, int], window: int, starts: list[Any]) -> Iterator[Labelled]:
+    for start in starts:
+        check_int("a step of starts", start, 0)
+        if start + window > setting.total_steps:
+            raise ValueError(
+                f"a window of {window} steps from step {start} ends after the run of "
+                f"total_steps={setting.total_steps}: give a shorter window, or earlier starts"
+            )
+        yield f"window {start}-{start + window}", _low(setting, bits, start, start + window, setting.total_steps)
+    yield f"static {bits[1]}", setting.static(bits[1], bits[1])
+
+
+def _first_cycle(setting: Setting, bits: tuple[int, int]) -> Iterator[Labelled]:
+    if setting.cycles % 2:
+        raise ValueError(
+            "the first-cycle experiment needs an even number of cycles, because RTV and ETV cost the same only then, "
+            f"got cycles={setting.cycles}"
+        )
+    for name in ("RTV", "ETV"):
+        yield name, setting.named(name, bits)
+    yield f"static {bits[1]}", setting.static(bits[1], bits[1])
+
+
+def _delayed(setting: Setting, bits: tuple[int, int], names: list[Any], delays: list[Any]) -> Iterator[Labelled]:
+    """Yield runs of one length: the schedule takes what is left of it."""
+    longest = setting.total_steps - setting.cycles
+    for name in names:
+        check_choice("delayed", name, NAMES)
+        yield name, setting.named(name, bits)
+        for delay in delays:
+            check_int("a number of steps of delays", delay, 1, longest)
+            rest = setting.named(name, bits, setting.total_steps - delay)
+            low = Static(Bits(bits[0], bits[0], setting.gradient(bits[1])), total_steps=delay)
+            yield f"{name} delayed {delay}", Delayed(rest, delay)
+            yield f"{name} after deficit {delay}", Sequence([low, rest])
+    yield f"static {bits[1]}", setting.static(bits[1], bits[1])
+
+
+def _low(setting: Setting, bits: tuple[int, int], start: int, end: int, total_steps: int) -> Deficit:
+    gradient = setting.gradient(bits[1])
+    return Deficit(q_min=bits[0], q_max=bits[1], start=start, end=end, total_steps=total_steps, q_grad=gradient)
+
+
 # What is checked at the door.
 
 
@@ -248,7 +326,7 @@ def check_bits(bits: Any) -> list[tuple[int, int]]:
         pairs = [tuple(pairs)]
     checked = []
     for pair in pairs:
-        if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+        if not isinstance(pair, SequenceOf) or isinstance(pair, str) or len(pair) != 2:
             raise TypeError(f"bits must hold (q_min, q_max) pairs, as in [(3, 8), (4, 8)], got {pair!r}")
         checked.append(check_range(pair[0], pair[1]))
     return list(dict.fromkeys(checked))
@@ -287,3 +365,9 @@ def check_options(options: Any) -> dict[str, Any]:
 def canonical(data: object) -> str:
     """Write data as the one JSON text that stands for it."""
     return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+
+
+def _listed(field: str, values: object) -> list[Any]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise TypeError(f"{field} must be a list, got {values!r}")
+    return list(dict.fromkeys(values))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from cpt_fx.study.analysis import Panel, Row, against, averaged, panels, verdict
+from cpt_fx.study.findings import NOTHING, Table, decimals, signed, spread
 from cpt_fx.study.records import Record
 from cpt_fx.study.statistics import difference
-from cpt_fx.study.tables import NOTHING, Table, decimals, signed, spread
 
 
 def compare(first: Iterable[Record], second: Iterable[Record], *, names: tuple[str, str]) -> list[Table]:
@@ -45,12 +45,8 @@ def _table(one: Panel, two: Panel, names: tuple[str, str]) -> Table:
     if lone:
         note += f" Only one of both has {', '.join(lone)}."
     heading = f"{names[0]} less {names[1]} (95 % interval)"
-    return Table(
-        title=f"{names[0]} and {names[1]} at {one.bits}",
-        headings=("schedule", *names, "seeds", heading, "verdict"),
-        rows=tuple(rows),
-        note=note,
-    )
+    headings = ("schedule", *names, "seeds", heading, "verdict")
+    return Table(f"{names[0]} and {names[1]} at {one.bits}", headings, tuple(rows), note)
 
 
 def _overall(shared: list[tuple[Row, Row]], panel: Panel, show: int) -> list[tuple[str, ...]]:

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from cpt_fx.errors import check_int
-from cpt_fx.study.cells import Cell, Task
-from cpt_fx.study.function import STARTING, TrainFunction, load_in_worker
-from cpt_fx.study.outcome import Outcome, Stopwatch, execute
+from cpt_fx.study.cells import Cell
+from cpt_fx.study.training import STARTING, Outcome, Stopwatch, Task, TrainFunction, execute, load_in_worker
 
 READY = "ready"
 Results = Generator[tuple[Cell, Outcome], None, None]
@@ -200,12 +199,11 @@ def run_on_ray(cells: Sequence[Cell], train: TrainFunction, *, address: str, thr
     joined = not ray.is_initialized()
     printing = builtins.print
     if joined:
-        ray.init(
-            address=None if address == "auto" else address,
-            runtime_env=_environment(train),
-            logging_level=logging.WARNING,
-            log_to_driver=False,
-        )
+        place = str(train.reference).rpartition(":")[0]
+        # The folder of the training function's file goes to the workers, where they then run.
+        sent = {"working_dir": str(Path(place).parent)} if place.endswith(".py") else {}
+        where = None if address == "auto" else address
+        ray.init(address=where, runtime_env=sent, logging_level=logging.WARNING, log_to_driver=False)
     pending: dict[Any, tuple[Cell, Stopwatch]] = {}
     try:
         # A cell that is lost with its node is recorded as failed, and tried again when the study is.
@@ -228,12 +226,6 @@ def run_on_ray(cells: Sequence[Cell], train: TrainFunction, *, address: str, thr
         if joined:
             ray.shutdown()
             builtins.print = printing  # Ray has put its own there, for its progress bars, and leaves it there
-
-
-def _environment(train: TrainFunction) -> dict[str, Any]:
-    """Send the folder of the training function's file to the workers, where they then run."""
-    place = str(train.reference).rpartition(":")[0]
-    return {"working_dir": str(Path(place).parent)} if place.endswith(".py") else {}
 
 
 def _train_one(reference: str, takes_seed: bool, threads: int, task: Task) -> Outcome:

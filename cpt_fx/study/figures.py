@@ -5,32 +5,62 @@ The others are of critical learning periods: deficits, windows, first cycles, de
 
 from __future__ import annotations
 
+import io
+import math
+import textwrap
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from cpt_fx.study.analysis import (
-    FEWEST_POINTS,
-    FULL,
-    GROUPS,
-    Panel,
-    Row,
-    beside,
-    correlation,
-    cost_correlation,
-    low_rows,
-    undisturbed,
-)
-from cpt_fx.study.figure_style import COLOURS, INK, MARKERS, PANEL, SOFT, STYLE, caption, heading, new
+from cpt_fx.schedules.plot import new_figure
+from cpt_fx.study import analysis
+from cpt_fx.study.analysis import FULL, GROUPS, Panel, Row
+from cpt_fx.study.findings import correlated, number, without_value
 from cpt_fx.study.statistics import Array, Correlation
-from cpt_fx.study.tables import correlated, number, without_value
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
+
+INK, SOFT, RULE = "#16191d", "#5b636e", "#e4e7eb"
+# From the palette of Okabe and Ito, which colour-blind readers can tell apart; each colour has a marker of its own.
+COLOURS = {"small": "#0072b2", "medium": "#007a5a", "large": "#c44e00", "other": "#a3477f", "static": "#16191d"}
+MARKERS = {"small": "o", "medium": "^", "large": "v", "other": "D", "static": "s"}
+DPI = 160
+PANEL = (7.6, 4.9)
+"""Width and height of a panel, in inches."""
+_LINE = 112
+"""Characters of a caption that fit below a panel."""
+
+STYLE: Any = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans", "Helvetica", "Arial", "sans-serif"],
+    "font.size": 10,
+    "axes.edgecolor": SOFT,
+    "axes.labelcolor": INK,
+    "axes.linewidth": 0.8,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": RULE,
+    "text.color": INK,
+    "xtick.color": SOFT,
+    "ytick.color": SOFT,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "svg.fonttype": "none",  # letters stay letters: small files, and text that can be searched
+    "svg.hashsalt": "cpt_fx",
+    "text.parse_math": False,  # names come from stores: a dollar is a dollar
+}
 
 _NEAR, _APART = 0.02, 0.031
 """Points nearer than the first, in axis lengths, are drawn this far apart."""
@@ -81,48 +111,46 @@ def _draw_cost(ax: Axes, panel: Panel) -> list[tuple[str, float, float, float]]:
             y, bar = (low if y < low else high), 0.0
         _point(ax, x, y, bar or None, row.group, clip_on=False)
         points.append((label, x, y, bar))
-    heading(ax, panel, [*_keys(rows), *_full_precision(ax, panel)])
-    found, said = cost_correlation(panel), []
+    found, said = analysis.cost_correlation(panel), []
     if found.rho is not None:
         said = [f"Cost and quality, {found.points} schedules: {_rho(found)}, Kendall's tau-b {correlated(found)[2]}."]
     said.append(f"{_bars(rows)} Points of nearly equal cost stand side by side.")
     if gaps := without_value(panel):
         said.append(f"{gaps}, and so no part in a mean.")
-    caption(ax, said)
+    frame(ax, panel, said, [*_keys(rows), *_full_precision(ax, panel)])
     return points
 
 
 def _draw_deficits(ax: Axes, panel: Panel) -> None:
     """Draw quality against the length of a deficit at the start of training."""
-    points = sorted(((low[1], row) for low, row in low_rows(panel)), key=lambda point: point[0])
+    points = [(low[1], row) for low, row in analysis.low_rows(panel)]
     x = [length for length, _ in points]
     ax.plot(x, [_mean(row) for _, row in points], color=COLOURS["small"], linewidth=1.4, zorder=2)
     for length, row in points:
         _point(ax, length, _mean(row), row.deviation, "small")
-    heading(ax, panel, _baseline(ax, panel))
     ax.set_xlabel(f"first steps at {panel.q_min} bits")
     longer = len({row.total_steps for _, row in points}) > 1
     said = ["Each run is longer by its deficit: the steps at full width are the same."] * longer
-    caption(ax, [*said, _order(points, panel, "length of the deficit"), _bars_and_gaps(panel)])
+    said += [_order(points, panel, "length of the deficit"), _bars_and_gaps(panel)]
+    frame(ax, panel, said, _baseline(ax, panel))
 
 
 def _draw_windows(ax: Axes, panel: Panel) -> None:
     """Draw quality for a window of low precision that moves along training."""
-    windows = sorted(((low, row) for low, row in low_rows(panel) if low[1]), key=lambda item: item[0])
+    windows = [(low, row) for low, row in analysis.low_rows(panel) if low[1]]
     for window, row in windows:
         ax.plot(window, [_mean(row)] * 2, color=COLOURS["large"], linewidth=4, alpha=0.45, zorder=2,
                 solid_capstyle="butt")  # fmt: skip
         _point(ax, sum(window) / 2, _mean(row), row.deviation, "large")
-    heading(ax, panel, _baseline(ax, panel))
     ax.set_xlim(0, max(row.total_steps for row in _valued(panel)))
     ax.set_xlabel(f"steps at {panel.q_min} bits: each bar is the window of one schedule")
-    starts = [(window[0], row) for window, row in windows]
-    caption(ax, [_order(starts, panel, "start of the window"), _bars_and_gaps(panel)])
+    order = _order([(window[0], row) for window, row in windows], panel, "start of the window")
+    frame(ax, panel, [order, _bars_and_gaps(panel)], _baseline(ax, panel))
 
 
 def _draw_rows(ax: Axes, panel: Panel) -> None:
     """Draw a column for each schedule: every seed, mean and standard deviation."""
-    rows = sorted(_valued(panel), key=beside)
+    rows = sorted(_valued(panel), key=analysis.beside)
     for column, row in enumerate(rows):
         group = row.group if row.group in COLOURS else "static"
         count = len(row.values)
@@ -135,9 +163,8 @@ def _draw_rows(ax: Axes, panel: Panel) -> None:
     ax.set_xlim(-0.6, len(rows) - 0.4)
     ax.grid(axis="x", visible=False)
     ax.margins(y=0.15)
-    heading(ax, panel)
     drop = 14 + 13 * max(name.count("\n") + 1 for name in names)
-    caption(ax, [f"Small dots: seeds. {_bars_and_gaps(panel)}"], drop=drop)
+    frame(ax, panel, [f"Small dots: seeds. {_bars_and_gaps(panel)}"], drop=drop)
 
 
 _DRAW: dict[str, Callable[[Axes, Panel], Any]] = {
@@ -180,19 +207,15 @@ def _limits(panel: Panel) -> tuple[float, float]:
 
 def _side_by_side(costs: Sequence[float]) -> list[float]:
     """Move points of nearly equal cost apart, around their middle. `costs` ascend."""
-    if not costs:
-        return []
-    length = (max(costs) - min(costs)) or 1.0
-    clusters: list[list[float]] = [[costs[0]]]
-    for cost in costs[1:]:
-        if cost - clusters[-1][-1] < _NEAR * length:
-            clusters[-1].append(cost)
-        else:
-            clusters.append([cost])
+    length = (max(costs, default=0.0) - min(costs, default=0.0)) or 1.0
     places: list[float] = []
-    for cluster in clusters:
-        middle = sum(cluster) / len(cluster)
-        places.extend(middle + (index - (len(cluster) - 1) / 2) * _APART * length for index in range(len(cluster)))
+    cluster: list[float] = []
+    for cost, following in pairwise([*costs, math.inf]):
+        cluster.append(cost)
+        if following - cost >= _NEAR * length:
+            middle, half = sum(cluster) / len(cluster), (len(cluster) - 1) / 2
+            places += [middle + (index - half) * _APART * length for index in range(len(cluster))]
+            cluster = []
     return places
 
 
@@ -221,7 +244,7 @@ def _full_precision(ax: Axes, panel: Panel) -> list[Line2D]:
 
 def _baseline(ax: Axes, panel: Panel) -> list[Line2D]:
     """Draw the run that never had low precision, with its spread; return what the legend shows."""
-    row = undisturbed(panel)
+    row = analysis.undisturbed(panel)
     if row is None or row.mean is None:
         return []
     value, deviation = row.mean.value, row.deviation or 0.0
@@ -232,8 +255,8 @@ def _baseline(ax: Axes, panel: Panel) -> list[Line2D]:
 
 
 def _order(points: Sequence[tuple[float, Row]], panel: Panel, name: str) -> str:
-    found = correlation(points, panel)
-    if found.points < FEWEST_POINTS:
+    found = analysis.correlation(points, panel)
+    if found.points < analysis.FEWEST_POINTS:
         return f"{found.points} points are too few for a trend."
     if found.rho is None:
         return f"Too few or too equal points for a rank correlation of {name} and quality."
@@ -286,6 +309,43 @@ def _label(ax: Axes, points: Sequence[tuple[str, float, float, float]]) -> None:
                 "", text.xy, xytext=offset, textcoords="offset points", zorder=2, annotation_clip=False,
                 arrowprops={"arrowstyle": "-", "color": SOFT, "linewidth": 0.6, "shrinkA": 7, "shrinkB": 5},
             )  # fmt: skip
+
+
+# How figures look, and how they are saved: the same bytes every time.
+
+
+def new(panels: int, *, height: float = PANEL[1]) -> tuple[Figure, list[Axes]]:
+    """Return a figure with panels below each other: on a page two side by side would be too small to read."""
+    figure = new_figure(PANEL[0], height * panels, dpi=DPI)
+    return figure, figure.subplots(panels, 1, squeeze=False).ravel().tolist()
+
+
+def frame(axes: Axes, panel: Panel, said: Sequence[str], keys: Sequence[Artist] = (), drop: float = 40) -> None:
+    """Write the title, the name of the metric, below the title the legend, and sentences in small type.
+
+    These stand `drop` points under the axis; each starts a line.
+    """
+    axes.set_title(f"q_min {panel.q_min}, q_max {panel.q_max}", pad=24 if keys else 10)
+    axes.set_ylabel(f"{panel.metric} ({panel.better} is better)")
+    if keys:
+        axes.legend(handles=list(keys), loc="lower left", bbox_to_anchor=(0, 1), ncols=len(keys), columnspacing=1.2,
+                    handletextpad=0.35, borderaxespad=0.2, borderpad=0.1, handlelength=1.9)  # fmt: skip
+    axes.annotate(
+        "\n".join(line for sentence in said for line in textwrap.wrap(sentence, _LINE)), xy=(0, 0),
+        xycoords="axes fraction", xytext=(0, -drop), textcoords="offset points", va="top", ha="left", fontsize=8.5,
+        color=SOFT, linespacing=1.35,
+    )  # fmt: skip
+
+
+def save(figure: Figure, kind: str) -> bytes:
+    """Return the figure as "png" or "svg", without a date, so that equal records give equal files."""
+    import matplotlib
+
+    target = io.BytesIO()
+    metadata: Any = {"Date": None} if kind == "svg" else {"Software": None}
+    with matplotlib.rc_context(STYLE):
+        figure.savefig(target, format=kind, metadata=metadata, facecolor="white", bbox_inches="tight", pad_inches=0.12)
+    return target.getvalue()
 
 
 # Where labels go so that they cover neither each other nor the points. A box is an array: left, bottom, right, top.

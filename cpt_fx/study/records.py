@@ -58,6 +58,19 @@ class Record:
         return asdict(self)
 
 
+def said(error: str | None) -> str:
+    """Return the line of an error that says most: the last one of a traceback, else the first."""
+    lines = (error or "").strip().splitlines() or ["no reason is known"]
+    return lines[-1 if lines[0].startswith("Traceback") else 0].strip()
+
+
+def duration(seconds: float) -> str:
+    """Return "42 s", "12 min" or "3.4 h"."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
 def rebuild(text: str) -> Schedule:
     """Build the schedule that a repr describes, of the package's own kinds and plain values. The text is only data."""
     try:

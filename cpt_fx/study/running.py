@@ -1,23 +1,26 @@
-"""Runs the cells of a study that are not finished, and keeps each result as it comes; a study as its store holds it."""
+"""Runs the cells of a study that are not finished, keeps each result as it comes, and shows how far it is."""
 
 from __future__ import annotations
 
 import sys
+import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
 from cpt_fx.errors import nearest
-from cpt_fx.study.cells import Cell, GradientBits, Setting, plan
+from cpt_fx.study.cells import PERIODS, Cell, GradientBits, Setting, periods, plan
 from cpt_fx.study.engines import Engine
-from cpt_fx.study.function import refuse_in_worker
-from cpt_fx.study.progress import Progress, describe, last_line
-from cpt_fx.study.records import Record
+from cpt_fx.study.records import Record, duration, said
 from cpt_fx.study.store import Found, reading, writing
+from cpt_fx.study.training import Outcome, refuse_in_worker
 
 
 @dataclass(frozen=True)
@@ -111,13 +114,69 @@ def run(
         metric=metric, options=options,
     )  # fmt: skip
     cells = plan(setting, schedules, bits)
-    study = carry_out(setting, cells, store, Engine(workers, threads, ray, gpus), progress)
-    warn_of_failures(study, cells)
-    return study
+    return _finished(setting, cells, store, Engine(workers, threads, ray, gpus), progress)
+
+
+def critical(
+    train: Callable[..., object] | str,
+    *,
+    store: str | PathLike[str],
+    name: str | None = None,
+    total_steps: int,
+    q_min: int = 3,
+    q_max: int = 8,
+    experiments: Iterable[str] = PERIODS,
+    deficits: Iterable[int] | None = None,
+    lengthen: bool = True,
+    window: int | None = None,
+    starts: Iterable[int] | None = None,
+    delayed: Iterable[str] = ("RR", "RTH"),
+    delays: Iterable[int] | None = None,
+    seeds: int | Iterable[int] = 3,
+    cycles: int = 8,
+    q_grad: GradientBits = None,
+    better: str = "higher",
+    metric: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    workers: int = 1,
+    threads: int = 1,
+    ray: str | None = None,
+    gpus: float = 0,
+    progress: bool = True,
+) -> Study:
+    """Look for critical learning periods: does low precision early in training do harm that lasts?
+
+    Training, store and engines are as in :func:`run`; ``experiments`` are some of
+
+    deficit      low precision in the first N steps
+    window       a window of low precision, moved along training
+    first-cycle  RTV against ETV: they cost the same, but RTV begins with a cycle of high precision and ETV with one of
+                 low
+    delayed      the remedy: a schedule that starts later, at its largest widths until then; and its opposite, the same
+                 schedule after a deficit
+
+    ``deficits`` are numbers of first steps at q_min (default: none, an eighth, a quarter and half of total_steps). With
+    ``lengthen``, as published, such a run is that much longer, so that each has total_steps at q_max; without, all runs
+    are total_steps long. ``window`` is the length of the moving window (default: a quarter of total_steps), ``starts``
+    where it begins (default: every eighth, to the middle). ``delayed`` names schedules, ``delays`` the steps they wait
+    (default: an eighth and a quarter).
+
+    The training function sees which run it is in by its schedule: ``schedule.total_steps``, and of a
+    ``cpt_fx.schedules.Deficit`` also ``start`` and ``end``.
+    """
+    setting = Setting(
+        train, name=name, total_steps=total_steps, seeds=seeds, cycles=cycles, q_grad=q_grad, better=better,
+        metric=metric, options=options,
+    )  # fmt: skip
+    cells = periods(
+        setting, q_min=q_min, q_max=q_max, experiments=experiments, deficits=deficits, lengthen=lengthen,
+        window=window, starts=starts, delayed=delayed, delays=delays,
+    )  # fmt: skip
+    return _finished(setting, cells, store, Engine(workers, threads, ray, gpus), progress)
 
 
 def carry_out(
-    setting: Setting, cells: Sequence[Cell], store: str | PathLike[str], engine: Engine, progress: bool
+    setting: Setting, cells: Sequence[Cell], store: str | PathLike[str], engine: Engine, shown: bool, *, level: int = 3
 ) -> Study:
     """Train the cells that are not finished, and return the study that the store then holds."""
     refuse_in_worker()
@@ -136,15 +195,15 @@ def carry_out(
                 f"{other} of {len(runs)} cells of {setting.study!r} were made by other code: the file of the training "
                 "function has changed since. They are kept and not run again; use another name or another store to run "
                 "all of them anew",
-                stacklevel=3,
+                stacklevel=level,
             )
         todo = [cell for identity, cell in runs.items() if identity not in finished]
         results = engine.results(todo, setting.train)
         try:
-            with Progress(setting.study, len(runs), len(runs) - len(todo), progress) as shown, closing(results):
+            with progress(setting.study, len(runs), len(runs) - len(todo), shown) as add, closing(results):
                 for cell, outcome in results:
                     kept.add_run(cell.identity, outcome, code)
-                    shown.add(cell, outcome)
+                    add(cell, outcome)
         except KeyboardInterrupt:
             done = len(kept.finished().keys() & runs)
             print(
@@ -156,14 +215,61 @@ def carry_out(
     return study
 
 
-def warn_of_failures(study: Study, cells: Sequence[Cell]) -> None:
-    """Say it where some of the cells failed."""
+def _finished(
+    setting: Setting, cells: Sequence[Cell], store: str | PathLike[str], engine: Engine, shown: bool
+) -> Study:
+    """Carry a study out, and say it where some of the cells failed."""
+    study = carry_out(setting, cells, store, engine, shown, level=4)
     experiments = {cell.experiment for cell in cells}
-    failed = [record for record in study.failed if record.experiment in experiments] if cells else []
-    if failed:
+    if failed := [record for record in study.failed if record.experiment in experiments] if cells else []:
         warnings.warn(
             f"{len(failed)} of {len(cells)} cells failed, the first one, {describe(failed[0])}, with: "
-            f"{last_line(failed[0].error)}. `cpt-fx study status {study.store}` shows all; the same call tries them "
-            "again",
+            f"{said(failed[0].error)}. `cpt-fx study status {study.store}` shows all; the same call tries them again",
             stacklevel=3,
         )
+    return study
+
+
+# How far a study is.
+
+
+@contextmanager
+def progress(study: str, total: int, finished: int, shown: bool) -> Iterator[Callable[[Cell, Outcome], None]]:
+    """Show on stderr how far a study is, a bar on a terminal and lines elsewhere; yield what counts a cell."""
+    lines, ended, failed, began = shown and not sys.stderr.isatty(), finished, 0, time.monotonic()
+    columns = ("{task.fields[failed]}", TimeElapsedColumn(), "{task.fields[left]}")
+    hidden = lines or not shown
+    with Progress("{task.description}", BarColumn(), MofNCompleteColumn(), *columns, console=Console(stderr=True),
+                  disable=hidden) as bar:  # fmt: skip
+        task = bar.add_task(study, total=total, completed=finished, failed="", left="")
+        if lines:
+            done = f", {finished} of them done before" if finished else ""
+            print(f"{study}: {total} cell{'s' * (total != 1)}{done}", file=sys.stderr, flush=True)
+
+        def add(cell: Cell, outcome: Outcome) -> None:
+            nonlocal ended, failed
+            ended, failed = ended + 1, failed + (outcome.status == "failed")
+            # How long the rest will take, at the pace of this session.
+            pace = (time.monotonic() - began) / (ended - finished)
+            left = f"about {duration(pace * (total - ended))} left" if ended < total else ""
+            line = f"{describe(cell)}: {result(outcome)}, {outcome.seconds:.0f} s"
+            if lines:
+                print(f"[{ended}/{total}] {line}{'; ' * bool(left)}{left}", file=sys.stderr, flush=True)
+            elif shown and outcome.status == "failed":
+                bar.console.print(line, style="red", markup=False, highlight=False)
+            bar.update(task, advance=1, failed=f"{failed} failed" if failed else "", left=left)
+
+        yield add
+
+
+def describe(cell: Any) -> str:
+    """Name a cell in a few words."""
+    place = "" if cell.experiment == "schedules" else f"{cell.experiment}, "
+    return f"{place}{cell.label} ({cell.q_min}, {cell.q_max}) seed {cell.seed}"
+
+
+def result(outcome: Outcome) -> str:
+    """Say what came out, in a line."""
+    if outcome.status == "failed":
+        return f"failed: {said(outcome.error)}"
+    return ", ".join(f"{name} {value:.4g}" for name, value in outcome.metrics.items())

@@ -10,20 +10,20 @@ worst seed to the best, and hold the true mean three times in four.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 LEVEL = 0.95
+_TAILS = ((1 - LEVEL) / 2, (1 + LEVEL) / 2)
 DRAWS = 10_000
 SEED = 240302243
 """Of the resampling: the same records give the same intervals."""
 _Z = 1.959963984540054
 # Student's 97.5 % quantiles for 1 to 9 degrees of freedom. From 10 on a series in 1 / freedom is exact to 1e-5.
 _T = (12.706205, 4.302653, 3.182446, 2.776445, 2.570582, 2.446912, 2.364624, 2.306004, 2.262157)
-_CHUNK = 1_000
 
 Array = NDArray[np.float64]
 
@@ -88,11 +88,7 @@ def t_quantile(freedom: int) -> float:
 def mean(values: ArrayLike) -> Estimate:
     """Return the mean of independent values with its interval."""
     sample = _sample("values", values)
-    centre = float(sample.mean())
-    if len(sample) < 2:
-        return Estimate(value=centre, interval=None, n=len(sample))
-    drawn = _resampled(sample, np.random.default_rng(SEED), DRAWS)
-    return Estimate(value=centre, interval=_interval(centre, drawn, len(sample) - 1), n=len(sample))
+    return _estimate(float(sample.mean()), len(sample), lambda random: _resampled(sample, random, DRAWS))
 
 
 def difference(first: ArrayLike, second: ArrayLike, *, paired: bool) -> Estimate:
@@ -104,14 +100,9 @@ def difference(first: ArrayLike, second: ArrayLike, *, paired: bool) -> Estimate
     if paired:
         if len(one) != len(two):
             raise ValueError(f"paired samples must be of one length, got {len(one)} and {len(two)} values")
-        found = mean(one - two)
-        return Estimate(value=found.value, interval=found.interval, n=found.n, paired=True)
+        return replace(mean(one - two), paired=True)
     centre, least = float(one.mean() - two.mean()), min(len(one), len(two))
-    if least < 2:
-        return Estimate(value=centre, interval=None, n=least)
-    random = np.random.default_rng(SEED)
-    drawn = _resampled(one, random, DRAWS) - _resampled(two, random, DRAWS)
-    return Estimate(value=centre, interval=_interval(centre, drawn, least - 1), n=least)
+    return _estimate(centre, least, lambda random: _resampled(one, random, DRAWS) - _resampled(two, random, DRAWS))
 
 
 def rank_correlation(x: ArrayLike, values: Sequence[ArrayLike], *, draws: int = DRAWS) -> Correlation:
@@ -126,11 +117,9 @@ def rank_correlation(x: ArrayLike, values: Sequence[ArrayLike], *, draws: int = 
     runs = [_sample(f"values[{index}]", one) for index, one in enumerate(values)]
     if len(runs) != len(places):
         raise ValueError(f"x and values must be of one length, got {len(places)} and {len(runs)}")
-    total = sum(map(len, runs))
-    if len(runs) < 3:
-        return Correlation(
-            points=len(runs), runs=total, reason=f"{len(runs)} points have no rank correlation worth the name"
-        )
+    points, total = len(runs), sum(map(len, runs))
+    if points < 3:
+        return Correlation(points=points, runs=total, reason=f"{points} points have no rank correlation worth the name")
     means = np.array([[one.mean() for one in runs]])
     rho, tau = _defined(spearman(places, means)[0]), _defined(kendall(places, means)[0])
     rhos = taus = None
@@ -143,20 +132,15 @@ def rank_correlation(x: ArrayLike, values: Sequence[ArrayLike], *, draws: int = 
         random = np.random.default_rng(SEED)
         drawn = np.stack([_resampled(one, random, draws) for one in runs], axis=1)
         rhos, taus = _mirrored(rho, spearman(places, drawn)), _mirrored(tau, kendall(places, drawn))
-    return Correlation(
-        rho=rho, rho_interval=rhos, tau=tau, tau_interval=taus, points=len(runs), runs=total, reason=reason
-    )
+    return Correlation(rho=rho, rho_interval=rhos, tau=tau, tau_interval=taus, points=points, runs=total, reason=reason)
 
 
 def ranks(rows: Array) -> Array:
     """Return the ranks from 1 in each row; equal values share the mean of their ranks."""
     rounded = _without_noise(rows)
-    result = np.empty_like(rounded)
-    for start in range(0, len(rounded), _CHUNK):  # in chunks: the comparisons are rows x values x values
-        part = rounded[start : start + _CHUNK]
-        below = (part[:, :, None] > part[:, None, :]).sum(axis=2)
-        equal = (part[:, :, None] == part[:, None, :]).sum(axis=2)
-        result[start : start + _CHUNK] = below + (equal + 1) / 2
+    # Column by column: all comparisons at once would be rows x values x values.
+    above = [np.sign(column[:, None] - rounded).sum(axis=1) for column in rounded.T]
+    result: Array = (np.stack(above, axis=1) + len(above) + 1) / 2
     return result
 
 
@@ -194,10 +178,14 @@ def _resampled(sample: Array, random: np.random.Generator, draws: int) -> Array:
     return stretched
 
 
-def _interval(centre: float, drawn: Array, freedom: int) -> Interval:
-    low, high = (float(end) for end in np.quantile(drawn, _TAILS))
-    wider = t_quantile(freedom) / _Z
-    return Interval(centre + wider * (low - centre), centre + wider * (high - centre))
+def _estimate(centre: float, n: int, draw: Callable[[np.random.Generator], Array]) -> Estimate:
+    """Return an estimate from `n` seeds, with an interval from draws where there are two or more."""
+    if n < 2:
+        return Estimate(value=centre, interval=None, n=n)
+    low, high = (float(end) for end in np.quantile(draw(np.random.default_rng(SEED)), _TAILS))
+    wider = t_quantile(n - 1) / _Z
+    interval = Interval(centre + wider * (low - centre), centre + wider * (high - centre))
+    return Estimate(value=centre, interval=interval, n=n)
 
 
 def _mirrored(centre: float | None, drawn: Array) -> Interval | None:
@@ -223,6 +211,3 @@ def _cosine(one: Array, two: Array) -> Array:
 
 def _defined(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
-
-
-_TAILS = ((1 - LEVEL) / 2, (1 + LEVEL) / 2)

@@ -23,8 +23,8 @@ import numpy as np
 from cpt_fx.schedules.bits import FULL_PRECISION
 from cpt_fx.schedules.savings import costs_of, static_cost
 from cpt_fx.study.cells import Cell, canonical
-from cpt_fx.study.outcome import Outcome, Stopwatch, absent
 from cpt_fx.study.records import Record
+from cpt_fx.study.training import Outcome, Stopwatch, absent
 
 FORMAT = 1
 SCHEMA = """

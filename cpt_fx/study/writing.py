@@ -8,18 +8,52 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from importlib.util import find_spec
 from pathlib import Path
 
+from cpt_fx import report
 from cpt_fx.files import replace
-from cpt_fx.study import figure_style
 from cpt_fx.study.analysis import Panel, against, low_steps, panels, reference, verdict
-from cpt_fx.study.conclusions import conclusions
-from cpt_fx.study.page import FIGURE_TITLES, html
-from cpt_fx.study.records import Record
+from cpt_fx.study.figures import COLOURS, INK, RULE, SOFT, figures, save
+from cpt_fx.study.findings import conclusions, counted, markdown, tables
+from cpt_fx.study.records import Record, duration
 from cpt_fx.study.statistics import Estimate
-from cpt_fx.study.tables import counted, markdown, tables
 
+FIGURE_TITLES = {
+    "cost": "Quality against cost",
+    "deficit": "Low precision at the start of training",
+    "window": "A window of low precision, moved along training",
+    "first-cycle": "Equal cost, different beginnings",
+    "delayed": "Schedules that begin later",
+}
 NO_FIGURES = 'There are no figures, because matplotlib is not installed: pip install "cpt_fx[viz]".'
+DARK = {"small": "#56b4e9", "medium": "#3fc79a", "large": "#ff9a57", "other": "#dd8fc0"}
+"""The hues of the figures on a dark page, light enough to read."""
+VARIABLES = {COLOURS[name]: f"--{name}" for name in DARK}
+VARIABLES |= {INK: "--ink", SOFT: "--soft", RULE: "--rule", "#ffffff": "--page"}
+"""What the page calls the colours of drawings."""
+_LIGHT = "".join(f"--{name}: {COLOURS[name]}; " for name in DARK)
+_DARK = "".join(f"--{name}: {colour}; " for name, colour in DARK.items())
+
+STYLE = f"""
+:root {{ {_LIGHT}}}
+@media (prefers-color-scheme: dark) {{ :root {{ {_DARK}}} }}
+main {{ max-width: 1040px; }}
+figure svg {{ max-width: 780px; }}
+.wide {{ overflow-x: auto; margin: 10px 0 0; }}
+.wide th, .wide td {{ padding: 7px 0 7px 14px; font-size: 13.5px; }}
+.wide th:first-child {{ padding-left: 0; }}
+.wide thead th {{ white-space: normal; vertical-align: bottom; }}
+.wide td.text {{ text-align: left; white-space: normal; color: var(--soft); min-width: 20ch; }}
+.wide td.better {{ color: var(--c1); }} .wide td.worse {{ color: var(--c2); }}
+.wide td.apart {{ color: var(--soft); }}
+section ul {{ margin: 4px 0 0; padding-left: 20px; max-width: 86ch; }} section li {{ margin: 3px 0; }}
+section p {{ margin: 8px 0 0; max-width: 82ch; }}
+dl {{ display: grid; grid-template-columns: max-content 1fr; gap: 5px 20px; margin: 10px 0 0; font-size: 13.5px; }}
+dt {{ color: var(--soft); }} dd {{ margin: 0; overflow-wrap: anywhere; }}
+.notes {{ white-space: pre-line; }}
+"""
 
 
 def write(
@@ -68,33 +102,55 @@ def _contents(
     """Return what to write, by the end of the file's name."""
     found = panels(records)
     drawn: dict[str, dict[str, bytes]] = {}
-    missing = ""
-    if figure_style.available():
-        from cpt_fx.study.figures import figures
-
+    if with_figures := find_spec("matplotlib") is not None:
         for topic, figure in figures(found).items():
-            drawn[stem(topic)] = {kind: figure_style.save(figure, kind) for kind in ("png", "svg")}
-    else:
-        missing = NO_FIGURES
-    lead, said, shown, about = _lead(found, records), conclusions(found), tables(found), facts(records, command)
-    page = html(
-        title, lead, figures={topic: kinds["svg"].decode() for topic, kinds in drawn.items()}, said=said,
-        tables=shown, facts=about, notes=notes, missing_figures=missing,
-    )  # fmt: skip
-    contents: dict[str, str | bytes] = {".html": page, ".csv": summary(found), "-records.csv": raw(records)}
+            drawn[stem(topic)] = {kind: save(figure, kind) for kind in ("png", "svg")}
+    lead, missing = _lead(found, records), "" if with_figures else NO_FIGURES
+    page, text = _told(found, name, drawn, facts(records, command), notes, missing)
+    foot = "Written by cpt_fx.study from the records of the runs."
+    contents: dict[str, str | bytes] = {".html": report.page(title, lead, page, foot)}
+    contents |= {".csv": summary(found), "-records.csv": raw(records)}
+    contents |= {f"-{topic}.{kind}": data for topic, kinds in drawn.items() for kind, data in kinds.items()}
+    return contents | {".md": "\n\n".join((f"# {markdown(title)}", lead, *text)) + "\n"}
+
+
+def _told(
+    found: Sequence[Panel], name: str, drawn: Mapping[str, Mapping[str, bytes]], about: Sequence[tuple[str, str]],
+    notes: str, missing: str,
+) -> tuple[list[str], list[str]]:  # fmt: skip
+    """Return the sections of the page, and those of the Markdown."""
+    page = [f"<style>{STYLE}</style>", *([f'<p class="note">{escape(missing)}</p>'] if missing else [])]
+    text = [*filter(None, (notes, missing))]
     for topic, kinds in drawn.items():
-        contents |= {f"-{topic}.{kind}": data for kind, data in kinds.items()}
-    text = [f"# {markdown(title)}", lead, *([notes] if notes else []), *([missing] if missing else [])]
-    text += [f"![{FIGURE_TITLES.get(topic, topic)}]({name}-{topic}.png)" for topic in drawn]
+        headline = escape(FIGURE_TITLES.get(topic, topic.capitalize()))
+        drawing = report.inlined(kinds["svg"].decode(), topic, headline, VARIABLES)
+        page.append(f"<figure><figcaption><h2>{headline}</h2></figcaption>\n{drawing}</figure>")
+        text.append(f"![{FIGURE_TITLES.get(topic, topic)}]({name}-{topic}.png)")
     text.append("## What comes out")
-    for one in said:
+    told = ""
+    for one in conclusions(found):
+        findings = "".join(f"<li>{escape(finding)}</li>" for finding in one.findings)
+        told += f"<p><b>{escape(one.where)}</b></p><ul>{findings}</ul>"
         text += [f"**{markdown(one.where)}**", "\n".join(f"* {markdown(finding)}" for finding in one.findings)]
-    for table in shown:
+    page.append(f"<section><h2>What comes out</h2>{told}</section>")
+    if notes:
+        page.append(f'<section><h2>Notes</h2><p class="notes">{escape(notes)}</p></section>')
+    for table in tables(found):
+        cells = report.table(table.headings, table.rows, place="wide", coloured=False, kind=_kind)
+        note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
+        page.append(f"<section><h2>{escape(table.title)}</h2>{cells}{note}</section>")
         text += [f"## {markdown(table.title)}", table.markdown()]
+    items = "".join(f"<dt>{escape(fact)}</dt><dd>{escape(told)}</dd>" for fact, told in about)
+    page.append(f"<section><h2>What was run</h2><dl>{items}</dl></section>")
     lines = [f"* {fact}: " + (f"`{told}`" if fact == "Command" else markdown(told)) for fact, told in about]
-    text += ["## What was run", "\n".join(lines)]
-    contents[".md"] = "\n\n".join(text) + "\n"
-    return contents
+    return page, [*text, "## What was run", "\n".join(lines)]
+
+
+def _kind(heading: str, cell: str) -> str:
+    """Return the class of a cell of a table on the page."""
+    if heading in ("reason", "schedules"):
+        return "text"
+    return {"better": "better", "worse": "worse", "not told apart": "apart"}.get(cell, "") * (heading == "verdict")
 
 
 def _lead(found: Sequence[Panel], records: Sequence[Record]) -> str:
@@ -125,9 +181,9 @@ def facts(records: Sequence[Record], command: str | None = None) -> list[tuple[s
         ("Runs", f"{len(trained)}, of which {done} finished; {duration(seconds)} from start to end, added up"),
         ("Steps", _listed(f"{steps:,}" for steps in sorted({record.total_steps for record in records}))),
         ("Seeds", _listed(str(seed) for seed in sorted({record.seed for record in records}))),
-        ("Options", _listed(_options(record) for record in records)),
+        ("Options", _listed(_named(record.options, "=") or "none" for record in records)),
         ("Machine", _listed(_machine(record) for record in records)),
-        ("Versions", _listed(_versions(record) for record in records)),
+        ("Versions", _listed(_named(record.versions) or "not recorded" for record in records)),
         ("Dates", days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"),
     ]
     return [*found, ("Command", command)] if command else found
@@ -142,22 +198,13 @@ def _runs(records: Iterable[Record]) -> list[Record]:
     return list(distinct.values())
 
 
-def duration(seconds: float) -> str:
-    """Return "42 s", "12 min" or "3.4 h"."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
-
-
 def _listed(texts: Iterable[str]) -> str:
     return "; ".join(dict.fromkeys(texts))
 
 
-def _options(record: Record) -> str:
-    pairs = (
-        f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in record.options.items()
-    )
-    return ", ".join(pairs) or "none"
+def _named(values: Mapping[str, object], between: str = " ") -> str:
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
+    return ", ".join(f"{name}{between}{text}" for name, text in texts.items())
 
 
 def _machine(record: Record) -> str:
@@ -165,10 +212,6 @@ def _machine(record: Record) -> str:
     place = str(known.pop("processor", "")) or "not recorded"
     counts = [f"{value} {name if value != 1 else name.removesuffix('s')}" for name, value in known.items()]
     return ", ".join([place, *counts])
-
-
-def _versions(record: Record) -> str:
-    return ", ".join(f"{name} {number}" for name, number in record.versions.items()) or "not recorded"
 
 
 # The numbers as CSV, in full precision.

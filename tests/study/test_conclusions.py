@@ -7,7 +7,7 @@ import pytest
 from cpt_fx.schedules import NAMES, savings_group
 from cpt_fx.study import analysis
 from cpt_fx.study.analysis import panels
-from cpt_fx.study.conclusions import conclusions
+from cpt_fx.study.findings import conclusions
 from cpt_fx.study.records import Record
 from tests.study import made_up
 

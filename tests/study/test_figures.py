@@ -11,18 +11,17 @@ from typing import Any
 import pytest
 
 from cpt_fx.schedules import NAMES
-from cpt_fx.study import figure_style
 from cpt_fx.study.analysis import panels
 from cpt_fx.study.records import Record
 from tests.study import made_up
 
 pytest.importorskip("matplotlib")
 
-from cpt_fx.study.figures import _side_by_side, figures, overlap
+from cpt_fx.study.figures import _side_by_side, figures, overlap, save
 
 
 def texts(records: list[Record], name: str = "cost") -> list[str]:
-    svg = figure_style.save(figures(panels(records))[name], "svg").decode()
+    svg = save(figures(panels(records))[name], "svg").decode()
     return re.findall(r"<text[^>]*>([^<]*)</text>", svg)
 
 
@@ -41,7 +40,7 @@ def test_a_figure_for_each_experiment() -> None:
     found = figures(panels(everything()))
     assert list(found) == ["cost", "deficit", "window", "first-cycle", "delayed"]
     for figure in found.values():
-        assert figure_style.save(figure, "png").startswith(b"\x89PNG")
+        assert save(figure, "png").startswith(b"\x89PNG")
 
 
 def test_the_cost_figure_names_every_schedule_and_the_correlation() -> None:
@@ -142,7 +141,7 @@ def test_equal_records_give_equal_bytes() -> None:
     """In another process, with other hashes, too."""
     code = (
         "import hashlib; from tests.study import made_up; from cpt_fx.study.analysis import panels;"
-        "from cpt_fx.study.figures import figures; from cpt_fx.study.figure_style import save;"
+        "from cpt_fx.study.figures import figures, save;"
         "f = figures(panels(made_up.by_cost(noise=4e-3)))['cost'];"
         "print(hashlib.sha256(save(f, 'svg')).hexdigest(), hashlib.sha256(save(f, 'png')).hexdigest())"
     )

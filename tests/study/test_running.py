@@ -11,7 +11,7 @@ import torch
 
 from cpt_fx import study
 from cpt_fx.schedules import Schedule, Static, named
-from cpt_fx.study.function import load_in_worker
+from cpt_fx.study.training import load_in_worker
 from tests.study import trains
 
 FEW = ("CR", "RR", "static")

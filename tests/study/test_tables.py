@@ -10,8 +10,7 @@ import math
 import pytest
 
 from cpt_fx.study.analysis import panels
-from cpt_fx.study.statistics import Estimate, Interval
-from cpt_fx.study.tables import (
+from cpt_fx.study.findings import (
     Table,
     correlation_table,
     decimals,
@@ -24,6 +23,7 @@ from cpt_fx.study.tables import (
     spread,
     tables,
 )
+from cpt_fx.study.statistics import Estimate, Interval
 from cpt_fx.study.writing import raw, summary
 from tests.study import made_up
 

@@ -1,4 +1,4 @@
-"""The user's training function: what it takes, and how another process finds it."""
+"""A user's training function: what it takes, how another process finds it, and what comes out of a run of it."""
 
 from __future__ import annotations
 
@@ -6,19 +6,33 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import math
 import multiprocessing
 import os
+import platform
+import random
 import sys
+import time
+import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from cpt_fx.errors import nearest
 from cpt_fx.schedules import Schedule
 from cpt_fx.schedules.base import is_importable
+from cpt_fx.schedules.memory import fresh
 
+Task = tuple[Schedule, int, dict[str, Any], str | None]
+"""What a training needs to know: schedule, seed, options, and what of the result is compared."""
+PACKAGES = ("cpt_fx", "torch", "numpy", "torch_geometric", "transformers")
 STARTING = "cpt-fx study worker, starting"
 """A worker's name while it imports the training function's file, and multiprocessing the script that started it."""
 _loaded: dict[Path, ModuleType] = {}
@@ -59,12 +73,10 @@ class TrainFunction:
 
 def train_function(train: Callable[..., object] | str, options: Mapping[str, Any]) -> TrainFunction:
     """Return the training function for a function or a reference, checked against the options it will get."""
-    if isinstance(train, str):
-        call, where = load(train)
-        return TrainFunction(call, where, _takes_seed(call, options))
-    if not callable(train):
+    if not isinstance(train, str) and not callable(train):
         raise TypeError(f'train must be a function, or a text such as "file.py:train", got {train!r}')
-    return TrainFunction(train, _reference(train), _takes_seed(train, options))
+    call, where = load(train) if isinstance(train, str) else (train, _reference(train))
+    return TrainFunction(call, where, _takes_seed(call, options))
 
 
 def load(reference: str) -> tuple[Callable[..., object], str]:
@@ -167,30 +179,156 @@ def _reference(call: Any) -> str | None:
 def _takes_seed(call: Callable[..., object], options: Mapping[str, Any]) -> bool:
     """Say whether a function takes the seed; TypeError where it cannot take what it will get."""
     try:
-        parameters = inspect.signature(call).parameters
+        parameters = list(inspect.signature(call).parameters.values())
     except (TypeError, ValueError):
         raise TypeError(f"what arguments {call!r} takes cannot be seen: wrap it in a function") from None
-    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    named = {key for key, value in parameters.items() if value.kind in by_name}
     name = getattr(call, "__name__", "train")
-    first = next(iter(parameters), None)
-    if first is None:
+    if not parameters:
         raise TypeError(f"{name} must take the schedule as its first argument: it takes none")
+    first, *rest = parameters
+    by_name = {one.name for one in rest if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+    anything = any(one.kind is one.VAR_KEYWORD for one in parameters)
     for option in options:
-        if option in (first, "seed"):
+        if option in (first.name, "seed"):
             raise ValueError(f"options must not hold {option!r}: the study itself gives it to {name}")
-        if option not in named and not anything:
-            others = sorted(named - {first, "seed"})
+        if option not in by_name and not anything:
+            others = sorted(by_name - {"seed"})
             raise ValueError(f"{name} takes no argument {option!r} of options.{nearest(option, others)}")
-    takes_seed = "seed" in named or anything
-    missing = [
-        key
-        for key, value in parameters.items()
-        if value.default is value.empty
-        and value.kind not in (value.VAR_KEYWORD, value.VAR_POSITIONAL)
-        and key not in (first, "seed", *options)
-    ]
-    if missing:
+    single = [one for one in rest if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+    needed = [one.name for one in single if one.default is one.empty]
+    if missing := [one for one in needed if one not in ("seed", *options)]:
         raise TypeError(f"{name} needs {', '.join(missing)}: give options={{{missing[0]!r}: ...}}")
-    return takes_seed
+    return "seed" in by_name or anything
+
+
+# A run, and what comes out of it.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a training run returned, or why it failed."""
+
+    status: str
+    error: str | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    started: str
+    seconds: float
+    machine: dict[str, object] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    widths: list[tuple[int, ...]] = field(default_factory=list)
+    """Weight, activation and gradient width, and for how many steps they ran; empty where nothing was stepped."""
+
+
+class Stopwatch:
+    """When something began, and how long it has taken."""
+
+    def __init__(self) -> None:
+        self.started = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        self._began = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """The time since."""
+        return round(time.perf_counter() - self._began, 3)
+
+    def failed(self, error: str) -> Outcome:
+        """Return the outcome of a run that was lost."""
+        return Outcome(status="failed", error=error, started=self.started, seconds=self.seconds)
+
+
+def execute(train: TrainFunction, threads: int, task: Task) -> Outcome:
+    """Seed, train, and check what is returned. Whatever goes wrong in the training is part of the outcome."""
+    import torch
+
+    schedule, seed, options, metric = task
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    watch = Stopwatch()
+    error, metrics, widths = None, dict[str, float](), list[tuple[int, ...]]()
+    try:
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        # stdout belongs to what the study itself prints, such as --json. No run sees what another one has learned.
+        with redirect_stdout(sys.stderr), fresh(schedule) as own:
+            returned = train(own, seed, options)
+            widths = [(*bits, count) for bits, count in own._widths_that_ran()]
+        metrics, error = checked(returned, metric)
+    except (Exception, SystemExit):  # a script may end itself; the study goes on
+        error = traceback.format_exc()
+    finally:
+        torch.set_num_threads(before)
+    return Outcome(
+        status="done" if error is None else "failed",
+        error=error,
+        metrics=metrics,
+        started=watch.started,
+        seconds=watch.seconds,
+        machine={"processor": processor(), "cores": os.cpu_count() or 1, "threads": threads},
+        versions=versions(PACKAGES),
+        widths=widths,
+    )
+
+
+def checked(returned: object, metric: str | None) -> tuple[dict[str, float], str | None]:
+    """Return the finite numbers among what a training function returned, and what is wrong with it, if anything."""
+    found = returned if isinstance(returned, Mapping) else {metric or "metric": returned}
+    metrics: dict[str, float] = {}
+    wrong = []
+    for key, value in found.items():
+        number = _number(value)
+        if number is None:
+            wrong.append(f"{key} = {value!r}, not a number")
+        elif not math.isfinite(number):
+            wrong.append(f"{key} = {number}")
+        else:
+            metrics[str(key)] = number
+    compared = metric or next((str(key) for key in found), None)
+    if compared is None:
+        return metrics, "the training function returned an empty dict"
+    if compared in metrics:
+        return metrics, None
+    if wrong:
+        return metrics, f"the training function returned {'; '.join(wrong)}"
+    return metrics, absent(compared, metrics)
+
+
+def absent(metric: str, metrics: Mapping[str, float]) -> str:
+    """Say that what is compared was not returned."""
+    return f"the training function returned no {metric!r}, but {', '.join(metrics) or 'an empty dict'}"
+
+
+def _number(value: object) -> float | None:
+    """Return a float for a number, a numpy scalar or a tensor of one element."""
+    item = getattr(value, "item", None)
+    if callable(item):
+        try:
+            value = item()
+        except (RuntimeError, ValueError):  # it has several elements
+            return None
+    # True is an integer to Python; as a result it is a slip.
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+# What a measurement belongs to.
+
+
+def processor() -> str:
+    """Return the name of the processor, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def versions(packages: tuple[str, ...]) -> dict[str, str]:
+    """Return the versions of Python and of those packages that are installed."""
+    found = {"Python": platform.python_version()}
+    for name in packages:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

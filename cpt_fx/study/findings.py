@@ -1,0 +1,390 @@
+"""What a study found, in tables and in sentences, made from its numbers alone, and how these are written.
+
+Numbers are rounded to what their spread supports, with true signs. Sentences say what they cannot show.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from cpt_fx.study import analysis
+from cpt_fx.study.analysis import GROUPS, Panel, Row, against, reference, verdict
+from cpt_fx.study.records import said
+from cpt_fx.study.statistics import Correlation, Estimate, Interval
+
+NOTHING = "–"
+NONE = "no difference that these seeds can show"
+TITLES = {
+    "schedules": "Schedules",
+    "deficit": "Low precision at the start",
+    "window": "A window of low precision",
+    "first-cycle": "The first cycle",
+    "delayed": "Schedules that begin later",
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table with its title and a note on how to read it. Cells are text."""
+
+    title: str
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+    def markdown(self) -> str:
+        """Return the table with its note, without the title."""
+        rule = ("---", *["---:"] * (len(self.headings) - 1))
+        lines = ["| " + " | ".join(map(markdown, row)) + " |" for row in (self.headings, rule, *self.rows)]
+        return "\n".join([*lines, *(["", markdown(self.note)] if self.note else [])])
+
+
+def tables(panels: Sequence[Panel]) -> list[Table]:
+    """Return the tables of a study, in the order in which a report shows them."""
+    made: list[Table | None] = []
+    for panel in panels:
+        made.append(schedule_table(panel))
+        if panel.experiment == "schedules":
+            made += [correlation_table(panel), group_table(panel)]
+    return [table for table in (*made, failures(panels)) if table is not None]
+
+
+def schedule_table(panel: Panel) -> Table:
+    """Return a row for each schedule, cheapest first."""
+    show = decimals(panel)
+    compared = [(row, reference(row, panel)) for row in panel.rows]
+    others = list(dict.fromkeys(other.label for _, other in compared if other is not None))
+    rows = []
+    for row, other in compared:
+        estimate = against(row, other) if other else None
+        difference = f"less {other.label}: " * (len(others) > 1) + signed(estimate, show) if other else NOTHING
+        saving = row.group if row.group in GROUPS else NOTHING
+        costs = (f"{row.relative_cost:.3f}", f"{row.mean_bits:.2f}", *_place(panel, row).values())
+        seeds = f"{len(row.values)}" + f" ({row.gaps})" * bool(row.gaps)
+        word = verdict(estimate, panel.better) if other else NOTHING
+        rows.append((row.label, saving, *costs, spread(row.mean, row.deviation, show), seeds, difference, word))
+    place = _place(panel, panel.rows[0])
+    difference = f"less {others[0]} (95 % interval)" if len(others) == 1 else "difference (95 % interval)"
+    note = (
+        f"{panel.metric}: {panel.better} is better; mean and standard deviation over seeds. Cost: BitOps relative to "
+        f"static {panel.q_max}. A difference whose interval holds zero is none that these seeds can show."
+    )
+    headings = (
+        "schedule",
+        "saving",
+        "cost",
+        "mean bits",
+        *place,
+        f"{panel.metric} ± sd",
+        "seeds",
+        difference,
+        "verdict",
+    )
+    return Table(f"{TITLES.get(panel.experiment, panel.experiment)} at {panel.bits}", headings, tuple(rows), note)
+
+
+def group_table(panel: Panel) -> Table | None:
+    """Return the savings groups and their differences; None where a panel has fewer than two groups."""
+    found, show = analysis.groups(panel), decimals(panel)
+    if len(found) < 2:
+        return None
+    rows = []
+    for group in found:
+        name, labels = f"{group.name} saving", ", ".join(group.labels)
+        rows.append((name, labels, f"{group.relative_cost:.3f}", *_told(group.mean, show, number), NOTHING))
+    for one, two, estimate in analysis.group_differences(panel):
+        word = verdict(estimate, panel.better)
+        rows.append((f"{one} less {two}", "", "", *_told(estimate, show, plus), word))
+    headings = ("group", "schedules", "cost", panel.metric, "95 % interval", "seeds", "verdict")
+    note = (
+        "A group's value is the mean over its schedules, seed by seed, over the seeds that all of them finished. "
+        "Differences are of these, paired by seed."
+    )
+    return Table(f"Savings groups at {panel.bits}", headings, tuple(rows), note)
+
+
+def correlation_table(panel: Panel) -> Table | None:
+    """Return the rank correlations of cost and quality; None for fewer than three points."""
+    rows = []
+    for name, baselines in (("schedules", False), ("schedules and static", True)):
+        found = analysis.cost_correlation(panel, baselines=baselines)
+        if found.points >= 3:
+            rows.append((panel.bits, name, str(found.points), *correlated(found)))
+    if not rows:
+        return None
+    headings = ("bits", "points", "number", "Spearman's rho", "95 % interval", "Kendall's tau-b", "95 % interval")
+    note = (
+        "Positive: more compute, better quality. For the intervals the seeds within each schedule are resampled and "
+        "all schedules are kept."
+    )
+    return Table("Rank correlation of cost and quality", headings, tuple(rows), note)
+
+
+def failures(panels: Sequence[Panel]) -> Table | None:
+    """Return the runs without a value, or None where there are none."""
+    rows: list[tuple[str, ...]] = []
+    for panel in panels:
+        for row in panel.rows:
+            lost = {**row.failed, **dict.fromkeys(row.missing, "was not run, or not finished")}
+            rows.extend((panel.experiment, panel.bits, row.label, str(seed), said(lost[seed])) for seed in lost)
+    if not rows:
+        return None
+    planned = sum(len(panel.rows) * len(panel.seeds) for panel in panels)
+    headings = ("experiment", "bits", "schedule", "seed", "reason")
+    note = f"{len(rows)} of {planned} runs have no value. They count in no mean."
+    return Table("Runs without a value", headings, tuple(rows), note)
+
+
+def _place(panel: Panel, row: Row) -> dict[str, str]:
+    """Return where a row's precision was low, by its heading, in experiments that are about it."""
+    if panel.experiment in ("deficit", "window"):
+        low = analysis.low_steps(row, panel)
+        place = NOTHING if low is None else "none" if low == (0, 0) else f"{low[0]} to {low[1]}"
+        return {"low steps": f"{place} of {row.total_steps}"}
+    if panel.experiment == "first-cycle":
+        return {"bits of first cycle": NOTHING if row.first_cycle_bits is None else f"{row.first_cycle_bits:.2f}"}
+    return {}
+
+
+# Sentences.
+
+
+@dataclass(frozen=True)
+class Conclusion:
+    """What one panel says: where it holds, and the findings."""
+
+    where: str
+    findings: tuple[str, ...]
+
+
+def conclusions(panels: Sequence[Panel]) -> list[Conclusion]:
+    """Return what each panel says."""
+    found = []
+    for panel in panels:
+        title = TITLES.get(panel.experiment, panel.experiment)
+        seeds = counted(len(panel.seeds), "seed")
+        where = f"{title} at {panel.bits}, by {panel.metric} ({panel.better} is better), over {seeds}."
+        found.append(Conclusion(where, tuple(_findings(panel))))
+    return found
+
+
+def _findings(panel: Panel) -> Iterator[str]:
+    if not any(row.values for row in panel.rows):
+        yield "No run has a value."
+        return
+    if gaps := without_value(panel):
+        yield f"{gaps}; what follows is from the others."
+    if len(panel.seeds) < 2:
+        yield "With one seed there is no spread, so nothing below says what another seed would give."
+    makers = {"deficit": _deficit, "window": _window, "delayed": _delayed, "first-cycle": _first_cycle}
+    yield from makers.get(panel.experiment, _schedules)(panel)
+
+
+def _schedules(panel: Panel) -> Iterator[str]:
+    show = decimals(panel)
+    yield _cost(panel)
+    cyclic = [row for row in panel.cyclic if row.mean is not None]
+    if cyclic:
+        best = max(cyclic, key=lambda row: panel.sign * row.mean.value if row.mean else 0.0)
+        cheapest = min(cyclic, key=lambda row: row.relative_cost)
+        yield f"The best mean among the schedules: {_named(best, show)}. The cheapest: {_named(cheapest, show)}."
+    yield from _against_static(panel, cyclic, show)
+    yield from _groups(panel, show)
+    yield from _first_cycle(panel)
+
+
+def _cost(panel: Panel) -> str:
+    found = analysis.cost_correlation(panel)
+    if found.rho is None:
+        return f"There is no rank correlation of cost and quality to tell: {found.reason}."
+    rho, interval, tau, taus = correlated(found)
+    text = f"Cost and quality of the {found.points} schedules have a rank correlation (Spearman) of {rho}"
+    if found.rho_interval is None:
+        return f"{text}, Kendall's tau-b {tau}, without an interval: {found.reason}."
+    text += f" (95 % interval {interval}; Kendall's tau-b {tau}, {taus})"
+    if found.rho_interval.covers(0.0):
+        return f"{text}: no order that these seeds can show."
+    return f"{text}: more compute goes with {'better' if found.rho > 0 else 'worse'} quality."
+
+
+def _against_static(panel: Panel, cyclic: Sequence[Row], show: int) -> Iterator[str]:
+    static = panel.static
+    if static is None or not static.values or not cyclic:
+        return
+    told: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
+    for row in cyclic:
+        estimate = against(row, static)
+        told[verdict(estimate, panel.better)].append((row.label, signed(estimate, show)))
+    parts = [f"{word} {', '.join(map(' '.join, told[word])) or 'none'}" for word in ("better", "worse")]
+    for word, lead in (("not told apart", NONE), ("no interval", "too few seeds to say")):
+        if told[word]:
+            parts.append(f"{lead} for {', '.join(label for label, _ in told[word])}")
+    chance = ""
+    if (tried := len(cyclic) - len(told["no interval"])) > 1:
+        chance = f" Of {tried} such comparisons at 95 %, {tried * 0.05:.2g} would stand out by chance."
+    level = spread(static.mean, static.deviation, show)
+    yield f"Against static {panel.q_max} at {level}: {'; '.join(parts)}.{chance}"
+
+
+def _groups(panel: Panel, show: int) -> Iterator[str]:
+    found = analysis.groups(panel)
+    if len(found) < 2:
+        return
+    means = ", ".join(f"{one.name} {spread(one.mean, None, show)}" for one in found)
+    differences = analysis.group_differences(panel)
+    told = [f"{one} less {two}: {_difference(estimate, panel, show)}" for one, two, estimate in differences]
+    absent = [name for name in GROUPS if name not in {one.name for one in found}]
+    lack = f" The group with {absent[0]} saving has no schedule with a value." if absent else ""
+    yield f"Means of the groups by saving: {means}. {'; '.join(told).capitalize()}.{lack}"
+
+
+def _first_cycle(panel: Panel) -> Iterator[str]:
+    high, low = panel.row("RTV"), panel.row("ETV")
+    if high is None or low is None or not (high.values and low.values):
+        return
+    bits = ", ".join(
+        f"{row.label} {row.first_cycle_bits:.1f} bits in its first cycle and cost {row.relative_cost:.3f}"
+        for row in (high, low)
+        if row.first_cycle_bits is not None
+    )
+    told = _difference(against(high, low), panel, decimals(panel))
+    yield f"RTV and ETV cost the same but begin differently ({bits}): RTV less ETV is {told}."
+
+
+def _deficit(panel: Panel) -> Iterator[str]:
+    points = [(low[1], row) for low, row in analysis.low_rows(panel)]
+    if len({row.total_steps for _, row in points}) > 1:
+        yield (
+            "Each run is longer by its deficit, so that all have the same steps at full width: where training is far "
+            "from its end, the steps at low width help as well."
+        )
+    yield from _order(panel, points, "A longer deficit")
+
+
+def _window(panel: Panel) -> Iterator[str]:
+    found = analysis.low_rows(panel)
+    yield from _order(panel, [(low[0], row) for low, row in found if low[1]], "A later window")
+    for row in (row for low, row in found if low[1] == row.total_steps):
+        yield (
+            f"{row.label} ends at {panel.q_min} bits and is evaluated at {panel.q_max}: if the net has batch norm, its "
+            "statistics are those of the low width, unless they were estimated anew. So this number is of the window "
+            "and of that."
+        )
+
+
+def _delayed(panel: Panel) -> Iterator[str]:
+    show = decimals(panel)
+    for row in sorted(panel.rows, key=analysis.beside):
+        other = reference(row, panel)
+        if other is not None and row.values and other.values and not other.label.startswith("static "):
+            yield f"{row.label} less {other.label}: {_difference(against(row, other), panel, show)}."
+
+
+def _order(panel: Panel, points: Sequence[tuple[int, Row]], subject: str) -> Iterator[str]:
+    """Say whether the points are a trend, and how each compares with the run that never had low precision."""
+    found = analysis.correlation(points, panel)
+    rho, interval, _, _ = correlated(found)
+    if found.points < analysis.FEWEST_POINTS:
+        yield f"{subject}: {found.points} points are too few for a trend, which takes {analysis.FEWEST_POINTS}."
+    elif found.rho is not None and found.rho_interval is not None:
+        word = "shows no order of quality that these seeds and points can show"
+        if analysis.is_trend(found):
+            word = f"goes with {'better' if found.rho > 0 else 'worse'} quality"
+        yield f"{subject} {word}: rank correlation {rho} (95 % interval {interval}), {found.points} points."
+    base, show = analysis.undisturbed(panel), decimals(panel)
+    if base is not None and base.values:
+        told = [f"{row.label} {_difference(against(row, base), panel, show)}" for _, row in points if row is not base]
+        level = spread(base.mean, base.deviation, show)
+        yield f"Against training without low precision, at {level}: {'; '.join(told)}."
+
+
+def _difference(estimate: Estimate | None, panel: Panel, show: int) -> str:
+    if estimate is None:
+        return "not known, for lack of values"
+    word = verdict(estimate, panel.better)
+    if word == "no interval":
+        return f"{plus(estimate.value, show)}, from too few seeds for an interval"
+    return f"{signed(estimate, show)}, {NONE if word == 'not told apart' else word}"
+
+
+def _named(row: Row, show: int) -> str:
+    return f"{row.label}, {spread(row.mean, row.deviation, show)} at a cost of {row.relative_cost:.3f}"
+
+
+# How numbers are written.
+
+
+def markdown(text: str) -> str:
+    """Return text that stays text in Markdown: no tags, links or code, and on one line."""
+    return re.sub(r"([\\`\[\]|])", r"\\\1", escape(" ".join(text.split()), quote=False))
+
+
+def decimals(panel: Panel) -> int:
+    """Return how many decimals show two digits of the usual standard deviation."""
+    deviations = sorted(row.deviation for row in panel.rows if row.deviation)
+    if deviations:
+        typical = deviations[len(deviations) // 2]
+    else:
+        typical = max((abs(value) for row in panel.rows for value in row.values.values()), default=1.0) / 100
+    return min(max(1 - math.floor(math.log10(typical)), 0), 8) if typical > 0 else 2
+
+
+def counted(number: int, noun: str) -> str:
+    """Return "3 seeds"."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def without_value(panel: Panel) -> str:
+    """Say how many runs of a panel have no value; empty where all have one."""
+    gaps = sum(len(row.failed) + len(row.missing) for row in panel.rows)
+    return f"{gaps} run{'s have' if gaps > 1 else ' has'} no value" if gaps else ""
+
+
+def spread(estimate: Estimate | None, deviation: float | None, show: int) -> str:
+    """Return "0.912 ± 0.004"."""
+    if estimate is None:
+        return NOTHING
+    return f"{estimate.value:.{show}f}" + (f" ± {deviation:.{show}f}" if deviation is not None else "")
+
+
+def signed(estimate: Estimate | None, show: int) -> str:
+    """Return "−0.004 (−0.010 to +0.002)"."""
+    if estimate is None:
+        return NOTHING
+    return plus(estimate.value, show) + (f" ({ends(estimate.interval, show)})" if estimate.interval else "")
+
+
+def plus(value: float, show: int) -> str:
+    """Return a number with its sign, and a minus as wide as the plus; zero has none."""
+    text = f"{value:+.{show}f}"
+    return text[1:] if float(text) == 0 else text.replace("-", "−")
+
+
+def number(value: float, show: int) -> str:
+    """Return a number with a true minus."""
+    return f"{value:.{show}f}".replace("-", "−")
+
+
+def ends(interval: Interval, show: int, write: Callable[[float, int], str] = plus) -> str:
+    """Return "−0.010 to +0.002"."""
+    return f"{write(interval.low, show)} to {write(interval.high, show)}"
+
+
+def correlated(found: Correlation) -> tuple[str, str, str, str]:
+    """Return rho, its interval, tau-b and its interval."""
+    rho, tau = (NOTHING if value is None else plus(value, 2) for value in (found.rho, found.tau))
+    rhos, taus = (ends(one, 2) if one else found.reason or NOTHING for one in (found.rho_interval, found.tau_interval))
+    return rho, rhos, tau, taus
+
+
+def _told(estimate: Estimate | None, show: int, write: Callable[[float, int], str]) -> tuple[str, str, str]:
+    """Return value, interval and number of seeds."""
+    if estimate is None:
+        return NOTHING, NOTHING, "0"
+    interval = ends(estimate.interval, show, write) if estimate.interval else NOTHING
+    return write(estimate.value, show), interval, str(estimate.n)
