@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from cpt_fx.operators import (
-    aggregations,
-    algebra,
-    attention,
-    convolutions,
-    embeddings,
-    linear,
-    products,
-    recurrent,
-)
+from cpt_fx.operators import fused, layers, products
 from cpt_fx.operators.registering import Registration, register, whole
 from cpt_fx.operators.row import MULTIPLY, Groups, Index, Row, Target
 from cpt_fx.operators.table import (
@@ -37,9 +28,8 @@ __all__ = [
     "whole", "why_left",
 ]  # fmt: skip
 
-for _family in (convolutions, linear, products, attention, recurrent, embeddings, aggregations, algebra):
-    for _row in _family.ROWS:
-        add(_row)
+for _row in (*layers.ROWS, *products.ROWS, *fused.ROWS):
+    add(_row)
 
 OPERATOR_OF: dict[type[nn.Module], str] = {kind: row.name for row in ROWS for kind in row.modules if not row.left}
 """The one operator of a layer, by the name it has in its row."""

@@ -1,4 +1,4 @@
-"""Products of matrices and vectors."""
+"""Products of matrices and vectors, sums over neighbours, and linear algebra, which stays in full precision."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ _SCALED = tuple(getattr(F, name) for name in ("scaled_mm", "scaled_grouped_mm") 
 _PACKED = "a product of a backend, whose operands are packed or have scales of their own"
 _LOW = "a product of numbers that are quantized already"
 
-ROWS = (
+_PRODUCTS = (
     _product(
         "matmul", "matmul", "linalg_matmul", "__matmul__", integer="matmul", function=torch.matmul,
         kernels={"matmul_backward": (0, 1, 2)},
@@ -133,3 +133,102 @@ ROWS = (
         "_sparse_semi_structured_mm", "_sparse_semi_structured_addmm", name="packed_mm",
     ),
 )  # fmt: skip
+
+
+def _scatter(name: str, *arguments: str) -> tuple[Row, Row]:
+    """Return a sum over neighbours, to a new tensor and in place."""
+    source = next(place for place, argument in enumerate(arguments) if argument in ("source", "src", "values"))
+    keywords = (("self", "input"),)
+    operands, in_place = ((source, "input"),), f"{name}_"
+    return (
+        Row("aggregation", name, arguments, operands, names=(name,), keywords=keywords),
+        Row("aggregation", in_place, arguments, operands, names=(in_place,), keywords=keywords, fresh=False,
+            function=getattr(torch.Tensor, in_place)),
+    )  # fmt: skip
+
+
+def _sparse(name: str, *arguments: str, **more: Any) -> Row:
+    last = len(arguments) - 1
+    return Row("aggregation", name, arguments, ((last - 1, "sparse"), (last, "input")), **more)
+
+
+_RESULT = "a product with a sparse result is not in the operator table"
+_AGGREGATIONS = (
+    *_scatter("index_add", "input", "dim", "index", "source"),
+    *_scatter("scatter_add", "input", "dim", "index", "src"),
+    *_scatter("scatter_reduce", "input", "dim", "index", "src", "reduce"),
+    *_scatter("index_reduce", "input", "dim", "index", "source", "reduce"),
+    # With numbers instead of tensors, and unless told to add up, these two write values and sum nothing.
+    *_scatter("scatter", "input", "dim", "index", "src"),
+    *_scatter("index_put", "input", "indices", "values", "accumulate"),
+    _sparse("sparse_mm", "input", "mat2", names=("_sparse_mm",),
+            keywords=(("sparse", "input"), ("dense", "mat2")),
+            kernels={"_sparse_mm_reduce_impl_backward": (0, 1, 2)}),
+    _sparse("sparse_addmm", "input", "mat1", "mat2", names=("_sparse_addmm",), keywords=(("self", "input"),)),
+    Row("aggregation", "segment_reduce", ("data", "reduce"), ((0, "input"),), names=("segment_reduce",)),
+    left(f"{_RESULT}: call torch.sparse.mm", "hspmm", "smm", "_sparse_sparse_matmul", "_spsolve"),
+    left(f"{_RESULT}: call torch.sparse.addmm", "sspaddmm"),
+    left(_RESULT, "sparse_sampled_addmm", name="sampled_addmm"),
+    left("an ATen operator that is not in the operator table", "_sparse_mm_reduce_impl"),
+)  # fmt: skip
+
+
+_FACTORED = "linear algebra in full precision: rounding inside a decomposition or a solution has no meaning of its own"
+_POWERS = "it multiplies a matrix with itself, and what it makes on the way is not seen: write the products"
+_STATISTICS = "a product of deviations from a mean, which are made inside"
+_NORM = "a norm that decomposes its matrix"
+_LOW_RANK = (
+    torch.svd_lowrank, torch.pca_lowrank, torch._lowrank.get_approximate_basis, torch._lowrank._svd_lowrank,
+    torch._linalg_utils.matmul, torch._linalg_utils.bform, torch._linalg_utils.qform, torch._linalg_utils.basis,
+    torch._linalg_utils.symeig,
+)  # fmt: skip
+
+
+def _is_nuclear(input: Any, p: Any = "fro", *rest: Any, **more: Any) -> bool:
+    return bool(p == "nuc")
+
+
+def _decomposes(input: Any, ord: Any = None, dim: Any = None, *rest: Any, **more: Any) -> bool:
+    """Whether a norm may be that of singular values: the nuclear one, and the spectral one of a matrix."""
+    return ord == "nuc" or (ord in (2, -2) and not isinstance(dim, int))
+
+
+_ALGEBRA = (
+    left(_POWERS, "matrix_power", "linalg_matrix_power"),
+    left(_POWERS, "matrix_exp", "linalg_matrix_exp"),
+    left(_STATISTICS, "cov"),
+    left(_STATISTICS, "corrcoef"),
+    left("distances are not quantized", "cdist", "_cdist_forward", "_cdist_backward", "_euclidean_dist"),
+    left("distances are not quantized", "pdist", "_pdist_forward", "_pdist_backward"),
+    left(_FACTORED, "inverse", "linalg_inv", "linalg_inv_ex"),
+    left(_FACTORED, "pinverse", "linalg_pinv", name="pinv"),
+    left(_FACTORED, "linalg_tensorinv", name="tensorinv"),
+    left(
+        _FACTORED, "linalg_solve", "linalg_solve_ex", "_linalg_solve_ex", "linalg_tensorsolve",
+        "linalg_solve_triangular", "triangular_solve", "cholesky_solve", "_cholesky_solve_helper", "lu_solve",
+        "linalg_lu_solve", "linalg_ldl_solve", "linalg_lstsq", "lstsq", name="solve",
+    ),
+    left(_FACTORED, "det", "linalg_det", "_linalg_det", "logdet", "slogdet", "linalg_slogdet", "_linalg_slogdet"),
+    left(
+        _FACTORED, "cholesky", "linalg_cholesky", "linalg_cholesky_ex", "cholesky_inverse", "linalg_ldl_factor",
+        "linalg_ldl_factor_ex",
+    ),
+    left(_FACTORED, "svd", "linalg_svd", "linalg_svdvals", "_linalg_svd"),
+    left(
+        _FACTORED, "linalg_eigh", "linalg_eig", "linalg_eigvals", "linalg_eigvalsh", "_linalg_eigh", "_linalg_eigvals",
+        "lobpcg", name="eig",
+    ),
+    left(_FACTORED, "qr", "linalg_qr", "geqrf"),
+    left(
+        _FACTORED, "linalg_lu", "linalg_lu_factor", "linalg_lu_factor_ex", "_lu_with_info", "lu_unpack", "lu",
+        name="lu",
+    ),
+    left(_FACTORED, "linalg_householder_product", "orgqr", "ormqr", name="householder_product"),
+    left(_NORM, "linalg_cond", "linalg_matrix_rank", "nuclear_norm", name="condition"),
+    left(_NORM, "linalg_matrix_norm", "linalg_norm", name="norm", when=_decomposes),
+    left(_NORM, name="norm", when=_is_nuclear, others=(torch.norm, torch.Tensor.norm, "norm")),
+    left("it multiplies a grid by a matrix inside", "affine_grid_generator", others=(F.affine_grid,)),
+    left("a function of torch that the graph calls as a whole; it multiplies inside", name="lowrank", others=_LOW_RANK),
+)  # fmt: skip
+
+ROWS = (*_PRODUCTS, *_AGGREGATIONS, *_ALGEBRA)

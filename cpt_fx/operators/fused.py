@@ -1,4 +1,4 @@
-"""Attention: fused operators, which are opened into their products where they can be."""
+"""Fused operators, attention and recurrent layers, which are opened into their products where they can be."""
 
 from __future__ import annotations
 
@@ -26,18 +26,16 @@ def _forward_and_backward(*names: str) -> dict[str, tuple[int, ...]]:
     return {name: (0, 1, 2, 3) if "backward" in name else (0, 1, 2) for name in names}
 
 
-ROWS = (
+_ATTENTION = (
     Row(
         "", "scaled_dot_product_attention", function=F.scaled_dot_product_attention, left=_FUSED,
         names=("scaled_dot_product_attention",), converts={_FLASH: _flash}, firsts=(_FLASH,),
         kernels=_forward_and_backward(
-            *(f"_scaled_dot_product_{kind}{end}"
+            *(f"_scaled_dot_product_{kind}_backward"
               for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention",
-                           "fused_attention_overrideable")
-              for end in ("", "_backward")),
-            "_flash_attention_forward", "_flash_attention_backward", "_efficient_attention_forward",
-            "_efficient_attention_backward", "_cudnn_attention_forward", "_cudnn_attention_backward",
-            "_scaled_dot_product_attention_math", "_scaled_dot_product_attention_math_for_mps",
+                           "fused_attention_overrideable")),
+            *(f"_{kind}_attention_backward" for kind in ("flash", "efficient", "cudnn")),
+            "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_attention_math_for_mps",
         ),
     ),
     Row(
@@ -62,3 +60,22 @@ ROWS = (
         others=(torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward),
     ),
 )  # fmt: skip
+
+
+_CELL = f"fused recurrent cell: {_INSIDE}"
+_KERNEL = f"fused recurrent kernel: {_INSIDE}"
+
+_RECURRENT = (
+    left(_KERNEL, "lstm", function=torch.lstm, modules=(nn.RNNBase,)),
+    *(left(_KERNEL, name, function=getattr(torch, name)) for name in ("gru", "rnn_tanh", "rnn_relu")),
+    left(_CELL, "lstm_cell", function=torch.lstm_cell, modules=(nn.RNNCellBase,)),
+    *(left(_CELL, name, function=getattr(torch, name)) for name in ("gru_cell", "rnn_tanh_cell", "rnn_relu_cell")),
+    left(
+        _KERNEL, "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_cudnn_rnn", "_cudnn_rnn_backward", "miopen_rnn",
+        "miopen_rnn_backward", "_lstm_mps", "lstm_mps_backward", "quantized_lstm", "quantized_gru",
+        "quantized_lstm_cell", "quantized_gru_cell", "quantized_rnn_relu_cell", "quantized_rnn_tanh_cell",
+        name="fused_recurrent",
+    ),
+)  # fmt: skip
+
+ROWS = (*_ATTENTION, *_RECURRENT)
