@@ -8,11 +8,10 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from cpt_fx.capture.base import CaptureError, copy_graph
+from cpt_fx.capture.base import CaptureError, called_by, copy_graph, over
 from cpt_fx.capture.program import program_module
 from cpt_fx.capture.symbolic import Examples, Source, Traced, trace_symbolic
 from cpt_fx.capture.tree import Places
-from cpt_fx.capture.views import called_by, over
 from cpt_fx.capture.watch import Watch, is_hooked
 from cpt_fx.errors import check_choice
 from cpt_fx.graph_module import ROOT, QuantizedGraphModule

@@ -1,4 +1,4 @@
-"""What a frontend returns, and the copy of the module tree it may work on."""
+"""What a frontend returns, the copy of the module tree it may work on, and graphs that read the model's own tree."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from torch import fx, nn
 
 from cpt_fx.bodies import add_body
 from cpt_fx.errors import TransformError
-from cpt_fx.graph_module import QuantizedGraphModule, blank, take_tensors
+from cpt_fx.graph_module import ROOT, QuantizedGraphModule, blank, take_tensors
 from cpt_fx.layer_state import own
-from cpt_fx.meta import STATE, get_attribute
+from cpt_fx.meta import STATE, VIEW, get_attribute
+from cpt_fx.names import NAMES, Names
 from cpt_fx.result import CALL_HOOKS, PART, plain_class
+from cpt_fx.runtime import Precision
 
 
 class CaptureError(TransformError):
@@ -155,3 +157,32 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     for node in graph.nodes:
         mapping[node] = new.node_copy(node, lambda used: mapping[used])
     return new
+
+
+def over(root: nn.Module, state: Precision, names: Names) -> QuantizedGraphModule:
+    """Return a module without a graph that has all that a model has, as the passes take it.
+
+    In the model's own containers, so that whatever is put in there (a cast, a checkpoint, a layer) is seen.
+    """
+    view = blank()
+    view.meta = {NAMES: names, VIEW: True}
+    for containers in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
+        view.__dict__[containers] = getattr(root, containers)
+    view.__dict__.update({ROOT: root, STATE: state})
+    return view
+
+
+def called_by(view: fx.GraphModule) -> set[int]:
+    """Return the modules that a graph calls as they are, by their identity."""
+    return {id(view.get_submodule(str(node.target))) for node in view.graph.nodes if node.op == "call_module"}
+
+
+def resolves(view: fx.GraphModule) -> bool:
+    """Whether everything that a graph reads or calls is still there."""
+    for node in view.graph.nodes:
+        if node.op in ("get_attr", "call_module"):
+            try:
+                get_attribute(view, str(node.target))
+            except AttributeError:
+                return False
+    return True

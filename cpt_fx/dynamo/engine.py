@@ -1,4 +1,7 @@
-"""Runs a model through Dynamo: in one graph if that can be done, else in several with a net between them."""
+"""Runs a model through Dynamo: in one graph if that can be done, else in several with a net between them.
+
+At the end the way into a transformed model while a compiler is at work around it.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,14 @@ from torch._dynamo import eval_frame
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import skip_code
 
-from cpt_fx.capture.captured import Capture
+from cpt_fx.capture.base import resolves
+from cpt_fx.capture.captured import AsItIs, Capture
 from cpt_fx.capture.expected import look_at_ranges
 from cpt_fx.capture.tree import Places
-from cpt_fx.capture.views import resolves
 from cpt_fx.dynamo.backend import Backend, why_broken
 from cpt_fx.dynamo.checkpoint import quantized_again
 from cpt_fx.dynamo.lift import Compiler
-from cpt_fx.dynamo.net import Net
-from cpt_fx.dynamo.scripts import noticed_scripts
+from cpt_fx.dynamo.net import Net, noticed_scripts
 from cpt_fx.errors import TransformError
 from cpt_fx.graph_module import QuantizedGraphModule
 from cpt_fx.history import LOGGER, check_coverage
@@ -327,3 +329,49 @@ def default_stance() -> Iterator[None]:
         stance = torch.compiler.set_stance("default")
     with stance:
         yield
+
+
+def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep a `torch.compile` around the model from tracing what leads to a graph; the graph itself is compiled."""
+    reason = "the model inside is transformed by cpt_fx, which captures it itself: call it outside, or compile it alone"
+    return torch.compiler.disable(function, recursive=False, reason=reason)  # type: ignore[no-any-return]
+
+
+@_uncompiled
+def enter(session: Session, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the rewritten graph of a module."""
+    before = session.state.handed
+    view = _ready(session, module)
+    if view is None:
+        return _run(session, module, outer_compiler(), args, kwargs)
+    try:
+        return session.run(view, args, kwargs)
+    finally:
+        session.state.handed = before
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _ready(session: Session, module: nn.Module) -> QuantizedGraphModule | AsItIs | None:
+    view = session.view_for(module)
+    if view is not None:
+        session.state.hand()
+    return view
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _run(session: Session, module: nn.Module, outer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Leave the compiler around the model for good: what is compiled from here on, the engine hands to it."""
+    return session.engine.run(module, args, kwargs, *outer)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def watch(session: Session, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run a method of the model: what it multiplies by itself, between modules that it calls, is quantized."""
+    session.watching += 1
+    ACTIVE.append(session)
+    try:
+        with session.engine.net:
+            return function(*args, **kwargs)
+    finally:
+        session.watching -= 1
+        ACTIVE.remove(session)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,13 +14,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from cpt_fx.capture.base import over
 from cpt_fx.capture.tree import Places
-from cpt_fx.capture.views import over
 from cpt_fx.dynamo.callers import Caller, caller_of
 from cpt_fx.graph_module import QuantizedGraphModule
 from cpt_fx.meta import WEIGHT, is_transposed
 from cpt_fx.names import NTH
-from cpt_fx.operators import multiplies, why_left
+from cpt_fx.operators import form_of, multiplies, why_left
 from cpt_fx.regions import TRANSFORMED
 from cpt_fx.transformed import is_transformed
 
@@ -167,3 +168,27 @@ skip_code(Net.__torch_function__.__code__)
 def _quantized(net: Net, func: Any, args: Any, kwargs: Any) -> Any:
     """Leave the tracing of compilers: what happens here is not part of a graph."""
     return net.call(func, args, kwargs)
+
+
+@contextmanager
+def noticed_scripts(engine: Engine) -> Iterator[None]:
+    """Note every TorchScript function that multiplies while the model's own code runs: no quantizer can stand in it."""
+    kind: Any = torch._C.ScriptFunction
+    plain = kind.__call__
+
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if engine.runs_here() and any(map(_is_product, re.findall(r"aten::\w+", str(function.inlined_graph)))):
+            reason = "a TorchScript function: its code is compiled and cannot be rewritten"
+            engine.leave(caller_of(engine.places).path, function.name, reason)
+        return plain(function, *args, **kwargs)
+
+    kind.__call__ = call
+    try:
+        yield
+    finally:
+        kind.__call__ = plain
+
+
+def _is_product(name: str) -> bool:
+    form = form_of(name)
+    return form is not None and form.row.when is None and bool(form.row.left or form.row.factors)

@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo import config as dynamo_config
+from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import AttrSource, LocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 from torch._guards import ChainedSource, Source
 
 from cpt_fx.capture.base import CaptureError
 from cpt_fx.capture.tree import Places
 from cpt_fx.dynamo.backend import broken_by, why_broken
-from cpt_fx.dynamo.effects import refuse_effects
 from cpt_fx.dynamo.engine import (
     ONE_GRAPH,
     PARTS,
@@ -237,7 +238,7 @@ class _Recorder:
         engine = self.engine
         translator: Any = InstructionTranslator.current_tx()
         output = translator.output
-        refuse_effects(output.side_effects)
+        _refuse_effects(output.side_effects)
         while translator.parent is not None:
             translator = translator.parent
         scope = {"L": translator.f_locals, "G": translator.f_globals}
@@ -301,3 +302,45 @@ def _modes(guards: Any, places: Places, value_of: Callable[[Source], Any]) -> di
             if isinstance(module, nn.Module) and id(module) in places.modules:
                 modes[places.modules[id(module)]] = module.training
     return dict(sorted(modes.items()))
+
+
+def _refuse_effects(effects: SideEffects) -> None:
+    """Refuse code that changes Python objects: Dynamo does that beside the graph."""
+    if effects.tensor_hooks:
+        raise CaptureError("forward registers a hook on a tensor, which is no part of a graph")
+    for variable in effects.id_to_variable.values():
+        if not effects.is_modified(variable) or isinstance(
+            variable.mutation_type, (AttributeMutationNew, ValueMutationNew)
+        ):
+            continue
+        stored = effects.store_attr_mutations.get(variable, {})
+        owner = variable.value if stored and hasattr(variable, "value") else None
+        names = [name for name, value in stored.items() if not _unchanged(owner, name, value)]
+        if names:
+            what = f"the forward of {type(owner).__name__} stores something in {', '.join(f'self.{n}' for n in names)}"
+        elif stored:
+            continue
+        else:
+            what = f"forward changes {_changed(variable)}"
+        raise CaptureError(
+            f"{what}, which one graph would not do on every call. Return it, or keep it in a buffer that is updated "
+            "in place"
+        )
+
+
+def _unchanged(owner: Any, name: str, value: Any) -> bool:
+    """Whether code stored what was there already."""
+    try:
+        new, old = value.as_python_constant(), getattr(owner, name)
+    except Exception:  # not a constant, or nothing there
+        return False
+    return type(new) is type(old) and bool(new == old)
+
+
+def _changed(variable: Any) -> str:
+    source = getattr(variable, "source", None)
+    text = getattr(source, "name", "") or "of its own"
+    for ours, theirs in (("L['forward'].__self__", "self"), ("._modules['", "."), ("L['kwargs']", "kwargs"),
+                         ("L['args']", "args")):  # fmt: skip
+        text = text.replace(ours, theirs)
+    return text.replace("']", "")

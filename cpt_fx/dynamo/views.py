@@ -9,9 +9,8 @@ import torch
 from torch import fx, nn
 
 from cpt_fx.bodies import add_body, free_name
-from cpt_fx.capture.base import copy_graph
+from cpt_fx.capture.base import copy_graph, over
 from cpt_fx.capture.tree import Places
-from cpt_fx.capture.views import over
 from cpt_fx.dynamo.checkpoint import checkpointed
 from cpt_fx.dynamo.control import RUN_AS
 from cpt_fx.graph_module import ROOT, QuantizedGraphModule, blank
