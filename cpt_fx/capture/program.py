@@ -19,9 +19,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.numbers import int_oo
 
 from cpt_fx.aten import arguments_of, name_of, take_first, to_torch
-from cpt_fx.capture.arguments import Entry, formed, said
 from cpt_fx.capture.base import CaptureError
-from cpt_fx.capture.input_checks import Fact, Input, expression_of
+from cpt_fx.capture.input_checks import Entry, Fact, Input, expression_of, formed, said
 from cpt_fx.graph_module import blank, take_tensors
 from cpt_fx.meta import get_attribute, module_path, module_stack
 from cpt_fx.operators.around import FLAGS, ONE_MODE

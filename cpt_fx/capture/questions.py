@@ -14,7 +14,7 @@ import torch
 import torch.fx._symbolic_trace
 
 from cpt_fx.capture.base import CaptureError
-from cpt_fx.capture.containers import Kept
+from cpt_fx.capture.guards import Kept
 from cpt_fx.capture.identity import facts_of, is_caught, is_made_inside, look, traced_in
 from cpt_fx.capture.refusals import (
     is_inside,

@@ -18,7 +18,6 @@ from torch import fx, nn
 
 from cpt_fx.aliasing import overwritten
 from cpt_fx.capture.base import CaptureError
-from cpt_fx.capture.containers import unchanged_state
 from cpt_fx.capture.guards import (
     PLAIN,
     DynamoNeededError,
@@ -27,6 +26,7 @@ from cpt_fx.capture.guards import (
     refusing_functions,
     replaced,
     stored,
+    unchanged_state,
     without_dynamo,
 )
 from cpt_fx.capture.questions import refusing_questions

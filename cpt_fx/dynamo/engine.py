@@ -114,7 +114,7 @@ class Engine:
         self.running = False
         self._thread = 0
         self.runs = 0
-        self.failure: BaseException | None = None
+        self.failure: Exception | None = None
         self.net = Net(self)
         self.outdated = False
         """Whether a graph was called with tensors that are no longer where it looks for them: all is captured anew."""

@@ -70,10 +70,8 @@ def register(
     known = list(dict.fromkeys(argument for call in calls for argument in call))
     for argument in (*given, *(output_axes or {}), *mutates):
         if argument not in known:
-            more = nearest(argument, known)
-            raise ValueError(
-                f"{title} has no argument {argument!r} that has a position, only {', '.join(known)}.{more}"
-            )
+            only = f"{', '.join(known)}.{nearest(argument, known)}"
+            raise ValueError(f"{title} has no argument {argument!r} that has a position, only {only}")
     # What all overloads have at the same places.
     arguments = tuple(names[0] for names in takewhile(lambda names: len(set(names)) == 1, zip(*calls, strict=False)))
     for operand in given:
@@ -92,11 +90,12 @@ def register(
     row = Row(
         "" if left else family, short, arguments,
         tuple(sorted((arguments.index(name), kind) for name, kind in given.items() if name not in lists)),
-        tuple((arguments.index(name), ((axis,), None)) for name, axis in (output_axes or {}).items()),
+        tuple((arguments.index(name), ((axis,), None)) for name, axis in (output_axes or {}).items()
+              if name in arguments),
         arguments.index(lists[0]) if lists else None, target,
         names=(title,) if isinstance(target, torch._ops.OpOverloadPacket) else (),
         flops=_costs(title, target, flops, multiplies=family in MULTIPLY and not left), left=left,
-        mutates=tuple(arguments.index(argument) for argument in mutates),
+        mutates=tuple(arguments.index(argument) for argument in mutates if argument in arguments),
     )  # fmt: skip
     present = table.form_of(target)
     if present is None:

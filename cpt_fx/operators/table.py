@@ -99,9 +99,8 @@ def remove(row: Row) -> None:
 
 def _kernels_of(row: Row) -> dict[str, Places | None]:
     """Return what the operators of a row multiply; operators of ATen are named without their namespace."""
-    names = [key for key in row.names if not key.endswith("::")]
     own: Places | None = None if row.left else row.factors
-    whole = {name if "::" in name else f"aten::{name}": own for name in names}
+    whole = {name if "::" in name else f"aten::{name}": own for name in row.names}
     return {**whole, **{f"aten::{name}": places for name, places in row.kernels.items()}}
 
 
