@@ -196,6 +196,17 @@ def get_attribute(root: nn.Module, path: str) -> Any:
     return getattr(value, last)
 
 
+def read_before(node: fx.Node, path: str) -> fx.Node:
+    """Make a node in front of another that reads something of the module: `Graph.get_attr` warns of all but tensors."""
+    with node.graph.inserting_before(node):
+        return node.graph.create_node("get_attr", path)
+
+
+def provenance(node: fx.Node) -> dict[str, Any]:
+    """Return what a node's meta says of the place in the code that it comes from."""
+    return {key: node.meta[key] for key in ("nn_module_stack", "stack_trace") if key in node.meta}
+
+
 def is_transposed(value: Any) -> bool:
     """Whether a tensor looks at a stored matrix with its two dims exchanged."""
     base = value._base if isinstance(value, torch.Tensor) else None

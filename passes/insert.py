@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from cpt_fx.bodies import OUTER, free_name, given_quantized, nodes_of, outermost, state_of
+from cpt_fx.bodies import OUTER, free_name, given_quantized, has_quantizers, nodes_of, outermost, state_of
 from cpt_fx.formats import Format, Range, Scheme
 from cpt_fx.layer_state import PARTS, add_range
-from cpt_fx.meta import QUANTIZER, SITE, STATE, Dial, Operand, Quantizer, Site
+from cpt_fx.meta import QUANTIZER, SITE, STATE, Dial, Operand, Quantizer, Site, provenance, read_before
 from cpt_fx.operators.groups import gradient_groups
 from cpt_fx.operators.row import Groups
 from cpt_fx.ops import OP_OF_RANGE, QUANTIZE_GRADIENT
@@ -50,11 +50,8 @@ class Insert(Pass):
 
 def _is_served(node: fx.Node, nodes: dict[str, fx.Node], given: dict[fx.Node, fx.Node]) -> bool:
     """Whether an earlier run of this pass already inserted the quantizers of a node."""
-    inputs = [given.get(used, used) for used in node.all_input_nodes]
-    before = [used.meta[QUANTIZER].role for used in inputs if QUANTIZER in used.meta]
     after = [user.target for user in nodes[node.meta[SITE].gradient_name].users]
-    # A gradient quantizer in front of it belongs to the layer before.
-    return any(role != "gradient" for role in before) or QUANTIZE_GRADIENT in after
+    return has_quantizers(node, given) or QUANTIZE_GRADIENT in after
 
 
 class _Editor:
@@ -122,9 +119,7 @@ class _Editor:
         made.kwargs = {**options, "record": self._read(record, made)}
         what = Quantizer((site.layer,), site.op, operand, role, format, site.dial(role), record, ranges)
         made.meta[QUANTIZER] = what
-        for key in ("nn_module_stack", "stack_trace"):
-            if key in at.meta:
-                made.meta[key] = at.meta[key]
+        made.meta |= provenance(at)
         value = made.args[0]
         if isinstance(value, fx.Node) and "val" in value.meta:
             made.meta["val"] = value.meta["val"]
@@ -147,9 +142,7 @@ class _Editor:
     def _read(self, path: str, before: fx.Node) -> fx.Node:
         """Return the node that reads a value of the state: one for each, before its first use."""
         if path not in self._reads:
-            with self.graph.inserting_before(before):
-                # create_node, not get_attr: the latter warns about the training flag, which is no tensor.
-                self._reads[path] = self.graph.create_node("get_attr", path)
+            self._reads[path] = read_before(before, path)
         return self._reads[path]
 
 

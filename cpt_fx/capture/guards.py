@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpt_fx.aliasing import overwritten
-from cpt_fx.capture.base import MODULE_OWN
+from cpt_fx.capture.base import MODULE_OWN, patched
 from cpt_fx.capture.identity import is_caught
 from cpt_fx.capture.memory import keep_container, keep_tensor
 from cpt_fx.capture.refusals import callers, file_of_class, is_the_models, note, place_of_forward, refuse
@@ -28,10 +28,6 @@ PLAIN = (bool, int, float, str, type(None))
 """Argument values that Python code branches on: they become constants of the graph."""
 
 _ABSENT = object()
-
-
-def _holds_proxy(value: Any) -> bool:
-    return any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves(value))
 
 
 class DynamoNeededError(Exception):
@@ -68,15 +64,11 @@ def replaced(functions: Replacements) -> Iterator[None]:
         """Other threads go on with the original."""
         return lambda *args, **kwargs: (function if threading.get_ident() == thread else original)(*args, **kwargs)
 
-    originals = {place: vars(place[0])[place[1]] for place in functions}
     had_table = _dynamo_table().cache_info().currsize
     try:
-        for (owner, name), function in functions.items():
-            setattr(owner, name, here_only(function, originals[owner, name]))
-        yield
+        with patched({place: here_only(function, getattr(*place)) for place, function in functions.items()}):
+            yield
     finally:
-        for (owner, name), function in originals.items():
-            setattr(owner, name, function)
         if not had_table:
             # Made meanwhile, as by the import of Dynamo, it would know the other functions and not torch's own.
             _dynamo_table().cache_clear()
@@ -123,11 +115,8 @@ def refusing_functions() -> Iterator[None]:
             "would be lost"
         )
 
-    try:
-        setattr(_SingleLevelFunction, "apply", classmethod(apply))  # noqa: B010  (torch does not declare it)
+    with patched({(_SingleLevelFunction, "apply"): classmethod(apply)}):
         yield
-    finally:
-        delattr(_SingleLevelFunction, "apply")
 
 
 def stored() -> Replacements:
@@ -139,15 +128,13 @@ def stored() -> Replacements:
 
     def checked(module: nn.Module, name: str, value: Any) -> None:
         before = module.__dict__.get(name, _ABSENT)
-        if isinstance(value, fx.Proxy):
-            written = overwritten(value.node, {}) if name in module._buffers else []
-            if any(str(source.target).rpartition(".")[2] == name for source in written):
-                return
-        elif _holds_proxy(value):
-            pass
-        elif not isinstance(value, PLAIN) or (type(value) is type(before) and value == before):
+        is_traced = any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves(value))
+        if not is_traced and (not isinstance(value, PLAIN) or (type(value) is type(before) and value == before)):
             return original(module, name, value)  # type: ignore[arg-type]
-        what = "a tensor" if _holds_proxy(value) else repr(value)
+        written = overwritten(value.node, {}) if isinstance(value, fx.Proxy) and name in module._buffers else []
+        if any(str(source.target).rpartition(".")[2] == name for source in written):
+            return
+        what = "a tensor" if is_traced else repr(value)
         refuse(
             f"the forward of {type(module).__name__} stores {what} in self.{name}, which a graph would not do on every "
             "call. Return it, or keep it in a buffer that is updated in place"
@@ -230,18 +217,8 @@ def context() -> dict[str, object]:
 
 CONTAINERS = (dict, list, set, deque)
 
-_BY_ANY_NAME = {
-    "getattr",
-    "hasattr",
-    "vars",
-    "dir",
-    "__dict__",
-    "__getattribute__",
-    "attrgetter",
-    "getmembers",
-    "eval",
-    "exec",
-}
+_BY_ANY_NAME = {"getattr", "hasattr", "vars", "dir", "__dict__", "__getattribute__", "attrgetter", "getmembers", "eval",
+                "exec"}  # fmt: skip
 """What reads attributes whose names need not stand in the code."""
 
 

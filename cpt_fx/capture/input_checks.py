@@ -223,9 +223,8 @@ def formed(spec: pytree.TreeSpec, values: Sequence[Any], module: nn.Module, grap
         return _assembled(spec, iter(values))
     name = free_name(_OUTPUT_FORM, module)
     module.__dict__[name] = spec
-    # create_node, not get_attr: the latter warns about attributes that are no tensors.
-    form = graph.create_node("get_attr", name)
-    return graph.call_function(pytree.tree_unflatten, (tuple(values), form))
+    # Not by Graph.get_attr, which warns about attributes that are no tensors.
+    return graph.call_function(pytree.tree_unflatten, (tuple(values), graph.create_node("get_attr", name)))
 
 
 def _is_plain(spec: pytree.TreeSpec) -> bool:

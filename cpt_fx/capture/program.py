@@ -22,7 +22,7 @@ from cpt_fx.aten import arguments_of, name_of, take_first, to_torch
 from cpt_fx.capture.base import CaptureError
 from cpt_fx.capture.input_checks import Entry, Fact, Input, expression_of, formed, said
 from cpt_fx.graph_module import blank, take_tensors
-from cpt_fx.meta import get_attribute, module_path, module_stack
+from cpt_fx.meta import get_attribute, module_path, module_stack, read_before
 from cpt_fx.operators.around import FLAGS, ONE_MODE
 
 _DEAD = ("aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.sym_constrain_range.default",
@@ -220,9 +220,7 @@ class _Switches:
                     holder.add_module(part, torch.nn.Module())
                 holder = holder._modules[part]
             first = next(item for item in self.graph.nodes if item.op not in ("placeholder", "get_attr"))
-            with self.graph.inserting_before(first):
-                # create_node, not get_attr: the latter warns about attributes that are no tensors.
-                self._made[path] = self.graph.create_node("get_attr", f"{path}.training" if path else "training")
+            self._made[path] = read_before(first, f"{path}.training" if path else "training")
         return self._made[path]
 
     def note(self, node: fx.Node, value: bool) -> None:

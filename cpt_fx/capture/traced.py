@@ -92,9 +92,6 @@ class Traced(fx.Proxy, metaclass=_Kind):
     def __deepcopy__(self, memo: Any) -> NoReturn:
         self.__reduce_ex__(4)
 
-    def __copy__(self) -> NoReturn:
-        self.__reduce_ex__(4)
-
 
 class TracedAttribute(Traced, fx.proxy.Attribute):
     """An attribute of such a value, which is in the graph once it is used."""

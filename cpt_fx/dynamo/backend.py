@@ -22,7 +22,7 @@ from cpt_fx.dynamo.checkpoint import checkpointed
 from cpt_fx.dynamo.control import RUN_AS, controls
 from cpt_fx.dynamo.lift import Compiler, lifted
 from cpt_fx.graph_module import ROOT, QuantizedGraphModule, blank
-from cpt_fx.meta import WEIGHT
+from cpt_fx.meta import WEIGHT, read_before
 from cpt_fx.names import Names
 from cpt_fx.result import plain_class
 from cpt_fx.runtime import Precision
@@ -216,7 +216,7 @@ def view_of(
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for node, value in zip(placeholders, inputs, strict=True):
         frame.convert(node)
-        _name_tensor(graph, node, value, first, frame)
+        _name_tensor(node, value, first, frame)
     _adopt(view, graph, graph_module, frame)
     return view
 
@@ -244,14 +244,13 @@ def _adopt(view: QuantizedGraphModule, graph: fx.Graph, source: fx.GraphModule, 
     graph.owning_module = view
 
 
-def _name_tensor(graph: fx.Graph, node: fx.Node, value: Any, first: fx.Node, frame: Frame) -> None:
+def _name_tensor(node: fx.Node, value: Any, first: fx.Node, frame: Frame) -> None:
     """Read a parameter or buffer by its name, instead of taking it as an input."""
     name = frame.places.tensor(value)
     if name is None:
         if isinstance(value, nn.Parameter):
             node.meta[WEIGHT] = True
         return
-    with graph.inserting_before(first):
-        read = graph.create_node("get_attr", name)
+    read = read_before(first, name)
     read.meta = {**node.meta}
     node.replace_all_uses_with(read)

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from cpt_fx.capture.base import over
+from cpt_fx.capture.base import over, patched
 from cpt_fx.capture.tree import Places
 from cpt_fx.dynamo.callers import Caller, caller_of
 from cpt_fx.graph_module import QuantizedGraphModule
@@ -182,11 +182,8 @@ def noticed_scripts(engine: Engine) -> Iterator[None]:
             engine.leave(caller_of(engine.places).path, function.name, reason)
         return plain(function, *args, **kwargs)
 
-    kind.__call__ = call
-    try:
+    with patched({(kind, "__call__"): call}):
         yield
-    finally:
-        kind.__call__ = plain
 
 
 def _is_product(name: str) -> bool:

@@ -24,6 +24,7 @@ from cpt_fx.dynamo.recording import Input, Recording, WholeFloat, WholeInt, reco
 from cpt_fx.graph_module import QuantizedGraphModule
 from cpt_fx.history import History, check_coverage
 from cpt_fx.layer_state import PARTS, ranges
+from cpt_fx.meta import read_before
 from cpt_fx.names import NAMES
 from cpt_fx.overrides import SELECTED
 from cpt_fx.result import PART, plain_class
@@ -116,12 +117,11 @@ def _keep_gradient_mode(module: fx.GraphModule) -> None:
 def _check_modes(module: fx.GraphModule, modes: dict[str, bool]) -> None:
     if not modes:
         return
-    graph = module.graph
-    with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
-        # create_node, not get_attr: the latter warns about attributes that are no tensors.
-        flags = [graph.create_node("get_attr", f"{path}.training" if path else "training") for path in modes]
-        names = tuple(path or "the model" for path in modes)
-        graph.call_function(check_modes, (tuple(flags), tuple(modes.values()), names))
+    first = next(node for node in module.graph.nodes if node.op != "placeholder")
+    flags = tuple(read_before(first, f"{path}.training" if path else "training") for path in modes)
+    names = tuple(path or "the model" for path in modes)
+    with module.graph.inserting_before(first):
+        module.graph.call_function(check_modes, (flags, tuple(modes.values()), names))
 
 
 def _notes(recording: Recording) -> tuple[str, ...]:
@@ -212,8 +212,7 @@ class Interface:
         if name is None:
             name = free_name("constant", self.tree)
             self.tree.__dict__[name] = value
-        with self.graph.inserting_before(self.start):
-            node = self.graph.create_node("get_attr", name)
+        node = read_before(self.start, name)
         self.known[id(value)] = _Known(value, node, name)
         return node
 
