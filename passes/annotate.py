@@ -39,7 +39,7 @@ from cpt_fx.meta import (
 from cpt_fx.names import NAMES, Names, NamesOfOneGraph, frames_of
 from cpt_fx.operators import HIDING, MULTIPLY, Index, Row, form_of, row_of, why_left
 from cpt_fx.operators.around import ADDS
-from cpt_fx.operators.groups import einsum_group, group_of
+from cpt_fx.operators.row import einsum_group, group_of
 from cpt_fx.overrides import SELECTED, Aliases, Choices, Pattern, Selected
 from cpt_fx.pass_base import Pass, Report
 from cpt_fx.recipes import Recipe, Rule
@@ -123,7 +123,7 @@ class _Walk:
 
     def visit(self, node: fx.Node) -> None:
         """Decide one node."""
-        self._note_modules(node)
+        self.kinds.update((path, kind) for path, kind in module_stack(node) if kind is not None)
         self.regions.visit(node)
         self.values.visit(node)
         if self._makes_a_weight(node):
@@ -321,11 +321,6 @@ class _Walk:
         if products and any(used in self.values.weights for used in node.all_input_nodes):
             return "linear"
         return spec.family
-
-    def _note_modules(self, node: fx.Node) -> None:
-        for path, kind in module_stack(node):
-            if kind is not None:
-                self.kinds[path] = kind
 
     def _report_hidden(self, node: fx.Node) -> None:
         """Report calls that multiply, or may multiply, where no quantizer can reach."""

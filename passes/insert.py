@@ -11,8 +11,7 @@ from cpt_fx.bodies import OUTER, free_name, given_quantized, has_quantizers, nod
 from cpt_fx.formats import Format, Range, Scheme
 from cpt_fx.layer_state import PARTS, add_range
 from cpt_fx.meta import QUANTIZER, SITE, STATE, Dial, Operand, Quantizer, Site, provenance, read_before
-from cpt_fx.operators.groups import gradient_groups
-from cpt_fx.operators.row import Groups
+from cpt_fx.operators.row import Groups, gradient_groups
 from cpt_fx.ops import OP_OF_RANGE, QUANTIZE_GRADIENT
 from cpt_fx.pass_base import Pass, Report
 from cpt_fx.runtime import Precision
@@ -37,7 +36,10 @@ class Insert(Pass):
         editor = _Editor(module, state, {quantizer.record for quantizer in made})
         nodes = {node.name: node for node in module.graph.nodes}
         given = given_quantized(module)
-        sites = [node for node in module.graph.nodes if SITE in node.meta and not _is_served(node, nodes, given)]
+        sites = [node for node in module.graph.nodes if SITE in node.meta and not has_quantizers(node, given)]
+        after = {node: nodes[node.meta[SITE].gradient_name].users for node in sites}
+        # But for those that an earlier run of this pass served.
+        sites = [node for node in sites if all(user.target is not QUANTIZE_GRADIENT for user in after[node])]
         for node in sites:
             site: Site = node.meta[SITE]
             for operand in site.operands:
@@ -46,12 +48,6 @@ class Insert(Pass):
                 editor.quantize_gradient(nodes[site.gradient_name], node, site)
         counts = ", ".join(f"{count} {role}" for role, count in editor.counts.items())
         return Report(self.name, sum(editor.counts.values()), (counts or "nothing to insert",))
-
-
-def _is_served(node: fx.Node, nodes: dict[str, fx.Node], given: dict[fx.Node, fx.Node]) -> bool:
-    """Whether an earlier run of this pass already inserted the quantizers of a node."""
-    after = [user.target for user in nodes[node.meta[SITE].gradient_name].users]
-    return has_quantizers(node, given) or QUANTIZE_GRADIENT in after
 
 
 class _Editor:

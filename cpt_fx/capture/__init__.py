@@ -72,7 +72,9 @@ def trace_module(session: Session, path: str, examples: Examples | None = None, 
     view = over(root, session.state, session.names)
     _place_constants(view, traced)
     if path:
-        _tell_where(traced.graph, Places(root).ancestors(path))
+        above = {name: (name, kind) for name, kind in Places(root).ancestors(path)}
+        for node in traced.graph.nodes:
+            node.meta["nn_module_stack"] = above | (node.meta.get("nn_module_stack") or {})
     # Not by its setter, which compiles: the passes change the graph first.
     view._graph = traced.graph
     traced.graph.owning_module = view
@@ -91,13 +93,6 @@ def _place_constants(view: QuantizedGraphModule, traced: Traced) -> None:
         elif "." not in str(node.target) and not hasattr(view, str(node.target)):
             # A plain attribute of the root, which the view does not have.
             node.target = f"{ROOT}.{node.target}"
-
-
-def _tell_where(graph: fx.Graph, above: list[tuple[str, type[nn.Module]]]) -> None:
-    """Note on every node the modules that the traced one is inside of."""
-    for node in graph.nodes:
-        stack = node.meta.get("nn_module_stack") or {}
-        node.meta["nn_module_stack"] = {name: (name, kind) for name, kind in above} | stack
 
 
 def _hidden(module: fx.GraphModule) -> str:

@@ -14,7 +14,7 @@ from cpt_fx.bodies import add_body
 from cpt_fx.errors import TransformError
 from cpt_fx.graph_module import ROOT, QuantizedGraphModule, blank, take_tensors
 from cpt_fx.layer_state import own
-from cpt_fx.meta import STATE, VIEW, get_attribute
+from cpt_fx.meta import STATE, VIEW, attribute_or_none, get_attribute
 from cpt_fx.names import NAMES, Names
 from cpt_fx.result import CALL_HOOKS, PART, plain_class
 from cpt_fx.runtime import Precision
@@ -150,12 +150,8 @@ def _graft(target: nn.Module, source: nn.Module, prefix: str, called: set[str], 
 
 def _ensure(root: nn.Module, path: str, value: object) -> None:
     """Make sure that `path` leads to a value: constants of the traced code, tensors that are plain attributes."""
-    *holders, name = path.split(".")
-    holder: nn.Module = root
-    for part in holders:
-        if part not in holder._modules:
-            holder.add_module(part, nn.Module())
-        holder = holder.get_submodule(part)
+    path, _, name = path.rpartition(".")
+    holder = holder_at(root, path)
     if hasattr(holder, name):
         return
     if isinstance(value, torch.Tensor):
@@ -163,6 +159,15 @@ def _ensure(root: nn.Module, path: str, value: object) -> None:
         holder.register_buffer(name, value, persistent=False)
     else:
         setattr(holder, name, value)
+
+
+def holder_at(root: nn.Module, path: str) -> nn.Module:
+    """Return the module at a path, made of empty ones where there is none."""
+    for part in filter(None, path.split(".")):
+        if part not in root._modules:
+            root.add_module(part, nn.Module())
+        root = root.get_submodule(part)
+    return root
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
@@ -194,10 +199,5 @@ def called_by(view: fx.GraphModule) -> set[int]:
 
 def resolves(view: fx.GraphModule) -> bool:
     """Whether everything that a graph reads or calls is still there."""
-    for node in view.graph.nodes:
-        if node.op in ("get_attr", "call_module"):
-            try:
-                get_attribute(view, str(node.target))
-            except AttributeError:
-                return False
-    return True
+    found = (node for node in view.graph.nodes if node.op in ("get_attr", "call_module"))
+    return all(attribute_or_none(view, str(node.target)) is not None for node in found)

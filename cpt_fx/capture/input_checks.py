@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
+from torch.utils._sympy.numbers import int_oo
 
 from cpt_fx.bodies import free_name
+from cpt_fx.capture.base import CaptureError
 from cpt_fx.capture.guards import PLAIN
 from cpt_fx.capture.tracer import expect
 
@@ -99,9 +101,19 @@ def _form(form: Any) -> str:
     return f"{kind}({', '.join(map(_form, items))})"
 
 
-def expression_of(text: str, places: dict[str, int]) -> Expression:
-    """Turn a condition in Python into plain data."""
-    return _parse(ast.parse(text, mode="eval").body, places)
+def expression_of(text: str, places: dict[str, int], what: str) -> Expression:
+    """Turn a condition in Python into plain data; `what` holds only there, as is said where that cannot be done."""
+    try:
+        return _parse(ast.parse(text, mode="eval").body, places)
+    except (KeyError, ValueError, SyntaxError) as error:
+        raise CaptureError(f"{what}, which cannot be checked: {error}") from None
+
+
+def bounds_of(bounds: Any) -> tuple[int, int]:
+    """Return the least and the largest size of a dim, -1 where there is no largest."""
+    if bounds is None:
+        return 0, -1
+    return int(bounds.lower), -1 if bounds.upper is int_oo else int(bounds.upper)
 
 
 def _parse(tree: ast.expr, places: dict[str, int]) -> Expression:

@@ -16,11 +16,10 @@ import torch
 from torch import fx
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.utils import _pytree as pytree
-from torch.utils._sympy.numbers import int_oo
 
 from cpt_fx.aten import arguments_of, name_of, take_first, to_torch
-from cpt_fx.capture.base import CaptureError
-from cpt_fx.capture.input_checks import Entry, Fact, Input, expression_of, formed, said
+from cpt_fx.capture.base import CaptureError, holder_at
+from cpt_fx.capture.input_checks import Entry, Fact, Input, bounds_of, expression_of, formed, said
 from cpt_fx.graph_module import blank, take_tensors
 from cpt_fx.meta import get_attribute, module_path, module_stack, read_before
 from cpt_fx.operators.around import FLAGS, ONE_MODE
@@ -213,12 +212,7 @@ class _Switches:
         """Return what is True in training, for the module that `node` belongs to."""
         path, _ = module_path(node)
         if path not in self._made:
-            holder: Any = self.module
-            for part in filter(None, path.split(".")):
-                # A module without tensors is not in a program, but it has a mode.
-                if part not in holder._modules:
-                    holder.add_module(part, torch.nn.Module())
-                holder = holder._modules[part]
+            holder_at(self.module, path)  # a module without tensors is not in a program, but it has a mode
             first = next(item for item in self.graph.nodes if item.op not in ("placeholder", "get_attr"))
             self._made[path] = read_before(first, f"{path}.training" if path else "training")
         return self._made[path]
@@ -325,13 +319,7 @@ def _input(program: torch.export.ExportedProgram, name: str, value: Any) -> Inpu
     sizes: list[tuple[int, int] | int] = []
     for size in value.shape:
         fixed = fixed_size(size)
-        bounds = None if fixed is not None else program.range_constraints.get(size.node.expr)
-        if fixed is not None:
-            sizes.append(fixed)
-        elif bounds is None:
-            sizes.append((0, -1))
-        else:
-            sizes.append((int(bounds.lower), -1 if bounds.upper is int_oo else int(bounds.upper)))
+        sizes.append(bounds_of(program.range_constraints.get(size.node.expr)) if fixed is None else fixed)
     return name, str(value.dtype), tuple(sizes)
 
 
@@ -346,10 +334,8 @@ def _facts(program: torch.export.ExportedProgram, tensors: list[str]) -> tuple[F
     """Return the conditions under which a program holds."""
     found = []
     for text in dict.fromkeys(program._guards_code):
-        try:
-            expression = expression_of(text, {name: place for place, name in enumerate(tensors)})
-        except (KeyError, ValueError) as error:
-            raise CaptureError(f"the export holds only where {text}, which cannot be checked: {error}") from None
+        places = {name: place for place, name in enumerate(tensors)}
+        expression = expression_of(text, places, f"the export holds only where {text}")
         kind, *sides = expression
         # That one dim has one size is what the check of the input itself says.
         says_one_size = kind == "Eq" and any(isinstance(side, int) for side in sides)

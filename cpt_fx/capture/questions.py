@@ -159,16 +159,12 @@ def _run(frame: FrameType, event: str, arg: Any) -> Any:
     if event == "line":
         for question in facts.questions.get(frame.f_lineno, ()):
             look(question, frame)
-    elif event == "exception" and is_caught(frame) and not issubclass(arg[0], _USUAL) and _holds_traced(frame):
-        note(CaptureError(f"the code may catch a {arg[0].__name__} that only tracing raises{place_of(frame)}"))
+    elif event == "exception" and is_caught(frame) and not issubclass(arg[0], _USUAL):
+        values = frame.f_locals.values()
+        if any(is_traced(value) or traced_in(value) for value in values):
+            note(CaptureError(f"the code may catch a {arg[0].__name__} that only tracing raises{place_of(frame)}"))
     return _run
 
 
 _USUAL = (StopIteration, GeneratorExit, ImportError)
 """What is raised, and caught, for reasons of its own."""
-
-
-def _holds_traced(frame: FrameType) -> bool:
-    """Whether a variable of a function is a traced value, or a list of some."""
-    values = frame.f_locals.values()
-    return any(is_traced(value) or traced_in(value) for value in values)

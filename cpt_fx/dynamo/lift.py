@@ -13,7 +13,7 @@ from cpt_fx.bodies import OUTER
 from cpt_fx.capture.base import copy_graph
 from cpt_fx.dynamo.checkpoint import checkpointed
 from cpt_fx.graph_module import QuantizedGraphModule
-from cpt_fx.meta import STATE, get_attribute
+from cpt_fx.meta import STATE, attribute_or_none, get_attribute
 
 Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
 
@@ -115,7 +115,7 @@ class _Lift:
     def _pass_on(self, node: fx.Node, bodies: dict[fx.Node, list[str]]) -> None:
         """Hand the state that a body reads to the operator that runs it."""
         for used in [used for used in node.all_input_nodes if used in bodies]:
-            state = tuple(self.input_for(path, _or_none(self.view, path)) for path in bodies[used])
+            state = tuple(self.input_for(path, attribute_or_none(self.view, path)) for path in bodies[used])
             if node.target is checkpointed:
                 node.target = TAG_CHECKPOINT
                 node.args = (*node.args, *state)
@@ -132,10 +132,3 @@ def with_state(body: Callable[..., Any], state: tuple[Any, ...]) -> Callable[...
 
 def _called_with(body: Callable[..., Any], state: tuple[Any, ...], *args: Any) -> Any:
     return body(*args, *state)
-
-
-def _or_none(view: nn.Module, path: str) -> object:
-    try:
-        return get_attribute(view, path)
-    except AttributeError:
-        return None

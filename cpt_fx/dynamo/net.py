@@ -80,16 +80,14 @@ class Net(TorchFunctionMode):
         """Run one operator through a graph made for it: the first time at this place, it is made."""
         places = self.owner.places
         caller = caller_of(places)
-        if caller.function is not None:
-            self.owner.leave(caller.path, func.__name__, f"the backward of {caller.function} is its author's own")
-            return func(*args, **kwargs)
-        if is_transformed():
-            self.owner.leave(caller.path, func.__name__, TRANSFORMED)
-            return func(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        if not all(isinstance(leaf, _HELD) for leaf in leaves):
-            name = str(getattr(func, "__name__", func))
-            self.owner.leave(caller.path, name, why_left(func) or "it is called with what no graph can hold")
+        reason = TRANSFORMED if is_transformed() else ""
+        if caller.function is not None:
+            reason = f"the backward of {caller.function} is its author's own"
+        elif not reason and not all(isinstance(leaf, _HELD) for leaf in leaves):
+            reason = why_left(func) or "it is called with what no graph can hold"
+        if reason:
+            self.owner.leave(caller.path, str(getattr(func, "__name__", func)), reason)
             return func(*args, **kwargs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         graphs = self._graphs.setdefault((func, caller), {})

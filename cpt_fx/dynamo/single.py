@@ -12,12 +12,11 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
-from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
 
 from cpt_fx.bodies import free_name, graphs_of
 from cpt_fx.capture.base import CaptureError, assemble
-from cpt_fx.capture.input_checks import CONSTANTS, Entry, Expression, Fact, expression_of, formed, said
+from cpt_fx.capture.input_checks import CONSTANTS, Entry, Fact, bounds_of, expression_of, formed, said
 from cpt_fx.capture.input_checks import Input as Checked
 from cpt_fx.dynamo.checks import ADVICE, MADE, check_modes, check_same
 from cpt_fx.dynamo.recording import Input, Recording, WholeFloat, WholeInt, record
@@ -52,7 +51,9 @@ def single_graph_of(
     for graph in graphs_of(module):
         _keep_gradient_mode(graph)
     _check_modes(module, recording.modes)
-    notes = (*session.notes, *_notes(recording))
+    modes = sorted(set(recording.modes.values()), reverse=True)
+    named = " and ".join("training" if mode else "evaluation" for mode in modes or (True, False))
+    notes = (*session.notes, f"one graph, for {named}")
     history = History("dynamo", notes, reports, repr(session.pipeline), session.kind)
     check_coverage(history, graphs_of(module), strict=session.strict)
     return finish(module, history, session.state)
@@ -122,12 +123,6 @@ def _check_modes(module: fx.GraphModule, modes: dict[str, bool]) -> None:
     names = tuple(path or "the model" for path in modes)
     with module.graph.inserting_before(first):
         module.graph.call_function(check_modes, (flags, tuple(modes.values()), names))
-
-
-def _notes(recording: Recording) -> tuple[str, ...]:
-    modes = sorted(set(recording.modes.values()), reverse=True)
-    named = " and ".join("training" if mode else "evaluation" for mode in modes or (True, False))
-    return (f"one graph, for {named}",)
 
 
 class _Known(NamedTuple):
@@ -241,9 +236,7 @@ class Interface:
                 if not expression.is_symbol or expression in seen or spell.names.get(expression) != place:
                     conditions.append(f"{place} == {spell.doprint(expression)}")
                 seen.add(expression)
-                bounds = environment.var_to_range.get(expression)
-                high = -1 if bounds is None or bounds.upper is int_oo else int(bounds.upper)
-                sizes.append((int(bounds.lower) if bounds is not None else 0, high))
+                sizes.append(bounds_of(environment.var_to_range.get(expression)))
             checked.append((each.name, str(fake.dtype), tuple(sizes)))
         for guard in environment.guards:
             condition = environment.simplify(guard.expr)
@@ -338,12 +331,8 @@ class _Sizes(PythonPrinter):
 
 def _fact(text: str, names: list[str]) -> Fact:
     """Return a condition for people and as plain data."""
-    try:
-        expression: Expression = expression_of(text, {f"t{number}": number for number in range(len(names))})
-    except (KeyError, ValueError, SyntaxError) as error:
-        raise CaptureError(
-            f"the graph holds only where {_readable(text, names)}, which cannot be checked: {error}"
-        ) from None
+    places = {f"t{number}": number for number in range(len(names))}
+    expression = expression_of(text, places, f"the graph holds only where {_readable(text, names)}")
     return _readable(ast.unparse(ast.parse(text)), names), expression
 
 

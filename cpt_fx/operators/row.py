@@ -1,4 +1,7 @@
-"""What an operator is to quantization: one row, from which every table of operators is made."""
+"""What an operator is to quantization: one row, from which every table of operators is made.
+
+And which numbers of an operand share a range, by what the operator sums over.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+
+from cpt_fx.formats import Format, Group, group_dims
 
 Target = Callable[..., Any]
 Call = tuple[Target | str, tuple[Any, ...], dict[str, Any]]
@@ -82,3 +87,39 @@ class Row:
 def left(reason: str, *names: str, name: str = "", **more: Any) -> Row:
     """Return the row of an operator that multiplies and stays as it is."""
     return Row("", name or names[0], names=names, left=reason, **more)
+
+
+def einsum_group(equation: str, position: int, format: Format) -> Groups | None:
+    """Return `(keep, over)` of an operand of a two-operand einsum, as the product that the equation spells has them.
+
+    A channel range spans what is summed over. A vector is what `matmul` has along its last dim: on the left what is
+    summed over, on the right what is left over. None where the equation does not tell, or the group does not ask.
+    """
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    names = inputs.split(",")
+    if len(names) != 2 or format.group not in (Group.CHANNEL, Group.VECTOR):
+        return None
+    if not arrow:  # every letter that occurs once
+        output = "".join(letter for letter in inputs if inputs.count(letter) == 1)
+    mine, other = names[position], names[1 - position]
+    # Letters after an ellipsis are counted from the end.
+    before, dots, after = mine.partition("...")
+    dims = dict(zip(before, range(len(before)), strict=True))
+    dims |= dict(zip(after, range(-len(after), 0), strict=True)) if dots else {}
+    summed = tuple(dim for letter, dim in dims.items() if letter in other and letter not in output)
+    free = tuple(dim for letter, dim in dims.items() if letter not in other)
+    over = free if format.group is Group.VECTOR and position == 1 else summed
+    return ((), over) if over else None
+
+
+def group_of(row: Row, index: Index, format: Format) -> Groups:
+    """Return `(keep, over)` of an operand: channel groups follow the operator's output axis."""
+    if format.group is Group.CHANNEL:
+        # Without an output axis of its own (an activation, an einsum operand) a tensor has one range.
+        return dict(row.channels).get(index if isinstance(index, int) else index[0], ((), None))
+    return group_dims(format.group, 0)
+
+
+def gradient_groups(format: Format) -> Groups:
+    """Return `(keep, over)` of an output gradient, which has no output axis of its own: channels are the tensor."""
+    return ((), None) if format.group is Group.CHANNEL else group_dims(format.group, 0)
