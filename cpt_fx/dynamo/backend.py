@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from traceback import FrameSummary
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -14,21 +15,23 @@ from torch._dynamo.source import AttrSource, LocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import Source, TracingContext
 
-from cpt_fx.bodies import add_body, free_name
+from cpt_fx.bodies import OUTER, add_body, free_name
 from cpt_fx.capture.base import copy_graph, over
 from cpt_fx.capture.tree import Places
 from cpt_fx.dynamo.callers import caller_of, lines_to_forward
 from cpt_fx.dynamo.checkpoint import checkpointed
 from cpt_fx.dynamo.control import RUN_AS, controls
-from cpt_fx.dynamo.lift import Compiler, lifted
 from cpt_fx.graph_module import ROOT, QuantizedGraphModule, blank
-from cpt_fx.meta import WEIGHT, read_before
+from cpt_fx.meta import STATE, WEIGHT, attribute_or_none, get_attribute, read_before
 from cpt_fx.names import Names
 from cpt_fx.result import plain_class
 from cpt_fx.runtime import Precision
 
 if TYPE_CHECKING:
     from cpt_fx.dynamo.engine import Engine
+
+Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+TAG_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
 class Backend:
@@ -161,7 +164,7 @@ def _in_short(text: object) -> str:
 
 
 # Run as it is, the mark of a checkpoint would not restore the random state for the second forward pass.
-_RUN_AS: dict[Any, Callable[..., Any]] = {**RUN_AS, torch.ops.higher_order.tag_activation_checkpoint: checkpointed}
+_RUN_AS: dict[Any, Callable[..., Any]] = {**RUN_AS, TAG_CHECKPOINT: checkpointed}
 
 
 class Frame:
@@ -173,17 +176,13 @@ class Frame:
         self.lines = lines
         self._stacks: dict[tuple[Any, ...], dict[str, tuple[str, Any]]] = {}
 
-    def stack(self, node: fx.Node) -> dict[str, tuple[str, Any]]:
-        """Turn Dynamo's module stack into ours: `{call: (path, class)}`, outermost first, without the root."""
+    def convert(self, node: fx.Node) -> None:
+        """Say where a node comes from in our terms: `{call: (path, class)}`, outermost first, without the root."""
         theirs: dict[Any, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
         calls = tuple(theirs)
         if calls not in self._stacks:
             self._stacks[calls] = self._converted(theirs)
-        return dict(self._stacks[calls])
-
-    def convert(self, node: fx.Node) -> None:
-        """Say of a node where it comes from in our terms."""
-        node.meta["nn_module_stack"] = self.stack(node)
+        node.meta["nn_module_stack"] = dict(self._stacks[calls])
         if self.lines and "stack_trace" in node.meta:
             node.meta["stack_trace"] = self.lines + node.meta["stack_trace"]
 
@@ -254,3 +253,117 @@ def _name_tensor(node: fx.Node, value: Any, first: fx.Node, frame: Frame) -> Non
     read = read_before(first, name)
     read.meta = {**node.meta}
     node.replace_all_uses_with(read)
+
+
+def lifted(
+    view: QuantizedGraphModule, placeholders: Sequence[fx.Node], inputs: Sequence[Any], compiler: Compiler
+) -> Callable[..., Any]:
+    """Compile a view. Its state arrives anew with every call: a cast, a checkpoint, a mode needs no other compilation.
+
+    `placeholders` are Dynamo's own, which say where each input comes from, and `inputs` their example values.
+    """
+    given = {id(value): node.name for node, value in zip(placeholders, inputs, strict=True)}
+    lift = _Lift(view, given)
+    for node, original in zip(lift.graph.find_nodes(op="placeholder"), placeholders, strict=False):
+        node._dynamo_source = original._dynamo_source  # type: ignore[attr-defined]
+    values = [_read(view, path) for path in lift.reads]
+    module = fx.GraphModule(lift.root, lift.graph)
+    compiled = compiler(module, [*inputs, *values])
+
+    def run(*args: Any) -> Any:
+        return compiled(*args, *(_read(view, path) for path in lift.reads))
+
+    return run
+
+
+_RECORDS = f".{STATE}.records."
+_MODES = (torch.tensor(False), torch.tensor(True))
+
+
+def _read(view: nn.Module, path: str) -> Tensor:
+    value = get_attribute(view, path)
+    if isinstance(value, bool):
+        return _MODES[value]
+    assert isinstance(value, Tensor)
+    # A record is written by the backward pass of one call and by the next forward pass: each call has its own handle.
+    return value.data if _RECORDS in f".{path}" else value
+
+
+class _Lift:
+    """One graph and what it reads, turned into further placeholders, the graphs inside it likewise."""
+
+    def __init__(self, view: QuantizedGraphModule, given: dict[int, str]) -> None:
+        self.view = view
+        self.root = nn.Module()
+        self.graph = copy_graph(view.graph)
+        self.reads: list[str] = []
+        self._inputs: dict[str, fx.Node] = {node.name: node for node in self.graph.find_nodes(op="placeholder")}
+        self._given = given
+        self._made: dict[str, fx.Node] = {}
+        bodies: dict[fx.Node, list[str]] = {}
+        for node in list(self.graph.nodes):
+            if node.op == "get_attr":
+                value = get_attribute(view, str(node.target))
+                if isinstance(value, QuantizedGraphModule):
+                    bodies[node] = self._body(node, value)
+                elif isinstance(value, bool):
+                    self._read_mode(node)
+                elif isinstance(value, Tensor):
+                    self._replace(node, self.input_for(str(node.target), value))
+            elif any(used in bodies for used in node.all_input_nodes):
+                self._pass_on(node, bodies)
+
+    def input_for(self, path: str, value: object) -> fx.Node:
+        """Return the input that carries a value: one that Dynamo gave, else a new one."""
+        name = self._given.get(id(value), "")
+        if name in self._inputs:
+            return self._inputs[name]
+        if path not in self._made:
+            first: fx.Node = next(node for node in self.graph.nodes if node.op != "placeholder")
+            with self.graph.inserting_before(first):
+                made = self.graph.placeholder(f"read_{path}".replace(".", "_"))
+            made._dynamo_source = None
+            self._made[path] = made
+            self.reads.append(path)
+        return self._made[path]
+
+    def _replace(self, node: fx.Node, value: fx.Node) -> None:
+        node.replace_all_uses_with(value)
+        self.graph.erase_node(node)
+
+    def _read_mode(self, node: fx.Node) -> None:
+        """Give observers their mode as a tensor: a Python bool would be a constant of the compiled code."""
+        mode = self.input_for(str(node.target), None)
+        for user in list(node.users):
+            user.args = tuple(True if arg is node else arg for arg in user.args)
+            user.kwargs = {**user.kwargs, "trains": mode}
+        self.graph.erase_node(node)
+
+    def _body(self, node: fx.Node, body: QuantizedGraphModule) -> list[str]:
+        inner = _Lift(body, {})
+        name = str(node.target).replace(".", "_")
+        self.root.add_module(name, fx.GraphModule(inner.root, inner.graph))
+        node.target = name
+        # What a body reads through the graph around it, that graph reads itself.
+        return [path.removeprefix(f"{OUTER}.") for path in inner.reads]
+
+    def _pass_on(self, node: fx.Node, bodies: dict[fx.Node, list[str]]) -> None:
+        """Hand the state that a body reads to the operator that runs it."""
+        for used in [used for used in node.all_input_nodes if used in bodies]:
+            state = tuple(self.input_for(path, attribute_or_none(self.view, path)) for path in bodies[used])
+            if node.target is checkpointed:
+                node.target = TAG_CHECKPOINT
+                node.args = (*node.args, *state)
+            elif state:
+                with self.graph.inserting_before(node):
+                    bound = self.graph.call_function(with_state, (used, state))
+                node.replace_input_with(used, bound)
+
+
+def with_state(body: Callable[..., Any], state: tuple[Any, ...]) -> Callable[..., Any]:
+    """Return a body that needs only its own arguments."""
+    return partial(_called_with, body, state)
+
+
+def _called_with(body: Callable[..., Any], state: tuple[Any, ...], *args: Any) -> Any:
+    return body(*args, *state)

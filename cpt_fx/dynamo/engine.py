@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -23,9 +23,8 @@ from cpt_fx.capture.base import resolves
 from cpt_fx.capture.captured import AsItIs, Capture
 from cpt_fx.capture.expected import look_at_ranges
 from cpt_fx.capture.tree import Places
-from cpt_fx.dynamo.backend import Backend, why_broken
+from cpt_fx.dynamo.backend import Backend, Compiler, why_broken
 from cpt_fx.dynamo.checkpoint import quantized_again
-from cpt_fx.dynamo.lift import Compiler
 from cpt_fx.dynamo.net import Net, noticed_scripts
 from cpt_fx.errors import TransformError
 from cpt_fx.graph_module import QuantizedGraphModule
@@ -321,14 +320,9 @@ def outer_compiler() -> tuple[Compiler | None, bool]:
 skip_code(outer_compiler.__code__)
 
 
-@contextmanager
-def default_stance() -> Iterator[None]:
+def default_stance() -> AbstractContextManager[Any]:
     """Capture whatever the stance is: `force_eager` would skip the rewritten graphs, and with them the quantizers."""
-    stance: Any = nullcontext()
-    if eval_frame._stance.stance != "default":
-        stance = torch.compiler.set_stance("default")
-    with stance:
-        yield
+    return nullcontext() if eval_frame._stance.stance == "default" else torch.compiler.set_stance("default")
 
 
 def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
