@@ -163,6 +163,7 @@ def _copy(module: fx.GraphModule, node: fx.Node, body: Any, inputs: list[Any]) -
 
 
 _EVALUATED = "aten._native_batch_norm_legit_no_training.default"
+_NORM = ("input", "weight", "bias", "running_mean", "running_var")
 _ATTENTION = "aten.scaled_dot_product_attention.default"
 _COUNT = "aten.add_.Tensor"
 _COUNTER = "num_batches_tracked"
@@ -179,7 +180,9 @@ def restore_switches(module: fx.GraphModule) -> tuple[str, ...]:
                 "torch.export.export returned it, before run_decompositions"
             )
         if name == _EVALUATED and take_first(module.graph, node):
-            _as_batch_norm(node)
+            given = arguments_of(node)
+            node.target = torch.ops.aten.batch_norm.default
+            node.args = (*(given[argument] for argument in _NORM), False, given["momentum"], given["eps"], False)
         if name_of(node) in FLAGS:
             switches.restore(node)
         elif name == _ATTENTION and arguments_of(node)["dropout_p"]:
@@ -251,13 +254,6 @@ class _Switches:
             count = self.graph.call_function(torch.ops.aten.add_.Tensor, (self.graph.get_attr(counter), flag))
         if "nn_module_stack" in node.meta:
             count.meta["nn_module_stack"] = node.meta["nn_module_stack"]
-
-
-def _as_batch_norm(node: fx.Node) -> None:
-    given = arguments_of(node)
-    order = ("input", "weight", "bias", "running_mean", "running_var")
-    node.target = torch.ops.aten.batch_norm.default
-    node.args = (*(given[name] for name in order), False, given["momentum"], given["eps"], False)
 
 
 def _set(node: fx.Node, name: str, value: Any) -> None:
