@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpt_fx.aliasing import overwritten
 from cpt_fx.capture.base import MODULE_OWN, patched
-from cpt_fx.capture.identity import is_caught
 from cpt_fx.capture.memory import keep_container, keep_tensor
+from cpt_fx.capture.questions import is_caught
 from cpt_fx.capture.refusals import callers, file_of_class, is_the_models, note, place_of_forward, refuse
 from cpt_fx.capture.tree import is_plain_object
 

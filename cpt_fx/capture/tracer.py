@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 
 from cpt_fx.capture.base import CaptureError
 from cpt_fx.capture.guards import Replacements, context, refuse_handlers
-from cpt_fx.capture.identity import is_caught
+from cpt_fx.capture.questions import is_caught
 from cpt_fx.capture.refusals import looked_at, note, place_of, place_of_forward, refuse
 from cpt_fx.capture.traced import Traced
 from cpt_fx.capture.tree import Places

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from torch import nn
 
-from cpt_fx.operators import fused, layers, products
-from cpt_fx.operators.registering import Registration, register, whole
+from cpt_fx.operators import layers, products
 from cpt_fx.operators.row import MULTIPLY, Groups, Index, Row, Target
 from cpt_fx.operators.table import (
     FLOPS,
     FORMS,
     ROWS,
+    Registration,
     add,
     factors,
     form_of,
     is_opaque,
     multiplies,
+    register,
     respelled,
     row_for,
     row_of,
+    whole,
     why_left,
 )
 
@@ -28,7 +30,7 @@ __all__ = [
     "whole", "why_left",
 ]  # fmt: skip
 
-for _row in (*layers.ROWS, *products.ROWS, *fused.ROWS):
+for _row in (*layers.ROWS, *products.ROWS):
     add(_row)
 
 OPERATOR_OF: dict[type[nn.Module], str] = {kind: row.name for row in ROWS for kind in row.modules if not row.left}

@@ -1,4 +1,7 @@
-"""Operators that torch has layers for: convolutions in all dims to both sides, linear layers, embeddings."""
+"""Operators that torch has layers for: convolutions in all dims to both sides, linear layers, embeddings.
+
+And fused ones, attention and recurrent layers, which are opened into their products where they can be.
+"""
 
 from __future__ import annotations
 
@@ -153,4 +156,72 @@ _EMBEDDINGS = (
     _table(F.embedding_bag, nn.EmbeddingBag, converts=dict.fromkeys(_BAGS, _bag), firsts=_BAGS),
 )
 
-ROWS = (*_CONVOLUTIONS, *_LINEAR, *_EMBEDDINGS)
+_FUSED = "fused attention: its two products are not separate operators in this graph"
+_INSIDE = "its products are not separate operators in this graph"
+_FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
+
+
+def _flash(query: Any, key: Any, value: Any, dropout_p: Any = 0.0, is_causal: Any = False, *, attn_mask: Any = None,
+           scale: Any = None) -> Call:  # fmt: skip
+    options = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+    return F.scaled_dot_product_attention, (query, key, value), options
+
+
+def _forward_and_backward(*names: str) -> dict[str, tuple[int, ...]]:
+    """The gradient of the result comes before query, key and value."""
+    return {name: (0, 1, 2, 3) if "backward" in name else (0, 1, 2) for name in names}
+
+
+_ATTENTION = (
+    Row(
+        "", "scaled_dot_product_attention", function=F.scaled_dot_product_attention, left=_FUSED,
+        names=("scaled_dot_product_attention",), converts={_FLASH: _flash}, firsts=(_FLASH,),
+        kernels=_forward_and_backward(
+            *(f"_scaled_dot_product_{kind}_backward"
+              for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention",
+                           "fused_attention_overrideable")),
+            *(f"_{kind}_attention_backward" for kind in ("flash", "efficient", "cudnn")),
+            "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_attention_math_for_mps",
+        ),
+    ),
+    Row(
+        "", "multi_head_attention_forward", function=F.multi_head_attention_forward,
+        left=f"fused attention: {_INSIDE}", modules=(nn.MultiheadAttention,),
+    ),
+    left(f"fused attention: {_INSIDE}", "_native_multi_head_attention", function=torch._native_multi_head_attention),
+    left(
+        f"fused encoder layer: {_INSIDE}", "_transformer_encoder_layer_fwd",
+        function=torch._transformer_encoder_layer_fwd,
+    ),
+    left(
+        f"fused attention: {_INSIDE}", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_attention_math",
+        "_scaled_dot_product_fused_attention_overrideable", "_flash_attention_forward", "_efficient_attention_forward",
+        "_cudnn_attention_forward", "_triton_scaled_dot_attention", "_triton_multi_head_attention",
+        name="fused_attention",
+    ),
+    left(f"fused attention: {_INSIDE}", "_flash_attention_forward_no_dropout_inplace"),
+    left(
+        f"fused attention: {_INSIDE}: call scaled_dot_product_attention", name="flex_attention",
+        others=(torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward),
+    ),
+)  # fmt: skip
+
+
+_CELL = f"fused recurrent cell: {_INSIDE}"
+_KERNEL = f"fused recurrent kernel: {_INSIDE}"
+
+_RECURRENT = (
+    left(_KERNEL, "lstm", function=torch.lstm, modules=(nn.RNNBase,)),
+    *(left(_KERNEL, name, function=getattr(torch, name)) for name in ("gru", "rnn_tanh", "rnn_relu")),
+    left(_CELL, "lstm_cell", function=torch.lstm_cell, modules=(nn.RNNCellBase,)),
+    *(left(_CELL, name, function=getattr(torch, name)) for name in ("gru_cell", "rnn_tanh_cell", "rnn_relu_cell")),
+    left(
+        _KERNEL, "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_cudnn_rnn", "_cudnn_rnn_backward", "miopen_rnn",
+        "miopen_rnn_backward", "_lstm_mps", "lstm_mps_backward", "quantized_lstm", "quantized_gru",
+        "quantized_lstm_cell", "quantized_gru_cell", "quantized_rnn_relu_cell", "quantized_rnn_tanh_cell",
+        name="fused_recurrent",
+    ),
+)  # fmt: skip
+
+ROWS = (*_CONVOLUTIONS, *_LINEAR, *_EMBEDDINGS, *_ATTENTION, *_RECURRENT)

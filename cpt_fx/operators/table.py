@@ -1,16 +1,25 @@
-"""All rows by all names: what passes and frontends look up. Rows that come later are found in the same tables."""
+"""All rows by all names: what passes and frontends look up. Rows that come later are found in the same tables.
+
+`register` is the public way to add one: an operator of your own is quantized, costed and shown as torch's own are.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch.overrides import handle_torch_function, has_torch_function
 
-from cpt_fx.operators.row import Call, Convert, Places, Row
+from cpt_fx.errors import check_choice, nearest
+from cpt_fx.operators.row import MULTIPLY, Call, Convert, Places, Row
+from cpt_fx.recipes import FAMILIES
 
 
 class Form(NamedTuple):
@@ -207,3 +216,161 @@ def factors(func: torch._ops.OpOverload) -> Places:
     if known is not None:
         return known
     return tuple(place for place, given in enumerate(func._schema.arguments) if "Tensor" in str(given.type))
+
+
+KINDS = ("input", "weight", "either", "bias")
+
+
+@dataclass(frozen=True)
+class Registration:
+    """What `register` returns: `remove()` takes the operator out of the list again."""
+
+    row: Row
+
+    def remove(self) -> None:
+        """Forget the operator. Models that were transformed before keep their quantizers."""
+        if self.row in ROWS:
+            remove(self.row)
+
+
+def register(
+    function: Any,
+    *,
+    family: str = "matmul",
+    operands: Mapping[str, str] | None = None,
+    output_axes: Mapping[str, int] | None = None,
+    name: str = "",
+    flops: Callable[..., int] | None = None,
+    mutates: tuple[str, ...] = (),
+    left: str = "",
+) -> Registration:
+    """Add an operator to the list, so that every frontend quantizes it, or says why it does not.
+
+    Args:
+        function: an operator made by `torch.library`, one of its overloads, its name ("mine::product"), or a Python
+            function that is kept whole (`whole`).
+        family: whose rule of the recipe its operands follow: "linear", "matmul", "conv", ...
+        operands: the arguments that are multiplied, by name, each with its kind: "input", "weight", "bias", or
+            "either" for one that may be an activation or a weight.
+        output_axes: of weights, the dim that `group="channel"` gives a range each. Others have one range.
+        name: what its layers are called; the operator's own name by default.
+        flops: floating point operations of one call, from the shapes of its arguments and `out_shape`.
+        mutates: arguments that a Python function overwrites. The schema of an operator says it itself.
+        left: why it stays in full precision, instead of `operands`.
+
+    Raises:
+        ValueError: an operand is no argument of it, a family or kind is unknown, or it is registered as something else.
+    """
+    given = operands or {}
+    if bool(given) is bool(left):
+        raise ValueError("register needs either operands=, the arguments that are multiplied, or left=, a reason")
+    check_choice("family", family, FAMILIES)
+    for kind in given.values():
+        check_choice("operands", kind, KINDS)
+    title, target, calls = _calls(function)
+    known = list(dict.fromkeys(argument for call in calls for argument in call))
+    for argument in (*given, *(output_axes or {}), *mutates):
+        if argument not in known:
+            only = f"{', '.join(known)}.{nearest(argument, known)}"
+            raise ValueError(f"{title} has no argument {argument!r} that has a position, only {only}")
+    # What all overloads have at the same places.
+    arguments = tuple(names[0] for names in takewhile(lambda names: len(set(names)) == 1, zip(*calls, strict=False)))
+    for operand in given:
+        if all("Tensor" not in call.get(operand, "") for call in calls):
+            raise ValueError(f"operand {operand!r} of {title} is no tensor")
+        if operand not in arguments:
+            raise ValueError(
+                f"the overloads of {title} do not have {operand!r} at one place: register each of them, "
+                "torch.ops.<namespace>.<name>.<overload>"
+            )
+    types = max(calls, key=lambda call: sum("Tensor" in kind for kind in call.values()))
+    lists = [name for name in given if types[name] == "List[Tensor]"]
+    if len(lists) > 1:
+        raise ValueError(f"{title} has more than one list of tensors among its operands")
+    short = name or title.rpartition("::")[2]
+    row = Row(
+        "" if left else family, short, arguments,
+        tuple(sorted((arguments.index(name), kind) for name, kind in given.items() if name not in lists)),
+        tuple((arguments.index(name), ((axis,), None)) for name, axis in (output_axes or {}).items()
+              if name in arguments),
+        arguments.index(lists[0]) if lists else None, target,
+        names=(title,) if isinstance(target, torch._ops.OpOverloadPacket) else (),
+        flops=_costs(title, target, flops, multiplies=family in MULTIPLY and not left), left=left,
+        mutates=tuple(arguments.index(argument) for argument in mutates if argument in arguments),
+    )  # fmt: skip
+    present = form_of(target)
+    if present is None:
+        add(row)
+    elif present.row != row:
+        raise ValueError(f"{title} is in the list of operators already, as another {present.row.name!r}")
+    return Registration(row)
+
+
+def _calls(function: Any) -> tuple[str, Any, list[dict[str, str]]]:
+    """Return the name of an operator or function, what graphs call, and of each overload the arguments with a position.
+
+    Each has its type; an argument of a Python function counts as a tensor.
+    """
+    function = getattr(function, "_opoverload", function)  # as torch.library.custom_op returns it
+    if isinstance(function, str):
+        namespace, _, name = function.partition("::")
+        if not name or not hasattr(getattr(torch.ops, namespace), name):
+            raise ValueError(f"there is no operator {function!r}: import what defines it first")
+        function = getattr(getattr(torch.ops, namespace), name)
+    if isinstance(function, torch._ops.OpOverload) and function._overloadpacket.overloads() == ["default"]:
+        function = function._overloadpacket
+    if isinstance(function, torch._ops.OpOverload):
+        return function._schema.name, function, [_placed(function)]
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        overloads = [getattr(function, overload) for overload in function.overloads()]
+        return function._qualified_op_name, function, [_placed(overload) for overload in overloads]
+    title = str(getattr(function, "__qualname__", None) or getattr(function, "__name__", function))
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        raise ValueError(f"{title} does not say what its arguments are: pass an operator or a function") from None
+    placed = (given for given in parameters if given.kind in (given.POSITIONAL_ONLY, given.POSITIONAL_OR_KEYWORD))
+    return title, function, [{given.name: "Tensor" for given in placed}]
+
+
+def _placed(overload: torch._ops.OpOverload) -> dict[str, str]:
+    return {given.name: str(given.type) for given in overload._schema.arguments if not given.kwarg_only}
+
+
+def _costs(
+    title: str, target: Any, flops: Callable[..., int] | None, *, multiplies: bool
+) -> dict[str, Callable[..., int]]:
+    if not isinstance(target, _OPERATORS):
+        if flops is not None:
+            raise ValueError(f"{title} is a function: what it calls is counted, it needs no flops=")
+        return {}
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(title, "CompositeImplicitAutograd")
+    if flops is not None or not multiplies or composite:
+        return {title: flops} if flops is not None else {}
+    return {title: _Uncounted(title)}
+
+
+@dataclass(frozen=True)
+class _Uncounted:
+    """Costs an operator that does not say what it costs."""
+
+    title: str
+
+    def __call__(self, *shapes: Any, **options: Any) -> int:
+        raise ValueError(f"{self.title} does not say what it costs: pass flops= to cpt_fx.operators.register")
+
+
+def whole(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a Python function that every frontend keeps as one call, so that it can be registered.
+
+    Its code is not looked into: torch.fx and Dynamo record the call, and between graphs it is rewritten as a whole.
+    """
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        given = (*args, *kwargs.values())
+        if has_torch_function(given):
+            return handle_torch_function(called, given, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    return torch.compiler.allow_in_graph(called)  # type: ignore[no-any-return]
