@@ -24,17 +24,20 @@ class CaptureError(TransformError):
     """A model's code cannot be turned into a graph that does the same."""
 
 
+_ABSENT = object()
+
+
 @contextmanager
 def patched(values: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
     """Put other values in the place of attributes of classes and modules, for as long as the block runs."""
-    before = {(owner, name): vars(owner).get(name, patched) for owner, name in values}
+    before = {(owner, name): vars(owner).get(name, _ABSENT) for owner, name in values}
     try:
         for (owner, name), value in values.items():
             setattr(owner, name, value)
         yield
     finally:
         for (owner, name), value in before.items():
-            delattr(owner, name) if value is patched else setattr(owner, name, value)
+            delattr(owner, name) if value is _ABSENT else setattr(owner, name, value)
 
 
 MODULE_OWN = frozenset(key for key, value in vars(nn.Module()).items() if isinstance(value, (dict, set)))

@@ -70,16 +70,16 @@ class Facts(NamedTuple):
     """Instructions, from one to another, inside of a `try` or a `with`."""
 
 
-def facts_of(code: CodeType) -> Facts | None:
-    """Read the code of a function, once; None where there is nothing to look at."""
+def facts_of(code: CodeType) -> Facts:
+    """Read the code of a function, once."""
     known = _known.get(id(code))
     if known is None:
-        facts = Facts(_questions(code), _caught(code)) if is_traced_code(code.co_filename) else None
-        known = _known[id(code)] = code, facts if facts and any(facts) else None
+        facts = Facts(_questions(code), _caught(code)) if is_traced_code(code.co_filename) else Facts({}, ())
+        known = _known[id(code)] = code, facts
     return known[1]
 
 
-_known: dict[int, tuple[CodeType, Facts | None]] = {}
+_known: dict[int, tuple[CodeType, Facts]] = {}
 """By identity, since the hash of code is slow; it is kept, so that its id stays its own."""
 
 
@@ -95,8 +95,7 @@ def _caught(code: CodeType) -> tuple[tuple[int, int], ...]:
 
 def is_caught(frame: FrameType) -> bool:
     """Whether what is raised in a function now may be caught there."""
-    facts = facts_of(frame.f_code)
-    return facts is not None and any(start <= frame.f_lasti < end for start, end in facts.caught)
+    return any(start <= frame.f_lasti < end for start, end in facts_of(frame.f_code).caught)
 
 
 class _Step(NamedTuple):
@@ -329,7 +328,7 @@ class _Watcher:
         if id(frame.f_globals) not in self.globals:
             self.globals.add(id(frame.f_globals))
             self.replace(frame.f_globals, BUILTINS)
-        self.known[id(code)] = _run if facts_of(code) else None
+        self.known[id(code)] = _run if any(facts_of(code)) else None
         return self.known[id(code)]
 
     def replace(self, names: dict[str, Any], more: dict[str, Any]) -> None:
@@ -370,9 +369,8 @@ def refusing_questions(kept: Kept) -> Iterator[Callable[..., Any]]:
 
 
 def _run(frame: FrameType, event: str, arg: Any) -> Any:
-    facts = facts_of(frame.f_code)
-    if event == "line" and facts is not None:
-        for question in facts.questions.get(frame.f_lineno, ()):
+    if event == "line":
+        for question in facts_of(frame.f_code).questions.get(frame.f_lineno, ()):
             look(question, frame)
     elif event == "exception" and is_caught(frame) and not issubclass(arg[0], _USUAL):
         values = frame.f_locals.values()
