@@ -13,6 +13,7 @@ import inspect
 import operator
 import re
 import sys
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
@@ -222,12 +223,7 @@ def _look_at_store(operand: Operand, value: Any, frame: FrameType) -> None:
 
 def _reach(path: tuple[str, ...], frame: FrameType) -> tuple[Any, bool]:
     """Follow a path without running anybody's code: the value, and whether what is sought lies inside of a tensor."""
-    for scope in (frame.f_locals, frame.f_globals, vars(builtins)):
-        if path[0] in scope:
-            value = scope[path[0]]
-            break
-    else:
-        return None, False
+    value: Any = ChainMap(frame.f_locals, frame.f_globals, vars(builtins)).get(path[0])
     for name in path[1:]:
         if is_traced(value) or type(value) is nn.Parameter or type(value) is Tensor:
             return value, True

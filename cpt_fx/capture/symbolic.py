@@ -104,10 +104,9 @@ def trace_symbolic(session: Session, entry: Entry, examples: Examples | None = N
 
 def _check_given(graph: fx.Graph, name: str) -> None:
     """Refuse None at run time for an argument that the trace took for a tensor."""
-    for node in graph.find_nodes(op="placeholder"):
-        if node.target == name:
-            with graph.inserting_after(node):
-                graph.call_function(expect_given, (node, name))
+    for node in graph.find_nodes(op="placeholder", target=name):
+        with graph.inserting_after(node):
+            graph.call_function(expect_given, (node, name))
 
 
 def _both_modes(session: Session, entry: Entry, fixed: Mapping[str, object]) -> Traced:
