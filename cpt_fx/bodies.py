@@ -149,6 +149,13 @@ def given_quantized(body: fx.GraphModule) -> dict[fx.Node, fx.Node]:
     }
 
 
+def has_quantizers(node: fx.Node, given: dict[fx.Node, fx.Node]) -> bool:
+    """Whether an operand of an operator is quantized; `given` are inputs of a body that are, outside of it."""
+    inputs = [given.get(used, used).meta.get(QUANTIZER) for used in node.all_input_nodes]
+    # A gradient quantizer in front of it belongs to the layer before.
+    return any(item is not None and item.role != "gradient" for item in inputs)
+
+
 def outermost(module: fx.GraphModule) -> fx.GraphModule:
     """Return the graph that no other graph runs."""
     while OUTER in module.__dict__:

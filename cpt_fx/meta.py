@@ -201,6 +201,20 @@ def get_attribute(root: nn.Module, path: str) -> Any:
     return getattr(value, last)
 
 
+def attribute_or_none(root: nn.Module, path: str) -> Any:
+    """Follow a dotted path to whatever stands at its end; None where it leads nowhere."""
+    try:
+        return get_attribute(root, path)
+    except AttributeError:
+        return None
+
+
+def read_before(node: fx.Node, path: str) -> fx.Node:
+    """Make a node in front of another that reads something of the module: `Graph.get_attr` warns of all but tensors."""
+    with node.graph.inserting_before(node):
+        return node.graph.create_node("get_attr", path)
+
+
 def is_transposed(value: Any) -> bool:
     """Whether a tensor looks at a stored matrix with its two dims exchanged."""
     base = value._base if isinstance(value, torch.Tensor) else None

@@ -195,11 +195,11 @@ class Session:
                 "torch.fx cannot trace a transformed model: its graphs are there already, in cpt_fx.graphs(result)"
             )
         if torch.compiler.is_dynamo_compiling():
-            from cpt_fx.dynamo import entry
+            from cpt_fx.dynamo.engine import enter
 
-            return entry.enter(self, module, args, kwargs)
+            return enter(self, module, args, kwargs)
         if is_compiler_around():
-            return imported_aside("cpt_fx.dynamo.entry").enter(self, module, args, kwargs)
+            return imported_aside("cpt_fx.dynamo.engine").enter(self, module, args, kwargs)
         view = self.view_for(module)
         return self.engine.run(module, args, kwargs) if view is None else self.run(view, args, kwargs)
 
@@ -295,9 +295,9 @@ class Session:
 
     def watch(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a method of the model: what it multiplies by itself goes through quantizers."""
-        from cpt_fx.dynamo import entry  # torch's compiler is slow to import
+        from cpt_fx.dynamo.engine import watch  # torch's compiler is slow to import
 
-        return entry.watch(self, function, args, kwargs)
+        return watch(self, function, args, kwargs)
 
     # State.
 

@@ -15,7 +15,19 @@ from torch import fx, nn
 from cpt_fx.bodies import given_quantized, graphs_of
 from cpt_fx.errors import TransformError
 from cpt_fx.integer.ops import INTEGER_PRODUCTS, TO_INTEGER
-from cpt_fx.meta import CALLED, LEFT, QUANTIZER, SIMULATED, SITE, STATE, Operand, Quantizer, Site, get_attribute
+from cpt_fx.meta import (
+    CALLED,
+    LEFT,
+    QUANTIZER,
+    SIMULATED,
+    SITE,
+    STATE,
+    Operand,
+    Quantizer,
+    Site,
+    attribute_or_none,
+    get_attribute,
+)
 from cpt_fx.operators import OPENED, form_of, row_of
 from cpt_fx.ops import OP_OF_RANGE, QUANTIZE_GRADIENT, QUANTIZERS
 from cpt_fx.pass_base import STAGES
@@ -65,10 +77,7 @@ def _captured(module: fx.GraphModule) -> Violations:
 
 
 def _exists(module: fx.GraphModule, node: fx.Node) -> bool:
-    try:
-        found = get_attribute(module, str(node.target))
-    except AttributeError:
-        return False
+    found = attribute_or_none(module, str(node.target))
     return isinstance(found, nn.Module) if node.op == "call_module" else found is not None
 
 

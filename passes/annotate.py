@@ -11,7 +11,7 @@ from torch import fx, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from cpt_fx.aliasing import overwritten
-from cpt_fx.bodies import AUTHORS_OWN, calls_of, given_quantized, multiplies, outermost, state_of
+from cpt_fx.bodies import AUTHORS_OWN, calls_of, given_quantized, has_quantizers, multiplies, outermost, state_of
 from cpt_fx.formats import Format, Group
 from cpt_fx.graph_sites import (
     MAKERS,
@@ -26,7 +26,6 @@ from cpt_fx.meta import (
     CALLED,
     FAMILY,
     LEFT,
-    QUANTIZER,
     SITE,
     Dial,
     Operand,
@@ -124,7 +123,7 @@ class _Walk:
 
     def visit(self, node: fx.Node) -> None:
         """Decide one node."""
-        self._note_modules(node)
+        self.kinds.update((path, kind) for path, kind in module_stack(node) if kind is not None)
         self.regions.visit(node)
         self.values.visit(node)
         if self._makes_a_weight(node):
@@ -139,8 +138,8 @@ class _Walk:
         family = self._family(node, spec)
         layer = self._names.name(node, spec.name, self.kinds.get(module_path(node)[0]))
         self.layers.append(layer)
-        if self._is_carried_out(node):
-            return
+        if SITE in node.meta and has_quantizers(node, self._given):
+            return  # insert has acted on an earlier decision: that one stands
         node.meta.pop(SITE, None)
         if self._is_excluded(node, layer, spec.name):
             return
@@ -197,11 +196,6 @@ class _Walk:
             reason = f"excluded by {', '.join(map(repr, shown))}"
             self.uncovered.append(Uncovered(layer, op, reason, by_choice=True))
         return bool(shown)
-
-    def _is_carried_out(self, node: fx.Node) -> bool:
-        """Whether insert has acted on an earlier decision: that one stands, and is not decided anew."""
-        inputs = [self._given.get(used, used).meta.get(QUANTIZER) for used in node.all_input_nodes]
-        return SITE in node.meta and any(item is not None and item.role != "gradient" for item in inputs)
 
     def _decide(self, node: fx.Node, spec: Row, family: str, layer: str, rule: Rule, selecting: list[Pattern]) -> None:
         operands, places = [], self._operands(node, spec)
@@ -327,11 +321,6 @@ class _Walk:
         if products and any(used in self.values.weights for used in node.all_input_nodes):
             return "linear"
         return spec.family
-
-    def _note_modules(self, node: fx.Node) -> None:
-        for path, kind in module_stack(node):
-            if kind is not None:
-                self.kinds[path] = kind
 
     def _report_hidden(self, node: fx.Node) -> None:
         """Report calls that multiply, or may multiply, where no quantizer can reach."""

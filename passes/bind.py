@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from cpt_fx.bodies import graphs_of, state_of
-from cpt_fx.meta import QUANTIZER, VIEW, Dial, Quantizer
+from cpt_fx.meta import QUANTIZER, VIEW, Dial, Quantizer, read_before
 from cpt_fx.pass_base import Pass, Report
 from cpt_fx.runtime import Precision
 from cpt_fx.schedules.base import Schedule
@@ -61,8 +61,7 @@ def _point(graph: fx.Graph, state: Precision) -> int:
         if current.target == path:
             continue
         if path not in reads:
-            with graph.inserting_before(current):
-                reads[path] = graph.create_node("get_attr", path)
+            reads[path] = read_before(current, path)
         node.update_arg(1, reads[path])
         moved += 1
         if not current.users:

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from cpt_fx.bodies import OUTER, free_name, given_quantized, nodes_of, outermost, state_of
+from cpt_fx.bodies import OUTER, free_name, given_quantized, has_quantizers, nodes_of, outermost, state_of
 from cpt_fx.formats import Format, Range
 from cpt_fx.layer_state import PARTS, add_range
-from cpt_fx.meta import QUANTIZER, SITE, STATE, Dial, Operand, Quantizer, Site, source_of
+from cpt_fx.meta import QUANTIZER, SITE, STATE, Dial, Operand, Quantizer, Site, read_before, source_of
 from cpt_fx.numerics import Grid
 from cpt_fx.operators.groups import gradient_groups
 from cpt_fx.operators.row import Groups
@@ -38,7 +38,10 @@ class Insert(Pass):
         editor = _Editor(module, state, {quantizer.record for quantizer in made})
         nodes = {node.name: node for node in module.graph.nodes}
         given = given_quantized(module)
-        sites = [node for node in module.graph.nodes if SITE in node.meta and not _is_served(node, nodes, given)]
+        sites = [node for node in module.graph.nodes if SITE in node.meta and not has_quantizers(node, given)]
+        after = {node: nodes[node.meta[SITE].gradient_name].users for node in sites}
+        # But for those that an earlier run of this pass served.
+        sites = [node for node in sites if all(user.target is not QUANTIZE_GRADIENT for user in after[node])]
         for node in sites:
             site: Site = node.meta[SITE]
             for operand in site.operands:
@@ -47,15 +50,6 @@ class Insert(Pass):
                 editor.quantize_gradient(nodes[site.gradient_name], node, site)
         counts = ", ".join(f"{count} {role}" for role, count in editor.counts.items())
         return Report(self.name, sum(editor.counts.values()), (counts or "nothing to insert",))
-
-
-def _is_served(node: fx.Node, nodes: dict[str, fx.Node], given: dict[fx.Node, fx.Node]) -> bool:
-    """Whether an earlier run of this pass already inserted the quantizers of a node."""
-    inputs = [given.get(used, used) for used in node.all_input_nodes]
-    before = [used.meta[QUANTIZER].role for used in inputs if QUANTIZER in used.meta]
-    after = [user.target for user in nodes[node.meta[SITE].gradient_name].users]
-    # A gradient quantizer in front of it belongs to the layer before.
-    return any(role != "gradient" for role in before) or QUANTIZE_GRADIENT in after
 
 
 class _Editor:
@@ -145,9 +139,7 @@ class _Editor:
     def _read(self, path: str, before: fx.Node) -> fx.Node:
         """Return the node that reads a value of the state: one for each, before its first use."""
         if path not in self._reads:
-            with self.graph.inserting_before(before):
-                # create_node, not get_attr: the latter warns about the training flag, which is no tensor.
-                self._reads[path] = self.graph.create_node("get_attr", path)
+            self._reads[path] = read_before(before, path)
         return self._reads[path]
 
 

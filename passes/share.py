@@ -12,7 +12,7 @@ from torch import fx
 from cpt_fx.aliasing import Versions
 from cpt_fx.bodies import CONSTANTS, OUTER, Call, calls_of, graphs_of, outermost, state_of
 from cpt_fx.formats import Range, Rounding
-from cpt_fx.meta import PASS, QUANTIZER, Quantizer
+from cpt_fx.meta import PASS, QUANTIZER, Quantizer, read_before
 from cpt_fx.names import NAMES, Names
 from cpt_fx.pass_base import Pass, Report, unique
 from cpt_fx.regions import Regions
@@ -153,8 +153,7 @@ def _follow_merged_range(module: fx.GraphModule, node: fx.Node, names: Names) ->
         return
     for read in node.all_input_nodes:
         if read.op == "get_attr" and quantizer.ranges in str(read.target):
-            with module.graph.inserting_before(node):
-                other = module.graph.create_node("get_attr", str(read.target).replace(quantizer.ranges, kept, 1))
+            other = read_before(node, str(read.target).replace(quantizer.ranges, kept, 1))
             node.replace_input_with(read, other)
     node.meta[QUANTIZER] = replace(quantizer, ranges=kept)
 

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from cpt_fx.capture.base import CaptureError, copy_graph
+from cpt_fx.capture.base import CaptureError, called_by, copy_graph, over
+from cpt_fx.capture.captured import Entry
 from cpt_fx.capture.program import program_module
-from cpt_fx.capture.symbolic import Examples, Source, Traced, trace_symbolic
+from cpt_fx.capture.symbolic import Examples, Traced, is_constant, trace_symbolic
 from cpt_fx.capture.tree import Places
-from cpt_fx.capture.views import called_by, over
 from cpt_fx.capture.watch import Watch, is_hooked
 from cpt_fx.errors import check_choice
 from cpt_fx.graph_module import ROOT, QuantizedGraphModule
@@ -62,18 +62,19 @@ def trace_module(session: Session, path: str, examples: Examples | None = None, 
     entry = root.get_submodule(path)
     if isinstance(entry, fx.GraphModule):
         traced = Traced(entry, copy_graph(entry._graph), False)
-        for node in traced.graph.find_nodes(op="call_module"):
-            if is_hooked(entry.get_submodule(str(node.target))):
+        for node in traced.graph.nodes:
+            if node.op == "call_module" and is_hooked(entry.get_submodule(str(node.target))):
                 node.meta[CALLED] = True
-            node.target = f"{path}.{node.target}" if path else node.target
-        for node in traced.graph.find_nodes(op="get_attr"):
-            node.target = f"{path}.{node.target}" if path else node.target
+            if path and node.op in ("call_module", "get_attr"):
+                node.target = f"{path}.{node.target}"
     else:
-        traced = trace_symbolic(Source(root, path, session, every_module), examples)
+        traced = trace_symbolic(session, Entry(path, every_module), examples)
     view = over(root, session.state, session.names)
     _place_constants(view, traced)
     if path:
-        _tell_where(traced.graph, Places(root).ancestors(path))
+        above = {name: (name, kind) for name, kind in Places(root).ancestors(path)}
+        for node in traced.graph.nodes:
+            node.meta["nn_module_stack"] = above | (node.meta.get("nn_module_stack") or {})
     # Not by its setter, which compiles: the passes change the graph first.
     view._graph = traced.graph
     traced.graph.owning_module = view
@@ -85,20 +86,13 @@ def _place_constants(view: QuantizedGraphModule, traced: Traced) -> None:
     """Keep tensors that only the trace made with our state, which moves with the model."""
     constants = view.__dict__[STATE].constants
     for node in traced.graph.find_nodes(op="get_attr"):
-        if "_tensor_constant" in str(node.target):
+        if is_constant(node):
             name = f"constant_{len(constants._buffers)}"
             constants.register_buffer(name, get_attribute(traced.root, str(node.target)), persistent=False)
             node.target = f"{STATE}.constants.{name}"
         elif "." not in str(node.target) and not hasattr(view, str(node.target)):
             # A plain attribute of the root, which the view does not have.
             node.target = f"{ROOT}.{node.target}"
-
-
-def _tell_where(graph: fx.Graph, above: list[tuple[str, type[nn.Module]]]) -> None:
-    """Note on every node the modules that the traced one is inside of."""
-    for node in graph.nodes:
-        stack = node.meta.get("nn_module_stack") or {}
-        node.meta["nn_module_stack"] = {name: (name, kind) for name, kind in above} | stack
 
 
 def _hidden(module: fx.GraphModule) -> str:

@@ -1,23 +1,43 @@
-"""What a frontend returns, and the copy of the module tree it may work on."""
+"""What a frontend returns, the copy of the module tree it may work on, and graphs that read the model's own tree."""
 
 from __future__ import annotations
 
 import keyword
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 from cpt_fx.bodies import add_body
 from cpt_fx.errors import TransformError
-from cpt_fx.graph_module import QuantizedGraphModule, blank, take_tensors
+from cpt_fx.graph_module import ROOT, QuantizedGraphModule, blank, take_tensors
 from cpt_fx.layer_state import own
-from cpt_fx.meta import STATE, get_attribute
+from cpt_fx.meta import STATE, VIEW, attribute_or_none, get_attribute
+from cpt_fx.names import NAMES, Names
 from cpt_fx.result import CALL_HOOKS, MARK, PART, plain_class
+from cpt_fx.runtime import Precision
 
 
 class CaptureError(TransformError):
     """A model's code cannot be turned into a graph that does the same."""
+
+
+_ABSENT = object()
+
+
+@contextmanager
+def patched(values: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
+    """Put other values in the place of attributes of classes and modules, for as long as the block runs."""
+    before = {(owner, name): vars(owner).get(name, _ABSENT) for owner, name in values}
+    try:
+        for (owner, name), value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for (owner, name), value in before.items():
+            delattr(owner, name) if value is _ABSENT else setattr(owner, name, value)
 
 
 MODULE_OWN = frozenset(key for key, value in vars(nn.Module()).items() if isinstance(value, (dict, set)))
@@ -134,12 +154,8 @@ def _graft(target: nn.Module, source: nn.Module, prefix: str, called: set[str], 
 
 def _ensure(root: nn.Module, path: str, value: object) -> None:
     """Make sure that `path` leads to a value: constants of the traced code, tensors that are plain attributes."""
-    *holders, name = path.split(".")
-    holder: nn.Module = root
-    for part in holders:
-        if part not in holder._modules:
-            holder.add_module(part, nn.Module())
-        holder = holder.get_submodule(part)
+    path, _, name = path.rpartition(".")
+    holder = holder_at(root, path)
     if hasattr(holder, name):
         return
     if isinstance(value, torch.Tensor):
@@ -149,6 +165,15 @@ def _ensure(root: nn.Module, path: str, value: object) -> None:
         setattr(holder, name, value)
 
 
+def holder_at(root: nn.Module, path: str) -> nn.Module:
+    """Return the module at a path, made of empty ones where there is none."""
+    for part in filter(None, path.split(".")):
+        if part not in root._modules:
+            root.add_module(part, nn.Module())
+        root = root.get_submodule(part)
+    return root
+
+
 def copy_graph(graph: fx.Graph) -> fx.Graph:
     """Return a copy of a graph with its own meta dictionaries."""
     new = fx.Graph()
@@ -156,3 +181,27 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     for node in graph.nodes:
         mapping[node] = new.node_copy(node, lambda used: mapping[used])
     return new
+
+
+def over(root: nn.Module, state: Precision, names: Names) -> QuantizedGraphModule:
+    """Return a module without a graph that has all that a model has, as the passes take it.
+
+    In the model's own containers, so that whatever is put in there (a cast, a checkpoint, a layer) is seen.
+    """
+    view = blank()
+    view.meta = {NAMES: names, VIEW: True}
+    for containers in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
+        view.__dict__[containers] = getattr(root, containers)
+    view.__dict__.update({ROOT: root, STATE: state})
+    return view
+
+
+def called_by(view: fx.GraphModule) -> set[int]:
+    """Return the modules that a graph calls as they are, by their identity."""
+    return {id(view.get_submodule(str(node.target))) for node in view.graph.nodes if node.op == "call_module"}
+
+
+def resolves(view: fx.GraphModule) -> bool:
+    """Whether everything that a graph reads or calls is still there."""
+    found = (node for node in view.graph.nodes if node.op in ("get_attr", "call_module"))
+    return all(attribute_or_none(view, str(node.target)) is not None for node in found)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import fx, nn
 
+from cpt_fx.capture.base import over
 from cpt_fx.capture.tree import Places
-from cpt_fx.capture.views import over
 from cpt_fx.errors import TransformError
 from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.history import LOGGER

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpt_fx.aliasing import overwritten
-from cpt_fx.capture.identity import is_caught
-from cpt_fx.capture.refusals import callers, is_the_models, note, refuse
+from cpt_fx.capture.base import MODULE_OWN, patched
+from cpt_fx.capture.memory import keep_container, keep_tensor
+from cpt_fx.capture.questions import is_caught
+from cpt_fx.capture.refusals import callers, file_of_class, is_the_models, note, place_of_forward, refuse
+from cpt_fx.capture.tree import is_plain_object
 
 PLAIN = (bool, int, float, str, type(None))
 """Argument values that Python code branches on: they become constants of the graph."""
 
 _ABSENT = object()
-
-
-def _holds_proxy(value: Any) -> bool:
-    return any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves(value))
 
 
 class DynamoNeededError(Exception):
@@ -64,15 +64,11 @@ def replaced(functions: Replacements) -> Iterator[None]:
         """Other threads go on with the original."""
         return lambda *args, **kwargs: (function if threading.get_ident() == thread else original)(*args, **kwargs)
 
-    originals = {place: vars(place[0])[place[1]] for place in functions}
     had_table = _dynamo_table().cache_info().currsize
     try:
-        for (owner, name), function in functions.items():
-            setattr(owner, name, here_only(function, originals[owner, name]))
-        yield
+        with patched({place: here_only(function, getattr(*place)) for place, function in functions.items()}):
+            yield
     finally:
-        for (owner, name), function in originals.items():
-            setattr(owner, name, function)
         if not had_table:
             # Made meanwhile, as by the import of Dynamo, it would know the other functions and not torch's own.
             _dynamo_table().cache_clear()
@@ -119,11 +115,8 @@ def refusing_functions() -> Iterator[None]:
             "would be lost"
         )
 
-    try:
-        setattr(_SingleLevelFunction, "apply", classmethod(apply))  # noqa: B010  (torch does not declare it)
+    with patched({(_SingleLevelFunction, "apply"): classmethod(apply)}):
         yield
-    finally:
-        delattr(_SingleLevelFunction, "apply")
 
 
 def stored() -> Replacements:
@@ -135,15 +128,13 @@ def stored() -> Replacements:
 
     def checked(module: nn.Module, name: str, value: Any) -> None:
         before = module.__dict__.get(name, _ABSENT)
-        if isinstance(value, fx.Proxy):
-            written = overwritten(value.node, {}) if name in module._buffers else []
-            if any(str(source.target).rpartition(".")[2] == name for source in written):
-                return
-        elif _holds_proxy(value):
-            pass
-        elif not isinstance(value, PLAIN) or (type(value) is type(before) and value == before):
+        is_traced = any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves(value))
+        if not is_traced and (not isinstance(value, PLAIN) or (type(value) is type(before) and value == before)):
             return original(module, name, value)  # type: ignore[arg-type]
-        what = "a tensor" if _holds_proxy(value) else repr(value)
+        written = overwritten(value.node, {}) if isinstance(value, fx.Proxy) and name in module._buffers else []
+        if any(str(source.target).rpartition(".")[2] == name for source in written):
+            return
+        what = "a tensor" if is_traced else repr(value)
         refuse(
             f"the forward of {type(module).__name__} stores {what} in self.{name}, which a graph would not do on every "
             "call. Return it, or keep it in a buffer that is updated in place"
@@ -222,3 +213,81 @@ def context() -> dict[str, object]:
             (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
         ],
     }
+
+
+CONTAINERS = (dict, list, set, deque)
+
+_BY_ANY_NAME = {"getattr", "hasattr", "vars", "dir", "__dict__", "__getattribute__", "attrgetter", "getmembers", "eval",
+                "exec"}  # fmt: skip
+"""What reads attributes whose names need not stand in the code."""
+
+
+class Kept:
+    """Containers as they were before the code ran: those of the model, and whatever else the code comes by."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[str, Any, Callable[[], bool]]] = {}
+        self.names: set[str] = set()
+        """The names in all code that ran."""
+
+    def add(self, value: Any, place: str, depth: int = 3) -> None:
+        """Remember a container, or an object of somebody's class, and those in it."""
+        if value is None or isinstance(value, (bool, Tensor, nn.Module)) or id(value) in self._before:
+            return
+        if isinstance(value, type):
+            # Its own attributes are watched where code sets them; containers in it belong to all of its objects.
+            for key, item in vars(value).items() if is_the_models(file_of_class(value)) else ():
+                if isinstance(item, CONTAINERS):
+                    self.add(item, f"{key} of {value.__name__}", depth - 1)
+            return
+        inside = list(value) if isinstance(value, tuple) else []
+        for held in (value, vars(value) if is_plain_object(value) else None):
+            if isinstance(held, CONTAINERS) and id(held) not in self._before:
+                self._before[id(held)] = (place, held, keep_container(held))
+                inside += held.values() if isinstance(held, dict) else held
+        for item in inside if depth else ():
+            self.add(item, place, depth - 1)
+
+    def note_names(self, code: CodeType) -> None:
+        """Remember what may be the names of attributes: texts too, for `getattr(x, "name")` and patterns."""
+        texts = pytree.tree_leaves(list(code.co_consts))
+        self.names.update(code.co_names, (text for text in texts if isinstance(text, str)))
+
+    def names_read(self) -> frozenset[str] | None:
+        """Return the names of all attributes that the code may have read; None where it may be any."""
+        return None if self.names & _BY_ANY_NAME else frozenset(self.names)
+
+    def changed(self) -> str:
+        """Put everything back as it was; return the place of what had changed, if anything had."""
+        places = [place for place, _, put_back in self._before.values() if put_back()]
+        return places[0] if places else ""
+
+
+@contextmanager
+def unchanged_state(model: nn.Module) -> Iterator[Kept]:
+    """Refuse code that changes a container of a module, or puts something else into a parameter or buffer.
+
+    A graph would not do it on every call. Whatever happens, all is put back: no tracing value stays in it.
+    """
+    kept = Kept()
+    tensors = [(name, keep_tensor(tensor)) for name, tensor in (*model.named_parameters(), *model.named_buffers())]
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            kept.add(value, f"{name} of module {path!r}" if path else f"self.{name}", 0 if name in MODULE_OWN else 3)
+        kept.add(vars(module), f"the attributes of module {path!r}" if path else "the attributes of self", 0)
+    for kind in {kind: None for module in model.modules() for kind in type(module).__mro__}:
+        kept.add(kind, "", 2)
+    try:
+        yield kept
+    finally:
+        others = [said.format(name) for name, put_back in tensors if (said := put_back())]
+        changed = kept.changed()
+    place = place_of_forward(model)
+    if others:
+        refuse(f"forward changes {others[0]}, which a graph would not do on every call,", place)
+    if changed:
+        refuse(
+            f"forward changes {changed}, which a graph would not do on every call. Return the value instead; a cache "
+            "that one call of the model fills is fine once it is filled: the forward",
+            place,
+        )

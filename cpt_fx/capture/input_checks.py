@@ -1,13 +1,25 @@
-"""What a graph takes for granted about its inputs, checked when it runs: a graph of another case is wrong."""
+"""The way into and out of one graph: arguments as the model's forward takes them, outputs as it returns them.
+
+What the graph takes for granted about its inputs is checked when it runs: a graph of another case is wrong.
+"""
 
 from __future__ import annotations
 
 import ast
+import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+from torch.utils._sympy.numbers import int_oo
+
+from cpt_fx.bodies import free_name
+from cpt_fx.capture.base import CaptureError
+from cpt_fx.capture.guards import PLAIN
+from cpt_fx.capture.tracer import expect
 
 Expression = Any
 """A number; `("size", input, dim)`; or `(name of an operator, operand, ...)`: plain data that compilers can read."""
@@ -89,9 +101,19 @@ def _form(form: Any) -> str:
     return f"{kind}({', '.join(map(_form, items))})"
 
 
-def expression_of(text: str, places: dict[str, int]) -> Expression:
-    """Turn a condition in Python into plain data."""
-    return _parse(ast.parse(text, mode="eval").body, places)
+def expression_of(text: str, places: dict[str, int], what: str) -> Expression:
+    """Turn a condition in Python into plain data; `what` holds only there, as is said where that cannot be done."""
+    try:
+        return _parse(ast.parse(text, mode="eval").body, places)
+    except (KeyError, ValueError, SyntaxError) as error:
+        raise CaptureError(f"{what}, which cannot be checked: {error}") from None
+
+
+def bounds_of(bounds: Any) -> tuple[int, int]:
+    """Return the least and the largest size of a dim, -1 where there is no largest."""
+    if bounds is None:
+        return 0, -1
+    return int(bounds.lower), -1 if bounds.upper is int_oo else int(bounds.upper)
 
 
 def _parse(tree: ast.expr, places: dict[str, int]) -> Expression:
@@ -114,3 +136,118 @@ def _parse(tree: ast.expr, places: dict[str, int]) -> Expression:
             pairs = [(type(sign).__name__, *sides[place : place + 2]) for place, sign in enumerate(tree.ops)]
             return pairs[0] if len(pairs) == 1 else ("And", *pairs)
     raise ValueError(f"not understood: {ast.unparse(tree)}")
+
+
+_ABSENT = inspect.Parameter.empty
+_STARS: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+"""How torch.fx writes arguments that take whatever is left."""
+_EMPTY: dict[Any, Any] = {inspect.Parameter.VAR_POSITIONAL: (), inspect.Parameter.VAR_KEYWORD: {}}
+CONSTANTS = (*PLAIN, torch.dtype, torch.device)
+"""Values that a graph has one of, and that can be compared when it runs."""
+_OUTPUT_FORM = "_cpt_fx_output_form"
+"""Attribute that holds the form of outputs that are neither tuples, lists nor dicts."""
+
+
+Way = tuple[Any, ...]
+"""The keys that lead from the arguments by name to a value in one of them."""
+
+
+class Entry:
+    """Builds the first nodes of a graph: from arguments to the values in them, and checks of both.
+
+    `words` is what the checks say of the graph and how to get another one.
+    """
+
+    def __init__(self, graph: fx.Graph, arguments: Iterable[inspect.Parameter], *words: str) -> None:
+        self.graph = graph
+        self.arguments = {item.name: item for item in arguments}
+        self.words = words
+        self.start = next(node for node in graph.nodes if node.op != "placeholder")
+        with graph.inserting_before(next(iter(graph.nodes))):
+            self.made = {
+                name: graph.placeholder(f"{_STARS.get(item.kind, '')}{name}") for name, item in self.arguments.items()
+            }
+        self.used: dict[str, Any] = {}
+
+    def check_forms(self, given: Mapping[str, Any], *, ordered: bool = False) -> None:
+        """Check that arguments have the types, lengths and keys that those given have."""
+        with self.graph.inserting_before(self.start):
+            for name, item in self.arguments.items():
+                form = form_of(given.get(name, _EMPTY.get(item.kind)), ordered=ordered)
+                if form is not None:
+                    last: tuple[Any, ...] = (*self.words, True) if ordered else self.words
+                    self.graph.call_function(check_form, (self.made[name], form, name, *last))
+
+    def check_tensors(self, nodes: Sequence[fx.Node], inputs: Sequence[Input], facts: Sequence[Fact]) -> None:
+        """Check what the graph takes for granted about tensors, before anything else runs."""
+        if nodes:
+            with self.graph.inserting_before(self.start):
+                self.graph.call_function(check_inputs, (tuple(nodes), tuple(inputs), tuple(facts), *self.words))
+
+    def value(self, value: Any, way: Way) -> fx.Node:
+        """Return the node for a value inside an argument; a plain one is checked to be what it was."""
+        name, keys = way[0].key, way[1:]
+        with self.graph.inserting_before(self.start):
+            node: fx.Node = pytree.key_get(fx.Proxy(self.made[name]), keys).node
+            if isinstance(value, CONSTANTS):
+                self.graph.call_function(expect, (node, value, name))
+                if not keys:
+                    self.used[name] = value
+        self.used.setdefault(name, _ABSENT)
+        return node
+
+    def finish(self) -> None:
+        """Give arguments their defaults; what the capture did not get is the default, and nothing else.
+
+        The flat inputs are gone by now: inputs are called what the model calls them.
+        """
+        optional = False
+        for name, item in self.arguments.items():
+            node = self.made[name]
+            if item.kind in _STARS:
+                continue
+            if name not in self.used and item.default is not _ABSENT:
+                node.args = (item.default,)
+                with self.graph.inserting_after(list(self.made.values())[-1]):
+                    self.graph.call_function(expect, (node, item.default, name))
+            elif self.used.get(name, _ABSENT) is not _ABSENT:
+                node.args = (self.used[name],)
+            elif item.default is not _ABSENT and isinstance(item.default, PLAIN):
+                node.args = (item.default,)
+            elif optional:
+                # Python wants one after the first default; the check says that a tensor is missing.
+                node.args = (None,)
+            optional = optional or bool(node.args)
+        taken = {node.name for node in self.graph.nodes}
+        for name, node in self.made.items():
+            if name not in taken:
+                node.name = name
+
+
+def said(way: Way) -> str:
+    """Write a way as Python does."""
+    return f"{way[0].key}{pytree.keystr(way[1:])}"
+
+
+def formed(spec: pytree.TreeSpec, values: Sequence[Any], module: nn.Module, graph: fx.Graph) -> Any:
+    """Put values into a form as outputs of a graph; one not made of tuples, lists and dicts is kept in the module."""
+    if _is_plain(spec):
+        return _assembled(spec, iter(values))
+    name = free_name(_OUTPUT_FORM, module)
+    module.__dict__[name] = spec
+    # Not by Graph.get_attr, which warns about attributes that are no tensors.
+    return graph.call_function(pytree.tree_unflatten, (tuple(values), graph.create_node("get_attr", name)))
+
+
+def _is_plain(spec: pytree.TreeSpec) -> bool:
+    """Whether a form is made of tuples, lists and dicts only."""
+    known = spec.is_leaf() or spec.type in (tuple, list, dict)
+    return known and all(map(_is_plain, spec.children()))
+
+
+def _assembled(spec: pytree.TreeSpec, values: Iterator[Any]) -> Any:
+    """Put values into a form made of tuples, lists and dicts."""
+    if spec.is_leaf():
+        return next(values)
+    items = [_assembled(child, values) for child in spec.children()]
+    return dict(zip(spec.context, items, strict=True)) if spec.type is dict else spec.type(items)

@@ -142,6 +142,11 @@ def callers(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+def is_made_inside(name: str, frame: FrameType | None) -> bool:
+    """Whether a variable from outside of a function belongs to another function that is being traced."""
+    return any(name in each.f_code.co_cellvars for each in callers(frame))
+
+
 def place_of(frame: FrameType | None) -> str:
     """Say which line of the model's own code runs; nothing where none does."""
     own = next((each for each in callers(frame) if is_the_models(each.f_code.co_filename)), None)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import operator
 import pickle
 import random
 import threading
 import warnings
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
 import torch
@@ -17,7 +18,7 @@ from torch import fx, nn
 
 from cpt_fx.aliasing import overwritten
 from cpt_fx.capture.base import CaptureError
-from cpt_fx.capture.containers import unchanged_state
+from cpt_fx.capture.captured import Entry
 from cpt_fx.capture.guards import (
     PLAIN,
     DynamoNeededError,
@@ -26,16 +27,19 @@ from cpt_fx.capture.guards import (
     refusing_functions,
     replaced,
     stored,
+    unchanged_state,
     without_dynamo,
 )
-from cpt_fx.capture.modes import merge_modes
 from cpt_fx.capture.questions import refusing_questions
 from cpt_fx.capture.refusals import noting, place_of_error, place_of_forward
 from cpt_fx.capture.tracer import Tracer, expect, expect_given
 from cpt_fx.capture.tree import own_tree
-from cpt_fx.meta import get_attribute
+from cpt_fx.meta import get_attribute, module_path, module_stack, read_before
 from cpt_fx.pipeline import no_collection
 from cpt_fx.result import PART, part_of
+
+if TYPE_CHECKING:
+    from cpt_fx.session import Session
 
 _TRACING = threading.RLock()
 """One trace at a time: tracing replaces functions of torch for its thread."""
@@ -63,30 +67,30 @@ class Traced(NamedTuple):
     """All names in the code that ran, which may be those of attributes; None where any name may."""
 
 
-def trace_symbolic(source: Source, examples: Examples | None = None) -> Traced:
+def trace_symbolic(session: Session, entry: Entry, examples: Examples | None = None) -> Traced:
     """Trace with torch.fx, or raise `CaptureError` where the graph would not do what the code does."""
-    entry = source.entry
-    if PART in entry.__dict__ and part_of(entry).forward is not None:
+    module = session.root.get_submodule(entry.path)
+    if PART in module.__dict__ and part_of(module).forward is not None:
         raise CaptureError(
-            f"this {type(entry).__name__} was given a forward of its own, and torch.fx traces that of the class: set "
+            f"this {type(module).__name__} was given a forward of its own, and torch.fx traces that of the class: set "
             "it after the transform, or write it into the class"
         )
-    optional = _optional_arguments(entry)
-    fixed = optional if examples is None else _constants_of(entry, examples.args, examples.kwargs)
+    optional = _optional_arguments(module)
+    fixed = optional if examples is None else _constants_of(module, examples)
     # Code may branch on a plain argument. Where leaving it open gives the same graph, it is open; otherwise the graph
     # is the one for its value, and says so when it is given another.
-    traced = _both_modes(source, fixed)
+    traced = _both_modes(session, entry, fixed)
     for name, value in list(fixed.items()):
         without = {key: other for key, other in fixed.items() if key != name}
         try:
-            opened = _both_modes(source, without)
+            opened = _both_modes(session, entry, without)
         except CaptureError:
             continue
         if name not in opened.asked and _same_but_for(opened.graph, traced.graph, name, value):
             fixed, traced = without, opened
     _drop_dead_constants(traced.graph)
     notes = [f"captured for {name}={value!r}: the code branches on it" for name, value in fixed.items()]
-    loses = f"the code branches on {', '.join(fixed)}{place_of_forward(entry)}" if fixed else ""
+    loses = f"the code branches on {', '.join(fixed)}{place_of_forward(module)}" if fixed else ""
     for name, place in traced.asked.items():
         _check_given(traced.graph, name)
         notes.append(f"captured with {name} given: the code asks whether it is None")
@@ -100,60 +104,43 @@ def trace_symbolic(source: Source, examples: Examples | None = None) -> Traced:
 
 def _check_given(graph: fx.Graph, name: str) -> None:
     """Refuse None at run time for an argument that the trace took for a tensor."""
-    for node in graph.find_nodes(op="placeholder"):
-        if node.target == name:
-            with graph.inserting_after(node):
-                graph.call_function(expect_given, (node, name))
+    for node in graph.find_nodes(op="placeholder", target=name):
+        with graph.inserting_after(node):
+            graph.call_function(expect_given, (node, name))
 
 
-class Source(NamedTuple):
-    """The code to trace: a tree, and the path of the module in it whose forward is the graph."""
-
-    tree: nn.Module
-    path: str
-    session: object
-    """Whose result the tree is; traced is a copy of the plain modules."""
-    every_module: bool = False
-    """Whether the graph is to call every module, because hooks are set that run for all."""
-
-    @property
-    def entry(self) -> nn.Module:
-        """The module whose forward is traced."""
-        return self.tree.get_submodule(self.path)
-
-
-def _both_modes(source: Source, fixed: Mapping[str, object]) -> Traced:
+def _both_modes(session: Session, entry: Entry, fixed: Mapping[str, object]) -> Traced:
     """Trace in training and in evaluation mode and merge: flags that code passes on become run-time values."""
     before = _other_random_numbers()
-    training = _trace(source, fixed, mode=True)
-    evaluation = _trace(source, fixed, mode=False)
+    training = _trace(session, entry, fixed, mode=True)
+    evaluation = _trace(session, entry, fixed, mode=False)
     if _other_random_numbers() != before:
         raise CaptureError("forward draws random numbers of Python or numpy: a graph would hold what one trace drew")
-    merge_modes(training.graph, evaluation.graph)
+    _merge_modes(training.graph, evaluation.graph)
     if training.names is not None and evaluation.names is not None:
         training = training._replace(names=training.names | evaluation.names)
-    for node in training.graph.nodes:
-        if node.op == "get_attr" and "_tensor_constant" in str(node.target):
-            first, second = (get_attribute(trace.root, str(node.target)) for trace in (training, evaluation))
-            if not torch.equal(first, second):
-                raise CaptureError(f"{node.name} differs from trace to trace: it is random or depends on outer state")
+    for node in filter(is_constant, training.graph.nodes):
+        first, second = (get_attribute(trace.root, str(node.target)) for trace in (training, evaluation))
+        if not torch.equal(first, second):
+            raise CaptureError(f"{node.name} differs from trace to trace: it is random or depends on outer state")
     return training
+
+
+def is_constant(node: fx.Node) -> bool:
+    """Whether a node reads a tensor that only the trace made."""
+    return node.op == "get_attr" and "_tensor_constant" in str(node.target)
 
 
 def _other_random_numbers() -> bytes:
     return pickle.dumps((random.getstate(), numpy.random.get_state()))
 
 
-def _trace(source: Source, fixed: Mapping[str, object], *, mode: bool) -> Traced:
-    model = source.tree
-    root = own_tree(model, source.session)
+def _trace(session: Session, entry: Entry, fixed: Mapping[str, object], *, mode: bool) -> Traced:
+    root = own_tree(session.root, session)
     _set_mode(root, mode)
-    names: dict[int, str] = {}
-    for tree in (root, model):
-        for name, module in tree.named_modules():
-            names.setdefault(id(module), name)
-    tracer = Tracer(fixed, names, every_module=source.every_module)
-    entry = root.get_submodule(source.path)
+    names = {id(module): name for tree in (session.root, root) for name, module in tree.named_modules()}
+    tracer = Tracer(fixed, names, every_module=entry.every_module)
+    module = root.get_submodule(entry.path)
     graph: fx.Graph | None = None
     failed: Exception | None = None
     with _TRACING, noting() as noted:
@@ -169,7 +156,7 @@ def _trace(source: Source, fixed: Mapping[str, object], *, mode: bool) -> Traced
                 refusing_questions(kept) as tracer.look,
             ):
                 warnings.simplefilter("ignore")
-                graph = _trace_with_guards(tracer, root, entry)
+                graph = _trace_with_guards(tracer, root, module)
             tracer.refuse_survivors()
         except Exception as error:  # whatever the model's code raises
             failed = error
@@ -177,14 +164,14 @@ def _trace(source: Source, fixed: Mapping[str, object], *, mode: bool) -> Traced
     first = noted[0] if noted else failed
     if isinstance(first, DynamoNeededError):
         import_module("torch._dynamo")
-        return _trace(source, fixed, mode=mode)
+        return _trace(session, entry, fixed, mode=mode)
     if isinstance(first, CaptureError):
         raise first
     if first is not None:
-        raise _untraceable(first, entry) from first
+        raise _untraceable(first, module) from first
     assert graph is not None
-    _check_constants(graph, entry)
-    return Traced(entry, graph, tracer.dropped_checkpoints, asked=tracer.asked, names=kept.names_read())
+    _check_constants(graph, module)
+    return Traced(module, graph, tracer.dropped_checkpoints, asked=tracer.asked, names=kept.names_read())
 
 
 def _untraceable(error: Exception, entry: nn.Module) -> CaptureError:
@@ -219,14 +206,13 @@ def _trace_with_guards(tracer: Tracer, root: nn.Module, entry: nn.Module) -> fx.
 def _check_constants(graph: fx.Graph, root: nn.Module) -> None:
     """Refuse in-place updates of a tensor that exists only in the trace: they would add up from call to call."""
     for node in graph.nodes:
-        constant = node.op == "get_attr" and "_tensor_constant" in str(node.target)
-        if constant and get_attribute(root, str(node.target)).requires_grad:
+        if is_constant(node) and get_attribute(root, str(node.target)).requires_grad:
             raise CaptureError(
                 "forward computes with parameters that it did not take from an attribute of their module: torch.fx "
                 "would hold the result as a constant"
             )
         for value in overwritten(node, {}):
-            if value.op == "get_attr" and "_tensor_constant" in str(value.target):
+            if is_constant(value):
                 raise CaptureError(
                     f"{node.format_node()} updates a tensor that the code makes on every call, but that the trace "
                     "holds as a constant. Make it with torch.zeros / x.new_zeros inside forward"
@@ -242,13 +228,11 @@ def _optional_arguments(model: nn.Module) -> dict[str, object]:
     }
 
 
-def _constants_of(
-    model: nn.Module, example_inputs: tuple[Any, ...], example_kwargs: dict[str, Any]
-) -> dict[str, object]:
+def _constants_of(model: nn.Module, examples: Examples) -> dict[str, object]:
     """Return the arguments that the examples fix: plain values given, and defaults of those left out."""
     signature = inspect.signature(model.forward)
     try:
-        bound = signature.bind(*example_inputs, **example_kwargs)
+        bound = signature.bind(*examples.args, **examples.kwargs)
     except TypeError as error:
         raise TypeError(f"the example inputs do not fit {type(model).__name__}.forward{signature}: {error}") from None
     bound.apply_defaults()
@@ -297,3 +281,74 @@ def _drop_dead_constants(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op == "get_attr" and not node.users:
             graph.erase_node(node)
+
+
+def _merge_modes(training: fx.Graph, evaluation: fx.Graph) -> None:
+    """Make the training trace follow the mode at run time, or raise where the two differ by more than flags.
+
+    `F.dropout(x, p, self.training)` leaves a True in one trace and a False in the other. Such a constant becomes
+    `self.<module>.training`, read when the graph runs. Anything else that differs is code that took another path.
+    """
+    ours, theirs = list(training.nodes), list(evaluation.nodes)
+    matching: dict[fx.Node, fx.Node] = {}
+    for node, other in zip(ours, theirs, strict=False):
+        if node.op != other.op or node.target != other.target or node.name != other.name:
+            raise _differs(node, other)
+        matching[other] = node
+        if node.op != "placeholder":
+            _merge_arguments(training, node, other, matching)
+    if len(ours) != len(theirs):
+        longer = max(ours, theirs, key=len)
+        raise _differs(longer[min(len(ours), len(theirs))], None)
+
+
+def _merge_arguments(graph: fx.Graph, node: fx.Node, other: fx.Node, matching: dict[fx.Node, fx.Node]) -> None:
+    flags: dict[bool, fx.Node] = {}
+
+    def flag(value: bool) -> fx.Node:
+        if value not in flags:
+            path, _ = module_path(node)
+            mode = read_before(node, f"{path}.training" if path else "training")
+            with graph.inserting_before(node):
+                flags[value] = mode if value else graph.call_function(operator.not_, (mode,))
+        return flags[value]
+
+    def merge(mine: Any, its: Any) -> Any:
+        if isinstance(mine, fx.Node) and isinstance(its, fx.Node):
+            if matching.get(its) is mine:
+                return mine
+        elif isinstance(mine, bool) and isinstance(its, bool):
+            return mine if mine is its else flag(mine)
+        elif isinstance(mine, (tuple, list)) and type(mine) is type(its) and len(mine) == len(its):
+            items = [merge(*pair) for pair in zip(mine, its, strict=True)]
+            return type(mine)(*items) if hasattr(mine, "_fields") else type(mine)(items)
+        elif isinstance(mine, dict) and isinstance(its, dict) and mine.keys() == its.keys():
+            return {key: merge(mine[key], its[key]) for key in mine}
+        elif isinstance(mine, slice) and isinstance(its, slice):
+            return slice(merge(mine.start, its.start), merge(mine.stop, its.stop), merge(mine.step, its.step))
+        elif type(mine) is type(its) and (mine is its or mine == its):
+            return mine
+        raise _differs(node, other)
+
+    args, kwargs = merge(node.args, other.args), merge(node.kwargs, other.kwargs)
+    if flags:
+        node.args, node.kwargs = args, kwargs
+
+
+def _differs(node: fx.Node, other: fx.Node | None) -> CaptureError:
+    """Blame the innermost module that both operators came from: the branch is in its code."""
+    both = [one for one in (node, other) if one is not None and one.op != "output"]
+    stacks = [[path for path, _ in module_stack(one)] for one in both]
+    common = [path for path in stacks[0] if all(path in stack for stack in stacks)] if stacks else []
+    place = f"module {common[-1]!r}" if common and common[-1] else "the model's forward"
+    instead = _operator(node) if other is None else f"{_operator(node)} in training, {_operator(other)} in evaluation"
+    return CaptureError(
+        f"{place} does something else in training than in evaluation ({instead}): a graph traced once would be "
+        "silently wrong in one of them"
+    )
+
+
+def _operator(node: fx.Node) -> str:
+    """Name an operator for people."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    return f"{name}({', '.join(map(str, (*node.args, *node.kwargs.values())))})"

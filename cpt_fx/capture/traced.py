@@ -8,10 +8,12 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from torch import fx
+from torch import Tensor, fx
 
 from cpt_fx.capture import in_place
-from cpt_fx.capture.refusals import asks, is_machine, note, refuse, refuse_question
+from cpt_fx.capture.refusals import asks, is_machine, note, place_of, refuse, refuse_question
+from cpt_fx.meta import CALLED
+from cpt_fx.operators import is_opaque
 
 
 class _Kind(type):
@@ -92,9 +94,6 @@ class Traced(fx.Proxy, metaclass=_Kind):
     def __deepcopy__(self, memo: Any) -> NoReturn:
         self.__reduce_ex__(4)
 
-    def __copy__(self) -> NoReturn:
-        self.__reduce_ex__(4)
-
 
 class TracedAttribute(Traced, fx.proxy.Attribute):
     """An attribute of such a value, which is in the graph once it is used."""
@@ -129,3 +128,24 @@ for _name in in_place.NAMES:
 def is_traced(value: Any) -> bool:
     """Whether a value is a traced one, or the class of those, without asking it."""
     return type(value) is Traced or type(value) is TracedAttribute or type(value) is _Kind
+
+
+def traced_in(value: Any) -> list[Any]:
+    """Return the traced values in a container of Python."""
+    items = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
+    return [item for item in items if is_traced(item)]
+
+
+def is_there(value: Any) -> bool:
+    """Whether a value is known not to be None. An argument of the model is, if the graph checks it."""
+    if type(value) is TracedAttribute:
+        return False
+    if not is_traced(value):
+        return True
+    node = value.node
+    if node.op == "placeholder":
+        value.tracer.asked.setdefault(str(node.target), place_of(sys._getframe(3)))
+        return not str(node.target).startswith("*")
+    if node.op == "call_method":
+        return hasattr(Tensor, node.target)
+    return CALLED not in node.meta and node.target not in (getattr, operator.getitem) and not is_opaque(node.target)

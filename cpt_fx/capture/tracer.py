@@ -18,9 +18,10 @@ from torch.nn.utils import parametrize
 
 from cpt_fx.capture.base import CaptureError
 from cpt_fx.capture.guards import Replacements, context, refuse_handlers
-from cpt_fx.capture.identity import is_caught
+from cpt_fx.capture.questions import is_caught
 from cpt_fx.capture.refusals import looked_at, note, place_of, place_of_forward, refuse
 from cpt_fx.capture.traced import Traced
+from cpt_fx.capture.tree import Places
 from cpt_fx.capture.watch import is_hooked
 from cpt_fx.meta import CALLED, module_path
 from cpt_fx.operators import OPENED
@@ -152,11 +153,9 @@ class Tracer(fx.Tracer):
         Likewise, which modules have hooks or a forward of their own: what the code itself sets is part of the trace.
         """
         self._wanted = {id(module) for module in root.modules() if is_hooked(module) or "forward" in module.__dict__}
-        modules = list(root.named_modules())
-        held = [(path, {**module._parameters, **module._buffers}) for path, module in modules]
-        held += [(path, vars(module)) for path, module in modules]
-        for path, values in held:
-            for name, value in values.items():
+        self._tensor_paths = Places(root).tensors
+        for path, module in root.named_modules():
+            for name, value in vars(module).items():
                 if isinstance(value, torch.Tensor):
                     self._tensor_paths.setdefault(id(value), f"{path}.{name}" if path else name)
 

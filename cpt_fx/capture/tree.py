@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -123,11 +122,9 @@ class _Rebinding:
         """Rebind what a partial call holds."""
         if plain_function(value) is not value:
             return self(plain_function(value))
-        with self._others():
-            parts = [self(part) for part in (value.func, value.args, value.keywords)]
-        function, args, keywords = parts
-        unchanged = not _changed(parts, (value.func, value.args, value.keywords))
-        return value if unchanged else functools.partial(function, *args, **keywords)
+        parts = (value.func, value.args, value.keywords)
+        function, args, keywords = rebound = self.foreign(parts)
+        return functools.partial(function, *args, **keywords) if _changed(rebound, parts) else value
 
     def function(self, value: FunctionType) -> Any:
         """Give a function that closes over a module a closure over the copy."""
@@ -136,9 +133,7 @@ class _Rebinding:
         except ValueError:  # a cell that is not filled yet
             return value
         defaults = (value.__defaults__, value.__kwdefaults__)
-        with self._others():
-            rebound = [self(content) for content in contents]
-            others = [self(default) for default in defaults]
+        rebound, others = self.foreign(contents), self.foreign(defaults)
         if not _changed(rebound, contents) and not _changed(others, defaults):
             return value
         cells = tuple(CellType(content) for content in rebound) if value.__closure__ else None
@@ -149,19 +144,19 @@ class _Rebinding:
 
     def object(self, value: Any) -> Any:
         """Copy a helper object that leads to a module; leave every other one alone."""
-        with self._others():
-            new = {name: self(item) for name, item in vars(value).items()}
-        if not _changed(new.values(), vars(value).values()):
+        held = vars(value).copy()
+        new = self.foreign(held.values())
+        if not _changed(new, held.values()):
             return value
         made = copy.copy(value)
-        made.__dict__.update(new)
+        made.__dict__.update(zip(held, new, strict=True))
         return made
 
-    @contextmanager
-    def _others(self) -> Iterator[None]:
+    def foreign(self, values: Iterable[Any]) -> list[Any]:
+        """Rewrite what is held by somebody else than a module."""
         own, self.own = self.own, False
         try:
-            yield
+            return [self(value) for value in values]
         finally:
             self.own = own
 

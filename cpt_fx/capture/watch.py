@@ -84,10 +84,12 @@ class _Seen:
         self.hooked = is_hooked(module)
         self.children = None if outside else tuple(module._modules.items())
         self.tensors = None if outside else _presence(module)
-        attributes = {} if outside else {key: value for key, value in vars(module).items() if self._may_be_read(key)}
+        keys = () if outside else tuple(filter(self._may_be_read, vars(module)))
         self.count = len(vars(module))
-        self.plain = tuple((key, value) for key, value in attributes.items() if not _is_deep(value))
-        self.deep = tuple((key, content_of(value)) for key, value in attributes.items() if _is_deep(value))
+        contents = [(key, vars(module)[key], content_of(vars(module)[key])) for key in keys]
+        # What may change without being replaced is compared by what is in it.
+        self.plain = tuple((key, value) for key, value, content in contents if content is value)
+        self.deep = tuple((key, content) for key, value, content in contents if content is not value)
 
     def _may_be_read(self, key: str) -> bool:
         return key not in _OWN and (self.names is None or key in self.names or key == "forward")
@@ -160,13 +162,6 @@ def _is_of_the_model(kind: type[nn.Module]) -> bool:
     """Whether all code of a class is the user's, but for what every module has."""
     return all(
         base in (object, nn.Module, *CONTAINERS) or not base.__module__.startswith("torch.") for base in kind.__mro__
-    )
-
-
-def _is_deep(value: Any) -> bool:
-    """Whether a value may change without being replaced."""
-    return not isinstance(value, (*_PLAIN, Tensor, nn.Module, type)) and (
-        isinstance(value, (list, dict, set, tuple, deque, partial)) or _held(value) is not None
     )
 
 

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from traceback import FrameSummary
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.source import AttrSource, LocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import Source, TracingContext
 
+from cpt_fx.bodies import OUTER, add_body, free_name
+from cpt_fx.capture.base import copy_graph, over
 from cpt_fx.capture.tree import Places
 from cpt_fx.dynamo.callers import caller_of, lines_to_forward
-from cpt_fx.dynamo.control import controls
-from cpt_fx.dynamo.lift import Compiler, lifted
-from cpt_fx.dynamo.views import Frame, view_of
+from cpt_fx.dynamo.checkpoint import checkpointed
+from cpt_fx.dynamo.control import RUN_AS, controls
+from cpt_fx.graph_module import ROOT, QuantizedGraphModule, blank
+from cpt_fx.meta import STATE, WEIGHT, attribute_or_none, get_attribute, read_before
+from cpt_fx.names import Names
+from cpt_fx.result import plain_class
+from cpt_fx.runtime import Precision
 
 if TYPE_CHECKING:
     from cpt_fx.dynamo.engine import Engine
+
+Compiler = Callable[[fx.GraphModule, list[Any]], Callable[..., Any]]
+TAG_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
 
 class Backend:
@@ -90,11 +102,8 @@ def _frame(root: nn.Module) -> Frame:
     others out. Modules that are reached from one of the frame's own variables are the same if that one is.
     """
     places = Places(root)
-    translator: Any = InstructionTranslator.current_tx()
-    while translator.parent is not None:
-        translator = translator.parent
+    translator, scope = outermost_frame()
     owner, path = None, ""
-    scope = {"L": translator.f_locals, "G": translator.f_globals}
     guards = TracingContext.get().guards_context.dynamo_guards
     own = []
     for name, value in translator.f_locals.items():
@@ -113,6 +122,14 @@ def _frame(root: nn.Module) -> Frame:
     return Frame(places, path if owner is not None else caller.path, lines_to_forward(translator.f_code.co_name))
 
 
+def outermost_frame() -> tuple[Any, dict[str, Any]]:
+    """Return what Dynamo knows of the function that it started with, and the variables that sources there refer to."""
+    translator: Any = InstructionTranslator.current_tx()
+    while translator.parent is not None:
+        translator = translator.parent
+    return translator, {"L": translator.f_locals, "G": translator.f_globals}
+
+
 def _value_of(source: str, scope: dict[str, Any]) -> Any:
     """Return what a source names, where it is a plain expression over the frame's variables."""
     try:
@@ -126,28 +143,227 @@ def broken_by(graph_module: fx.GraphModule) -> str:
     reason = getattr(graph_module, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return ""
-    where = reason.user_stack[-1] if reason.user_stack else None
-    place = f"{where.filename}:{where.lineno}" if where else "an unknown place"
-    code = f" ({where.line})" if where and where.line else ""
-    return f"{place}{code}: {_in_short(str(reason.reason))}"
-
-
-def _in_short(text: str) -> str:
-    """Return the first sentence of Dynamo's explanation."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    explained = next((line.partition(":")[2].strip() for line in lines if line.startswith("Explanation:")), "")
-    return explained or (lines[0] if lines else "no reason given")
+    return f"{_place(reason.user_stack[-1]) if reason.user_stack else 'an unknown place'}: {_in_short(reason.reason)}"
 
 
 def why_broken(error: Exception) -> str:
     """Say why a model cannot be one graph: the reason, and the line of the model's code."""
-    lines = str(error).splitlines()
-    places = [line.strip() for line in lines if line.strip().startswith("File ")]
-    code = ""
-    if places:
-        after = next(place for place, line in enumerate(lines) if line.strip() == places[-1])
-        code = f" ({lines[after + 1].strip()})" if after + 1 < len(lines) else ""
-        parts = places[-1].split('"')
-        number = parts[2].replace(", line ", "").partition(",")[0]
-        return f"{parts[1]}:{number}{code}: {_in_short(str(error))}"
-    return f"{type(error).__name__}: {_in_short(str(error))}"
+    frame = getattr(error, "innermost_user_frame_summary", None)
+    return f"{_place(frame) if frame is not None else type(error).__name__}: {_in_short(error)}"
+
+
+def _place(frame: FrameSummary) -> str:
+    return f"{frame.filename}:{frame.lineno}{f' ({frame.line})' if frame.line else ''}"
+
+
+def _in_short(text: object) -> str:
+    """Return the first sentence of Dynamo's explanation."""
+    lines = [line.strip() for line in str(text).splitlines() if line.strip()]
+    explained = next((line.partition(":")[2].strip() for line in lines if line.startswith("Explanation:")), "")
+    return explained or (lines[0] if lines else "no reason given")
+
+
+# Run as it is, the mark of a checkpoint would not restore the random state for the second forward pass.
+_RUN_AS: dict[Any, Callable[..., Any]] = {**RUN_AS, TAG_CHECKPOINT: checkpointed}
+
+
+class Frame:
+    """Whose code a graph comes from: a module's path, and the lines that lead from its forward to the code."""
+
+    def __init__(self, places: Places, path: str, lines: str) -> None:
+        self.places = places
+        self.path = path
+        self.lines = lines
+        self._stacks: dict[tuple[Any, ...], dict[str, tuple[str, Any]]] = {}
+
+    def convert(self, node: fx.Node) -> None:
+        """Say where a node comes from in our terms: `{call: (path, class)}`, outermost first, without the root."""
+        theirs: dict[Any, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
+        calls = tuple(theirs)
+        if calls not in self._stacks:
+            self._stacks[calls] = self._converted(theirs)
+        node.meta["nn_module_stack"] = dict(self._stacks[calls])
+        if self.lines and "stack_trace" in node.meta:
+            node.meta["stack_trace"] = self.lines + node.meta["stack_trace"]
+
+    def _converted(self, theirs: dict[Any, tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
+        stack: dict[str, tuple[str, Any]] = {path: (path, kind) for path, kind in self.places.ancestors(self.path)}
+        for key, (_, kind) in theirs.items():
+            identity, _, call = str(key).partition("@")
+            path = self.places.modules.get(int(identity), "") if identity.isdigit() else ""
+            if not path:
+                continue
+            for above, its_kind in self.places.ancestors(path)[:-1]:
+                stack.setdefault(above, (above, its_kind))
+            name = f"{path}@{call}" if call else path
+            # Innermost last, also where the path stands in the stack already.
+            stack.pop(name, None)
+            stack[name] = (path, plain_class(kind) if isinstance(kind, type) else kind)
+        return stack
+
+
+def view_of(
+    graph_module: fx.GraphModule, inputs: Sequence[Any], frame: Frame, root: nn.Module, state: Precision, names: Names
+) -> QuantizedGraphModule:
+    """Return the graph as a module whose parameters and buffers are read from the model by name.
+
+    It has the model's own containers of tensors, so that whatever is put in there (a cast, a checkpoint) is seen.
+    """
+    view = over(root, state, names)
+    graph = copy_graph(graph_module.graph)
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    for node, value in zip(placeholders, inputs, strict=True):
+        frame.convert(node)
+        _name_tensor(node, value, first, frame)
+    _adopt(view, graph, graph_module, frame)
+    return view
+
+
+def _adopt(view: QuantizedGraphModule, graph: fx.Graph, source: fx.GraphModule, frame: Frame) -> None:
+    """Put a graph into a module: module stacks by path, constants and graphs inside the graph taken along."""
+    for node in list(graph.nodes):
+        frame.convert(node)
+        if node.op == "call_function" and node.target in _RUN_AS:
+            node.target = _RUN_AS[node.target]
+        if node.op != "get_attr":
+            continue
+        value = getattr(source, str(node.target), None)
+        if isinstance(value, fx.GraphModule):
+            body = blank()
+            body.__dict__[ROOT], body.meta = view.__dict__[ROOT], dict(view.meta)
+            _adopt(body, copy_graph(value.graph), value, frame)
+            node.target = add_body(view, str(node.target), body)
+        elif value is not None:
+            # A constant: in nobody's state_dict, and not in the model's own containers.
+            node.target = free_name(str(node.target), view)
+            object.__setattr__(view, node.target, value)
+    # Not by its setter, which compiles: the passes change the graph first.
+    view._graph = graph
+    graph.owning_module = view
+
+
+def _name_tensor(node: fx.Node, value: Any, first: fx.Node, frame: Frame) -> None:
+    """Read a parameter or buffer by its name, instead of taking it as an input."""
+    name = frame.places.tensor(value)
+    if name is None:
+        if isinstance(value, nn.Parameter):
+            node.meta[WEIGHT] = True
+        return
+    read = read_before(first, name)
+    read.meta = {**node.meta}
+    node.replace_all_uses_with(read)
+
+
+def lifted(
+    view: QuantizedGraphModule, placeholders: Sequence[fx.Node], inputs: Sequence[Any], compiler: Compiler
+) -> Callable[..., Any]:
+    """Compile a view. Its state arrives anew with every call: a cast, a checkpoint, a mode needs no other compilation.
+
+    `placeholders` are Dynamo's own, which say where each input comes from, and `inputs` their example values.
+    """
+    given = {id(value): node.name for node, value in zip(placeholders, inputs, strict=True)}
+    lift = _Lift(view, given)
+    for node, original in zip(lift.graph.find_nodes(op="placeholder"), placeholders, strict=False):
+        node._dynamo_source = original._dynamo_source  # type: ignore[attr-defined]
+    values = [_read(view, path) for path in lift.reads]
+    module = fx.GraphModule(lift.root, lift.graph)
+    compiled = compiler(module, [*inputs, *values])
+
+    def run(*args: Any) -> Any:
+        return compiled(*args, *(_read(view, path) for path in lift.reads))
+
+    return run
+
+
+_RECORDS = f".{STATE}.records."
+_MODES = (torch.tensor(False), torch.tensor(True))
+
+
+def _read(view: nn.Module, path: str) -> Tensor:
+    value = get_attribute(view, path)
+    if isinstance(value, bool):
+        return _MODES[value]
+    assert isinstance(value, Tensor)
+    # A record is written by the backward pass of one call and by the next forward pass: each call has its own handle.
+    return value.data if _RECORDS in f".{path}" else value
+
+
+class _Lift:
+    """One graph and what it reads, turned into further placeholders, the graphs inside it likewise."""
+
+    def __init__(self, view: QuantizedGraphModule, given: dict[int, str]) -> None:
+        self.view = view
+        self.root = nn.Module()
+        self.graph = copy_graph(view.graph)
+        self.reads: list[str] = []
+        self._inputs: dict[str, fx.Node] = {node.name: node for node in self.graph.find_nodes(op="placeholder")}
+        self._given = given
+        self._made: dict[str, fx.Node] = {}
+        bodies: dict[fx.Node, list[str]] = {}
+        for node in list(self.graph.nodes):
+            if node.op == "get_attr":
+                value = get_attribute(view, str(node.target))
+                if isinstance(value, QuantizedGraphModule):
+                    bodies[node] = self._body(node, value)
+                elif isinstance(value, bool):
+                    self._read_mode(node)
+                elif isinstance(value, Tensor):
+                    self._replace(node, self.input_for(str(node.target), value))
+            elif any(used in bodies for used in node.all_input_nodes):
+                self._pass_on(node, bodies)
+
+    def input_for(self, path: str, value: object) -> fx.Node:
+        """Return the input that carries a value: one that Dynamo gave, else a new one."""
+        name = self._given.get(id(value), "")
+        if name in self._inputs:
+            return self._inputs[name]
+        if path not in self._made:
+            first: fx.Node = next(node for node in self.graph.nodes if node.op != "placeholder")
+            with self.graph.inserting_before(first):
+                made = self.graph.placeholder(f"read_{path}".replace(".", "_"))
+            made._dynamo_source = None
+            self._made[path] = made
+            self.reads.append(path)
+        return self._made[path]
+
+    def _replace(self, node: fx.Node, value: fx.Node) -> None:
+        node.replace_all_uses_with(value)
+        self.graph.erase_node(node)
+
+    def _read_mode(self, node: fx.Node) -> None:
+        """Give observers their mode as a tensor: a Python bool would be a constant of the compiled code."""
+        mode = self.input_for(str(node.target), None)
+        for user in list(node.users):
+            user.args = tuple(True if arg is node else arg for arg in user.args)
+            user.kwargs = {**user.kwargs, "trains": mode}
+        self.graph.erase_node(node)
+
+    def _body(self, node: fx.Node, body: QuantizedGraphModule) -> list[str]:
+        inner = _Lift(body, {})
+        name = str(node.target).replace(".", "_")
+        self.root.add_module(name, fx.GraphModule(inner.root, inner.graph))
+        node.target = name
+        # What a body reads through the graph around it, that graph reads itself.
+        return [path.removeprefix(f"{OUTER}.") for path in inner.reads]
+
+    def _pass_on(self, node: fx.Node, bodies: dict[fx.Node, list[str]]) -> None:
+        """Hand the state that a body reads to the operator that runs it."""
+        for used in [used for used in node.all_input_nodes if used in bodies]:
+            state = tuple(self.input_for(path, attribute_or_none(self.view, path)) for path in bodies[used])
+            if node.target is checkpointed:
+                node.target = TAG_CHECKPOINT
+                node.args = (*node.args, *state)
+            elif state:
+                with self.graph.inserting_before(node):
+                    bound = self.graph.call_function(with_state, (used, state))
+                node.replace_input_with(used, bound)
+
+
+def with_state(body: Callable[..., Any], state: tuple[Any, ...]) -> Callable[..., Any]:
+    """Return a body that needs only its own arguments."""
+    return partial(_called_with, body, state)
+
+
+def _called_with(body: Callable[..., Any], state: tuple[Any, ...], *args: Any) -> Any:
+    return body(*args, *state)

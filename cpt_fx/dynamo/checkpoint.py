@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, fx
 from torch.utils import checkpoint as home
 
+from cpt_fx.capture.base import patched
 from cpt_fx.dynamo.callers import caller_of
 
 if TYPE_CHECKING:
@@ -51,17 +52,8 @@ def quantized_again(engine: Engine) -> Iterator[None]:
     def apply(function: Callable[..., Any], *rest: Any) -> Any:
         return plain_apply(_remembering(engine, function), *rest)  # type: ignore[no-untyped-call]
 
-    own = "apply" in vars(_REENTRANT)
-    setattr(home, _OTHER, generator)
-    _REENTRANT.apply = staticmethod(apply)  # type: ignore[method-assign]
-    try:
+    with patched({(home, _OTHER): generator, (_REENTRANT, "apply"): staticmethod(apply)}):
         yield
-    finally:
-        setattr(home, _OTHER, plain_generator)
-        if own:
-            _REENTRANT.apply = plain_apply  # type: ignore[method-assign]
-        else:
-            del _REENTRANT.apply
 
 
 def _remembering(engine: Engine, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,11 +1,14 @@
-"""Runs a model through Dynamo: in one graph if that can be done, else in several with a net between them."""
+"""Runs a model through Dynamo: in one graph if that can be done, else in several with a net between them.
+
+At the end the way into a transformed model while a compiler is at work around it.
+"""
 
 from __future__ import annotations
 
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -17,15 +20,13 @@ from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import skip_code
 
 from cpt_fx import result
-from cpt_fx.capture.captured import Capture
+from cpt_fx.capture.base import resolves
+from cpt_fx.capture.captured import AsItIs, Capture
 from cpt_fx.capture.expected import look_at_ranges
 from cpt_fx.capture.tree import Places
-from cpt_fx.capture.views import resolves
-from cpt_fx.dynamo.backend import Backend, why_broken
+from cpt_fx.dynamo.backend import Backend, Compiler, why_broken
 from cpt_fx.dynamo.checkpoint import quantized_again
-from cpt_fx.dynamo.lift import Compiler
-from cpt_fx.dynamo.net import Net
-from cpt_fx.dynamo.scripts import noticed_scripts
+from cpt_fx.dynamo.net import Net, noticed_scripts
 from cpt_fx.errors import TransformError
 from cpt_fx.graph_module import QuantizedGraphModule
 from cpt_fx.history import LOGGER, check_coverage
@@ -114,7 +115,7 @@ class Engine:
         self.running = False
         self._thread = 0
         self.runs = 0
-        self.failure: BaseException | None = None
+        self.failure: Exception | None = None
         self.net = Net(self)
         self.outdated = False
         """Whether a graph was called with tensors that are no longer where it looks for them: all is captured anew."""
@@ -322,11 +323,54 @@ def outer_compiler() -> tuple[Compiler | None, bool]:
 skip_code(outer_compiler.__code__)
 
 
-@contextmanager
-def default_stance() -> Iterator[None]:
+def default_stance() -> AbstractContextManager[Any]:
     """Capture whatever the stance is: another one would skip the rewritten graphs, and with them the quantizers."""
-    stance: Any = nullcontext()
-    if eval_frame._stance.stance != "default" or eval_frame._stance.backend is not None:
-        stance = torch.compiler.set_stance("default")
-    with stance:
-        yield
+    now = eval_frame._stance
+    is_default = now.stance == "default" and now.backend is None
+    return nullcontext() if is_default else torch.compiler.set_stance("default")
+
+
+def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep a `torch.compile` around the model from tracing what leads to a graph; the graph itself is compiled."""
+    reason = "the model inside is transformed by cpt_fx, which captures it itself: call it outside, or compile it alone"
+    return torch.compiler.disable(function, recursive=False, reason=reason)  # type: ignore[no-any-return]
+
+
+@_uncompiled
+def enter(session: Session, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the rewritten graph of a module."""
+    before = session.state.handed
+    view = _ready(session, module)
+    if view is None:
+        return _run(session, module, outer_compiler(), args, kwargs)
+    try:
+        return session.run(view, args, kwargs)
+    finally:
+        session.state.handed = before
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _ready(session: Session, module: nn.Module) -> QuantizedGraphModule | AsItIs | None:
+    view = session.view_for(module)
+    if view is not None:
+        session.state.hand()
+    return view
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _run(session: Session, module: nn.Module, outer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Leave the compiler around the model for good: what is compiled from here on, the engine hands to it."""
+    return session.engine.run(module, args, kwargs, *outer)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def watch(session: Session, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run a method of the model: what it multiplies by itself, between modules that it calls, is quantized."""
+    session.watching += 1
+    ACTIVE.append(session)
+    try:
+        with session.engine.net:
+            return function(*args, **kwargs)
+    finally:
+        session.watching -= 1
+        ACTIVE.remove(session)

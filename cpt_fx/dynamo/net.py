@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,13 +14,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from cpt_fx.capture.base import over, patched
 from cpt_fx.capture.tree import Places
-from cpt_fx.capture.views import over
 from cpt_fx.dynamo.callers import Caller, caller_of
 from cpt_fx.graph_module import QuantizedGraphModule
 from cpt_fx.meta import WEIGHT, is_transposed
 from cpt_fx.names import NTH
-from cpt_fx.operators import multiplies, why_left
+from cpt_fx.operators import form_of, multiplies, why_left
 from cpt_fx.regions import TRANSFORMED
 from cpt_fx.transformed import is_transformed
 
@@ -79,16 +80,14 @@ class Net(TorchFunctionMode):
         """Run one operator through a graph made for it: the first time at this place, it is made."""
         places = self.owner.places
         caller = caller_of(places)
-        if caller.function is not None:
-            self.owner.leave(caller.path, func.__name__, f"the backward of {caller.function} is its author's own")
-            return func(*args, **kwargs)
-        if is_transformed():
-            self.owner.leave(caller.path, func.__name__, TRANSFORMED)
-            return func(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        if not all(isinstance(leaf, _HELD) for leaf in leaves):
-            name = str(getattr(func, "__name__", func))
-            self.owner.leave(caller.path, name, why_left(func) or "it is called with what no graph can hold")
+        reason = TRANSFORMED if is_transformed() else ""
+        if caller.function is not None:
+            reason = f"the backward of {caller.function} is its author's own"
+        elif not reason and not all(isinstance(leaf, _HELD) for leaf in leaves):
+            reason = why_left(func) or "it is called with what no graph can hold"
+        if reason:
+            self.owner.leave(caller.path, str(getattr(func, "__name__", func)), reason)
             return func(*args, **kwargs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         graphs = self._graphs.setdefault((func, caller), {})
@@ -167,3 +166,24 @@ skip_code(Net.__torch_function__.__code__)
 def _quantized(net: Net, func: Any, args: Any, kwargs: Any) -> Any:
     """Leave the tracing of compilers: what happens here is not part of a graph."""
     return net.call(func, args, kwargs)
+
+
+@contextmanager
+def noticed_scripts(engine: Engine) -> Iterator[None]:
+    """Note every TorchScript function that multiplies while the model's own code runs: no quantizer can stand in it."""
+    kind: Any = torch._C.ScriptFunction
+    plain = kind.__call__
+
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if engine.runs_here() and any(map(_is_product, re.findall(r"aten::\w+", str(function.inlined_graph)))):
+            reason = "a TorchScript function: its code is compiled and cannot be rewritten"
+            engine.leave(caller_of(engine.places).path, function.name, reason)
+        return plain(function, *args, **kwargs)
+
+    with patched({(kind, "__call__"): call}):
+        yield
+
+
+def _is_product(name: str) -> bool:
+    form = form_of(name)
+    return form is not None and form.row.when is None and bool(form.row.left or form.row.factors)

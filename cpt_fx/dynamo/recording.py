@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo import config as dynamo_config
+from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import AttrSource, LocalSource
-from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 from torch._guards import ChainedSource, Source
 
 from cpt_fx.capture.base import CaptureError
 from cpt_fx.capture.tree import Places
-from cpt_fx.dynamo.backend import broken_by, why_broken
-from cpt_fx.dynamo.effects import refuse_effects
+from cpt_fx.dynamo.backend import Backend, Frame, broken_by, outermost_frame, view_of, why_broken
 from cpt_fx.dynamo.engine import (
     ONE_GRAPH,
     PARTS,
@@ -29,7 +29,6 @@ from cpt_fx.dynamo.engine import (
     compiled_by,
     default_stance,
 )
-from cpt_fx.dynamo.views import Frame, view_of
 from cpt_fx.graph_module import QuantizedGraphModule
 from cpt_fx.result import plain_class
 
@@ -97,7 +96,7 @@ class Input:
 
 def record(engine: Engine, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool) -> Recording:
     """Run a model's forward on examples in one graph, with the hooks on the whole model around it."""
-    recorder = _Recorder(engine)
+    recorder, engine.failure = _Recorder(engine), None
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -140,17 +139,17 @@ def _again(
 
     Then without looking at sizes of 1 as at others: code that broadcasts an example's 1 needs it to be one.
     """
-    error = recorder.failure or error
+    error = engine.failure or error
     breaks = _breaks(engine, args, kwargs, "" if isinstance(error, CaptureError) else why_broken(error))
     for sizes in (ANY_SIZE, ANY_BUT_ONE):
-        recorder.failure = None
+        engine.failure = None
         try:
             with shapes_config.patch(**sizes):
                 return _compiled(engine, recorder, dynamic)(*args, **kwargs)
         except Exception:
             if recorder.ran:
                 raise
-    raise recorder.failure or _several(engine, breaks) from None
+    raise engine.failure or _several(engine, breaks) from None
 
 
 def _compiled(engine: Engine, backend: Callable[..., Any], dynamic: bool, whole: bool = True) -> Callable[..., Any]:
@@ -207,23 +206,14 @@ def _several(engine: Engine, breaks: list[str]) -> CaptureError:
     )
 
 
-class _Recorder:
-    """The compiler that Dynamo is given: it takes the graph down, and runs it as it is."""
+class _Recorder(Backend):
+    """Takes the graph down, and runs it as it is."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.recording: Recording | None = None
-        self.failure: Exception | None = None
-        self.ran = False
+    recording: Recording | None = None
+    ran = False
 
-    def __call__(self, graph_module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        """Take one graph down."""
-        try:
-            recording = self.recording = self._taken_down(graph_module, inputs)
-        except Exception as error:
-            # Dynamo would wrap it: the user gets what was raised.
-            self.failure = error
-            raise
+    def _rewrite(self, graph_module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        recording = self.recording = self._taken_down(graph_module, inputs)
 
         def run(*given: Any) -> Any:
             self.ran = True
@@ -234,13 +224,10 @@ class _Recorder:
         return run
 
     def _taken_down(self, graph_module: fx.GraphModule, inputs: list[Any]) -> Recording:
-        engine = self.engine
-        translator: Any = InstructionTranslator.current_tx()
+        engine = self.owner
+        translator, scope = outermost_frame()
         output = translator.output
-        refuse_effects(output.side_effects)
-        while translator.parent is not None:
-            translator = translator.parent
-        scope = {"L": translator.f_locals, "G": translator.f_globals}
+        _refuse_effects(output.side_effects)
 
         def value_of(source: Source) -> Any:
             return eval(source.name, scope)
@@ -301,3 +288,45 @@ def _modes(guards: Any, places: Places, value_of: Callable[[Source], Any]) -> di
             if isinstance(module, nn.Module) and id(module) in places.modules:
                 modes[places.modules[id(module)]] = module.training
     return dict(sorted(modes.items()))
+
+
+def _refuse_effects(effects: SideEffects) -> None:
+    """Refuse code that changes Python objects: Dynamo does that beside the graph."""
+    if effects.tensor_hooks:
+        raise CaptureError("forward registers a hook on a tensor, which is no part of a graph")
+    for variable in effects.id_to_variable.values():
+        if not effects.is_modified(variable) or isinstance(
+            variable.mutation_type, (AttributeMutationNew, ValueMutationNew)
+        ):
+            continue
+        stored = effects.store_attr_mutations.get(variable, {})
+        owner = variable.value if stored and hasattr(variable, "value") else None
+        names = [name for name, value in stored.items() if not _unchanged(owner, name, value)]
+        if names:
+            what = f"the forward of {type(owner).__name__} stores something in {', '.join(f'self.{n}' for n in names)}"
+        elif stored:
+            continue
+        else:
+            what = f"forward changes {_changed(variable)}"
+        raise CaptureError(
+            f"{what}, which one graph would not do on every call. Return it, or keep it in a buffer that is updated "
+            "in place"
+        )
+
+
+def _unchanged(owner: Any, name: str, value: Any) -> bool:
+    """Whether code stored what was there already."""
+    try:
+        new, old = value.as_python_constant(), getattr(owner, name)
+    except Exception:  # not a constant, or nothing there
+        return False
+    return type(new) is type(old) and bool(new == old)
+
+
+def _changed(variable: Any) -> str:
+    source = getattr(variable, "source", None)
+    text = getattr(source, "name", "") or "of its own"
+    for ours, theirs in (("L['forward'].__self__", "self"), ("._modules['", "."), ("L['kwargs']", "kwargs"),
+                         ("L['args']", "args")):  # fmt: skip
+        text = text.replace(ours, theirs)
+    return text.replace("']", "")

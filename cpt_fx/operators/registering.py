@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
@@ -24,13 +24,12 @@ KINDS = ("input", "weight", "either", "bias")
 class Registration:
     """What `register` returns: `remove()` takes the operator out of the list again."""
 
-    rows: tuple[Row, ...]
+    row: Row
 
     def remove(self) -> None:
         """Forget the operator. Models that were transformed before keep their quantizers."""
-        for row in self.rows:
-            if row in table.ROWS:
-                table.remove(row)
+        if self.row in table.ROWS:
+            table.remove(self.row)
 
 
 def register(
@@ -61,68 +60,56 @@ def register(
     Raises:
         ValueError: an operand is no argument of it, a family or kind is unknown, or it is registered as something else.
     """
-    if bool(operands) is bool(left):
+    given = operands or {}
+    if bool(given) is bool(left):
         raise ValueError("register needs either operands=, the arguments that are multiplied, or left=, a reason")
     check_choice("family", family, FAMILIES)
-    for kind in (operands or {}).values():
+    for kind in given.values():
         check_choice("operands", kind, KINDS)
-    title, calls = _calls(function)
-    known = list(dict.fromkeys(argument for call in calls for argument in call.arguments))
-    for given in (*(operands or {}), *(output_axes or {}), *mutates):
-        if given not in known:
-            more = nearest(given, known)
-            raise ValueError(f"{title} has no argument {given!r} that has a position, only {', '.join(known)}.{more}")
+    title, target, calls = _calls(function)
+    known = list(dict.fromkeys(argument for call in calls for argument in call))
+    for argument in (*given, *(output_axes or {}), *mutates):
+        if argument not in known:
+            only = f"{', '.join(known)}.{nearest(argument, known)}"
+            raise ValueError(f"{title} has no argument {argument!r} that has a position, only {only}")
+    # What all overloads have at the same places.
+    arguments = tuple(names[0] for names in takewhile(lambda names: len(set(names)) == 1, zip(*calls, strict=False)))
+    for operand in given:
+        if all("Tensor" not in call.get(operand, "") for call in calls):
+            raise ValueError(f"operand {operand!r} of {title} is no tensor")
+        if operand not in arguments:
+            raise ValueError(
+                f"the overloads of {title} do not have {operand!r} at one place: register each of them, "
+                "torch.ops.<namespace>.<name>.<overload>"
+            )
+    types = max(calls, key=lambda call: sum("Tensor" in kind for kind in call.values()))
+    lists = [name for name in given if types[name] == "List[Tensor]"]
+    if len(lists) > 1:
+        raise ValueError(f"{title} has more than one list of tensors among its operands")
     short = name or title.rpartition("::")[2]
-    costs = _costs(title, calls[-1].target, flops, multiplies=family in MULTIPLY and not left)
-    rows = tuple(
-        Row(
-            "" if left else family, short, call.arguments, call.operands(operands or {}), call.axes(output_axes or {}),
-            call.variadic(operands or {}), call.target, flops=costs, left=left, registered=True,
-            mutates=tuple(call.arguments.index(argument) for argument in mutates),
-        )
-        for call in calls
+    row = Row(
+        "" if left else family, short, arguments,
+        tuple(sorted((arguments.index(name), kind) for name, kind in given.items() if name not in lists)),
+        tuple((arguments.index(name), ((axis,), None)) for name, axis in (output_axes or {}).items()
+              if name in arguments),
+        arguments.index(lists[0]) if lists else None, target,
+        names=(title,) if isinstance(target, torch._ops.OpOverloadPacket) else (),
+        flops=_costs(title, target, flops, multiplies=family in MULTIPLY and not left), left=left, registered=True,
+        mutates=tuple(arguments.index(argument) for argument in mutates if argument in arguments),
     )  # fmt: skip
-    _check_agreement(title, calls, operands or {})
-    for row in rows:
-        present = table.form_of(row.function)
-        if present is not None and present.row != row:
-            raise ValueError(f"{title} is in the list of operators already, as another {present.row.name!r}")
-    for row in rows:
-        if row.function not in table.FORMS:
-            table.add(row)
-    return Registration(rows)
+    present = table.form_of(target)
+    if present is None:
+        table.add(row)
+    elif present.row != row:
+        raise ValueError(f"{title} is in the list of operators already, as another {present.row.name!r}")
+    return Registration(row)
 
 
-class _Call(NamedTuple):
-    """One thing that a graph may call: a function, an overload, or an operator with all its overloads."""
+def _calls(function: Any) -> tuple[str, Any, list[dict[str, str]]]:
+    """Return the name of an operator or function, what graphs call, and of each overload the arguments with a position.
 
-    target: Any
-    arguments: tuple[str, ...]
-    """Those with a position, in order."""
-    kinds: Mapping[str, str]
-    """Of arguments that a schema gives a type."""
-
-    def operands(self, given: Mapping[str, str]) -> tuple[tuple[int, str], ...]:
-        places = ((self.arguments.index(name), kind) for name, kind in given.items() if name in self.arguments)
-        return tuple(sorted(pair for pair in places if self._is(pair[0], "Tensor", "Optional[Tensor]")))
-
-    def axes(self, given: Mapping[str, int]) -> Any:
-        return tuple((self.arguments.index(name), ((axis,), None)) for name, axis in given.items()
-                     if name in self.arguments)  # fmt: skip
-
-    def variadic(self, given: Mapping[str, str]) -> int | None:
-        places = [self.arguments.index(name) for name in given if name in self.arguments]
-        lists = [place for place in places if self._is(place, "List[Tensor]") and self.kinds]
-        if len(lists) > 1:
-            raise ValueError(f"{self.target} has more than one list of tensors among its operands")
-        return lists[0] if lists else None
-
-    def _is(self, place: int, *kinds: str) -> bool:
-        return not self.kinds or self.kinds[self.arguments[place]] in kinds
-
-
-def _calls(function: Any) -> tuple[str, list[_Call]]:
-    """Return the name of an operator or function, and everything that it is called by."""
+    Each has its type; an argument of a Python function counts as a tensor.
+    """
     function = getattr(function, "_opoverload", function)  # as torch.library.custom_op returns it
     if isinstance(function, str):
         namespace, _, name = function.partition("::")
@@ -132,38 +119,21 @@ def _calls(function: Any) -> tuple[str, list[_Call]]:
     if isinstance(function, torch._ops.OpOverload) and function._overloadpacket.overloads() == ["default"]:
         function = function._overloadpacket
     if isinstance(function, torch._ops.OpOverload):
-        return function._schema.name, [_overload(function)]
+        return function._schema.name, function, [_placed(function)]
     if isinstance(function, torch._ops.OpOverloadPacket):
-        calls = [_overload(getattr(function, overload)) for overload in function.overloads()]
-        places = zip(*(call.arguments for call in calls), strict=False)
-        shared = tuple(names[0] for names in takewhile(lambda names: len(set(names)) == 1, places))
-        widest = max(calls, key=lambda call: sum("Tensor" in kind for kind in call.kinds.values()))
-        return function._qualified_op_name, [*calls, _Call(function, shared, widest.kinds)]
+        overloads = [getattr(function, overload) for overload in function.overloads()]
+        return function._qualified_op_name, function, [_placed(overload) for overload in overloads]
     title = str(getattr(function, "__qualname__", None) or getattr(function, "__name__", function))
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         raise ValueError(f"{title} does not say what its arguments are: pass an operator or a function") from None
     placed = (given for given in parameters if given.kind in (given.POSITIONAL_ONLY, given.POSITIONAL_OR_KEYWORD))
-    return title, [_Call(function, tuple(given.name for given in placed), {})]
+    return title, function, [{given.name: "Tensor" for given in placed}]
 
 
-def _overload(target: torch._ops.OpOverload) -> _Call:
-    placed = [argument for argument in target._schema.arguments if not argument.kwarg_only]
-    return _Call(target, tuple(given.name for given in placed), {given.name: str(given.type) for given in placed})
-
-
-def _check_agreement(title: str, calls: list[_Call], operands: Mapping[str, str]) -> None:
-    """Refuse operands that are no tensors, and overloads that have them at different places."""
-    for operand in operands:
-        holders = [call for call in calls if operand in call.arguments]
-        if all(call.kinds and "Tensor" not in call.kinds[operand] for call in holders):
-            raise ValueError(f"operand {operand!r} of {title} is no tensor")
-        if len({call.arguments.index(operand) for call in holders}) > 1 or operand not in calls[-1].arguments:
-            raise ValueError(
-                f"the overloads of {title} do not have {operand!r} at one place: register each of them, "
-                "torch.ops.<namespace>.<name>.<overload>"
-            )
+def _placed(overload: torch._ops.OpOverload) -> dict[str, str]:
+    return {given.name: str(given.type) for given in overload._schema.arguments if not given.kwarg_only}
 
 
 def _costs(
