@@ -17,9 +17,16 @@ def _linear(name: str, *inputs: str, **more: Any) -> Row:
     return Row("linear", name, arguments, tuple(enumerate(kinds)), ((len(inputs), FIRST_DIM),), names=(name,), **more)
 
 
-def _trilinear_flops(i1: Any, i2: Any, i3: Any, *rest: Any, out_shape: Any) -> int:
-    """Count both products of `x1 W x2`, from its operands as they are broadcast to each other."""
-    return 2 * torch.Size(i2).numel() * max(int(i1[0]), 1) if i2 else 0
+def _trilinear_flops(x: Any, weight: Any, y: Any, expand_x: Any, expand_weight: Any, expand_y: Any, sums: Any,
+                     *rest: Any, **options: Any) -> int:  # fmt: skip
+    """Count two products: with the weight, which sums over one dim, and of the result with the other factor."""
+    sizes = []
+    for given, expanded in ((x, expand_x), (weight, expand_weight), (y, expand_y)):
+        left_over = iter(given)
+        sizes.append([1 if dim in expanded else next(left_over) for dim in range(len(given) + len(expanded))])
+    terms = torch.Size(map(max, *sizes))
+    count: int = terms.numel() + terms.numel() // max(1, terms[sums[0]])
+    return 2 * count
 
 
 ROWS = (
@@ -30,7 +37,8 @@ ROWS = (
             "mkldnn_linear_backward_input": (1, 2), "mkldnn_linear_backward_weights": (0, 1),
         },
     ),
-    _linear("bilinear", "input1", "input2", modules=(nn.Bilinear,), kernels={"_trilinear": (0, 1, 2)}),
+    _linear("bilinear", "input1", "input2", modules=(nn.Bilinear,), kernels={"_trilinear": (0, 1, 2)},
+            flops={"aten::_trilinear": _trilinear_flops}),
     Row(
         "", "linear_cross_entropy", function=F.linear_cross_entropy, modules=(nn.LinearCrossEntropyLoss,),
         left="a linear layer and its loss in one: the product is not a separate operator in this graph",

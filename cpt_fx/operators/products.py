@@ -25,14 +25,20 @@ def _product(name: str, *names: str, addend: bool = False, right: int = -2, **mo
     return Row("matmul", name, arguments, bias + operands, channels, names=names or (name,), **more)
 
 
-def _added(name: str, *keywords: tuple[str, str], **more: Any) -> tuple[Row, Row]:
+def _added_flops(addend: Any, left: Any, right: Any, *rest: Any, **options: Any) -> int:
+    return 2 * torch.Size(left).numel() * int(right[-1])
+
+
+def _added(name: str, *keywords: tuple[str, str], flops: Any = _added_flops, **more: Any) -> tuple[Row, Row]:
     """Return a product that is added to something, to a new tensor and in place."""
     renamed = (("self", "input"), *keywords)
     in_place = f"{name}_"
+    function = getattr(torch.Tensor, in_place)
     return (
-        _product(name, addend=True, keywords=renamed, **more),
-        _product(in_place, addend=True, keywords=renamed, function=getattr(torch.Tensor, in_place), fresh=False),
-    )
+        _product(name, addend=True, keywords=renamed, flops={f"aten::{name}": flops}, **more),
+        _product(in_place, addend=True, keywords=renamed, flops={f"aten::{in_place}": flops}, function=function,
+                 fresh=False),
+    )  # fmt: skip
 
 
 def _either(name: str, **more: Any) -> Row:
@@ -98,9 +104,9 @@ ROWS = (
     *_added("addmm", integer="matmul"),
     *_added("addbmm", ("batch1", "mat1"), ("batch2", "mat2")),
     *_added("baddbmm", ("batch1", "mat1"), ("batch2", "mat2")),
-    *_added("addmv", ("mat", "mat1"), ("vec", "mat2"), flops={"aten::addmv": _matrix_by_vector(1)}),
+    *_added("addmv", ("mat", "mat1"), ("vec", "mat2"), flops=_matrix_by_vector(1)),
     *_added("addr", ("vec1", "mat1"), ("vec2", "mat2")),
-    _product("addmm_activation", "_addmm_activation", addend=True),
+    _product("addmm_activation", "_addmm_activation", addend=True, flops={"aten::_addmm_activation": _added_flops}),
     _either("kron"),
     Row(
         "matmul", "tensordot", ("input", "other"), ((0, "either"), (1, "either")), function=torch.tensordot,

@@ -82,7 +82,9 @@ def add(row: Row) -> None:
             raise ValueError(f"{key} is in the list already, as {FORMS[key].row.name!r}")
     FORMS.update(made)
     ROWS.append(row)
-    KERNELS.update(_kernels_of(row))
+    for name, places in _kernels_of(row).items():
+        if places is not None or name not in KERNELS:  # what one row leaves may be the kernel of another
+            KERNELS[name] = places
     FLOPS.update(row.flops)
 
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from cpt_fx import recipes
+from cpt_fx import cost, recipes
 from cpt_fx.operators import FORMS, MULTIPLY, ROWS, Row, form_of, why_left
 from cpt_fx.operators.table import spelled
 from tests.operators.row_calls import BREAKS, CALLS, NO_PROGRAM
-from tests.operators.row_verdicts import FRONTENDS, Call, transformed, verdicts
+from tests.operators.row_verdicts import FRONTENDS, SCHEDULE, Call, transformed, verdicts
 
 CALLED = [row for row in ROWS if row.name in CALLS]
 NOT_HERE = {
@@ -128,6 +128,30 @@ def test_keywords_of_torch_find_their_places() -> None:
             for place, _ in row.operands if schemas else ():
                 given = {schema.arguments[place].name for schema in schemas}
                 assert row.arguments[place] in {dict(row.keywords).get(one, one) for one in given}, (row.name, given)
+
+
+BY_ELEMENTS = {"outer", "vecdot", "kron"}
+"""Products that torch computes by elements: no product reaches ATen, and none is counted."""
+
+
+def test_what_is_quantized_as_a_product_costs_something() -> None:
+    for row in CALLED:
+        if row.family in MULTIPLY and not row.left and row.name not in BY_ELEMENTS:
+            model = Call(normal(row), *CALLS[row.name])
+            assert cost(model, SCHEDULE, (model.example,)).flops > 0, row.name
+
+
+@pytest.mark.parametrize(("function", "shapes", "flops"), [
+    (torch.Tensor.addmm_, ((4, 6), (4, 5), (5, 6)), 2 * 4 * 5 * 6),
+    (torch.addbmm, ((4, 6), (3, 4, 5), (3, 5, 6)), 2 * 3 * 4 * 5 * 6),
+    (torch.Tensor.baddbmm_, ((3, 4, 6), (3, 4, 5), (3, 5, 6)), 2 * 3 * 4 * 5 * 6),
+    (torch.Tensor.addmv_, ((4,), (4, 5), (5,)), 2 * 4 * 5),
+    (torch.addr, ((4, 5), (4,), (5,)), 2 * 4 * 5),
+    (torch.bilinear, ((3, 5), (3, 6), (7, 5, 6), (7,)), 2 * 3 * 7 * 5 * 6 + 2 * 3 * 7 * 6),
+])  # fmt: skip
+def test_costs_by_hand(function: Callable[..., Any], shapes: tuple[Any, ...], flops: int) -> None:
+    model = Call(lambda first, *rest: function(first.clone(), *rest), *map(torch.ones, shapes))
+    assert cost(model, SCHEDULE, (model.example,)).flops == flops
 
 
 def test_operators_of_other_names() -> None:
