@@ -17,10 +17,11 @@ from cpt_fx.errors import TransformError
 from cpt_fx.history import History, joined
 from cpt_fx.layer_state import PREFIX
 from cpt_fx.meta import STATE, Uncovered
+from cpt_fx.operators import HIDING
 from cpt_fx.overrides import Pattern
 from cpt_fx.pipeline import Pipeline
 from cpt_fx.recipes import Recipe
-from cpt_fx.result import PART, adopt, plain_rest
+from cpt_fx.result import PART, adopt
 from cpt_fx.schedules.base import Schedule
 from cpt_fx.session import Session
 from cpt_fx.standalone import Standalone, standalone, the_one_in, transformed_in
@@ -207,12 +208,27 @@ def history_of(model: nn.Module) -> History:
     """Return how a model was transformed; of one that contains transformed parts, what there is to say of all."""
     found = transformed_in(model)
     rest = tuple(
-        Uncovered(name, type(module).__name__, "outside of what was transformed") for name, module in plain_rest(model)
+        Uncovered(name, type(module).__name__, "outside of what was transformed") for name, module in _rest(model)
     )
     if len(found) == 1 and not found[0][0] and not rest:
         return found[0][1].history()
     kind = type(eager_model(model)).__name__
     return joined([(path, result.history()) for path, result in found], rest, kind)
+
+
+def _rest(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return what stands outside of everything transformed and may multiply: whatever has parameters, norms aside."""
+    inside: set[int] = set()
+    rest: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_modules():
+        if PART in module.__dict__:
+            inside |= {id(part) for part in module.modules()}
+        owns = not type(module).__module__.startswith("torch.") and any(
+            p is not None for p in module._parameters.values()
+        )
+        if id(module) not in inside and (owns or isinstance(module, HIDING)):
+            rest.append((name, module))
+    return rest
 
 
 def _check(model: object, schedule: object) -> None:

@@ -305,7 +305,6 @@ def _deepcopy_of(cls: type[nn.Module]) -> Callable[..., Any]:
         # The user's own way of copying makes a plain module; its parts are copied by theirs.
         object.__setattr__(self, "__class__", cls)
         part = self.__dict__.pop(PART)
-        self.__dict__.pop(MARK, None)
         try:
             new: nn.Module = copy.deepcopy(self, memo)
         finally:
@@ -313,6 +312,7 @@ def _deepcopy_of(cls: type[nn.Module]) -> Callable[..., Any]:
             self.__dict__[PART] = part
         memo[id(self)] = new
         new.__dict__[PART] = copy.deepcopy(part, memo)
+        new.__dict__.pop(MARK, None)
         object.__setattr__(new, "__class__", derived(type(new)))
         return new
 
@@ -400,18 +400,3 @@ def sessions_in(model: nn.Module) -> list[tuple[str, Session]]:
         if part is not None and (id(part.session) not in found or part.session.root is module):
             found[id(part.session)] = (name if part.session.root is module else "", part.session)
     return list(found.values())
-
-
-def plain_rest(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return what stands outside of everything transformed and may multiply: whatever has parameters, norms aside."""
-    inside: set[int] = set()
-    rest: list[tuple[str, nn.Module]] = []
-    for name, module in model.named_modules():
-        if PART in module.__dict__:
-            inside |= {id(part) for part in module.modules()}
-        owns = not type(module).__module__.startswith("torch.") and any(
-            p is not None for p in module._parameters.values()
-        )
-        if id(module) not in inside and (owns or isinstance(module, HIDING)):
-            rest.append((name, module))
-    return rest

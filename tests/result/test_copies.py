@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 import cpt_fx
-from cpt_fx.schedules import named
+from cpt_fx.schedules import Static, named
+from cpt_fx.watched import MARK
 from tests import copies
 from tests.result.models import (
     QUIET,
@@ -256,3 +257,30 @@ def test_a_users_own_way_of_pickling(make: Any, how: str, way: str) -> None:
     twin = copy.deepcopy(result) if how == "deepcopy" else pickle.loads(pickle.dumps(result))
     assert isinstance(twin, make) and close(twin(batch()), expected)
     assert cpt_fx.inspect(twin).quantizers
+
+
+class OwnWay(nn.Linear):
+    """Copies itself with all that it holds."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> OwnWay:
+        new = OwnWay(self.in_features, self.out_features)
+        new.__dict__.update({key: copy.copy(value) for key, value in self.__dict__.items()})
+        return new
+
+
+def test_layers_bear_the_mark_of_their_own_session() -> None:
+    """By which Dynamo knows that a layer runs inside of its model: that of a copy does not run inside of the first."""
+    x = torch.randn(2, 4)
+
+    def marks(model: nn.Module) -> set[object]:
+        return {module.__dict__.get(MARK) for module in model.modules() if MARK in module.__dict__}
+
+    net = nn.Sequential(nn.Linear(4, 4), OwnWay(4, 4))
+    first = cpt_fx.transform(net, Static(4), capture="dynamo", example_inputs=(x,), prove=False)
+    second = copy.deepcopy(first)
+    assert len(marks(first)) == 1 and not marks(second)
+    second(x)
+    assert len(marks(second)) == 1 and marks(first) != marks(second)
+    first.append(second[0])
+    assert len(marks(first)) == 1 and MARK in vars(first[-1])
+    assert not marks(cpt_fx.revert(first))
