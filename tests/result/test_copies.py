@@ -276,8 +276,8 @@ def test_layers_bear_the_mark_of_their_own_session() -> None:
         return {module.__dict__.get(MARK) for module in model.modules() if MARK in module.__dict__}
 
     net = nn.Sequential(nn.Linear(4, 4), OwnWay(4, 4))
-    first = cpt_fx.transform(net, Static(4), capture="dynamo", example_inputs=(x,), prove=False)
-    second = copy.deepcopy(first)
+    first: Any = cpt_fx.transform(net, Static(4), capture="dynamo", example_inputs=(x,), prove=False)
+    second: Any = copy.deepcopy(first)
     assert len(marks(first)) == 1 and not marks(second)
     second(x)
     assert len(marks(second)) == 1 and marks(first) != marks(second)
