@@ -169,7 +169,8 @@ def widths(t: Trial) -> None:
 
 def _most_levels(format: Format, bits: int) -> int:
     """Documented: a float has two bits at least, and a sign, so that one of its codes is a second zero."""
-    return 2 ** max(bits, 2) - 1 if format.scheme is Scheme.FLOAT else 2**bits
+    most: int = 2 ** max(bits, 2) - 1 if format.scheme is Scheme.FLOAT else 2**bits
+    return most
 
 
 def proof(t: Trial) -> None:

@@ -436,5 +436,6 @@ def test_a_profiler_of_the_users_goes_on() -> None:
     finally:
         profiler.disable()
     assert len(proof.compared) == 4  # who asks for a mode was not to be seen
-    profiled = {name for _, _, name in pstats.Stats(profiler).stats}
+    stats: Any = pstats.Stats(profiler)
+    profiled = {name for _, _, name in stats.stats}
     assert {"verify", "_seed"} <= profiled  # before the runs, and after the first of them

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import cpt_fx
-from cpt_fx.formats import Format
+from cpt_fx.formats import Format, Scheme
 from cpt_fx.inspection import Verification, VerificationError
 from cpt_fx.inspection.census import census
 from cpt_fx.native import simulate
@@ -134,7 +134,7 @@ def test_too_many_levels_in_the_records() -> None:
 
 
 def test_a_float_at_one_bit_is_what_it_is_at_two() -> None:
-    float_weight = default().with_rule("linear", weight=Format(scheme="float", exponent=2))
+    float_weight = default().with_rule("linear", weight=Format(scheme=Scheme.FLOAT, exponent=2))
     model = cpt_fx.transform(nn.Sequential(nn.Linear(40, 40)), Static(1), recipe=float_weight, capture="symbolic")
     with census(model) as seen:
         model(torch.randn(30, 40)).sum().backward()

@@ -13,8 +13,8 @@ import pytest
 
 from cpt_fx import files
 from cpt_fx.study import writing
-from cpt_fx.study.records import Record
-from cpt_fx.study.writing import duration, facts, write
+from cpt_fx.study.records import Record, duration
+from cpt_fx.study.writing import facts, write
 from tests.study import made_up
 
 
