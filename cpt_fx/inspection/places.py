@@ -28,8 +28,8 @@ from cpt_fx.result import PART
 _OURS, _TORCH = (str(Path(str(module.__file__)).parent) for module in (sys.modules["cpt_fx"], torch))
 _TESTED = str(Path(_OURS).parent / "passes")
 GENERATED = "<eval_with_key>"
-_LISTING = {("net.py", "call"), ("scripts.py", "call")}
-"""Functions of `cpt_fx.dynamo` that list what they run as it is: a local variable of theirs says so."""
+_LISTING = ("net.py", "call")
+"""Functions that list what they run as it is: a local variable of theirs, `reason`, says why."""
 
 
 class Kind(Enum):
@@ -100,9 +100,9 @@ class Places:
                     line = _line_of(found)
             elif code is engine._engine_run_backward.__code__ and backward:
                 break
-            elif file.startswith(_OURS) and (Path(file).name, code.co_name) in _LISTING:
+            elif file.startswith(_OURS) and (Path(file).name, code.co_name) == _LISTING:
                 given = frame.f_locals
-                if "reason" in given or ("caller" in given and "view" not in given):
+                if given.get("reason"):
                     caller = given.get("caller")
                     transformed = caller is not None and caller.function is None
                     return Place(Kind.LEFT, given["function"].name if caller is None else caller.path,
