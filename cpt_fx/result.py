@@ -11,6 +11,7 @@ import functools
 import inspect
 import types
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -234,6 +235,8 @@ def _body(cls: type[nn.Module]) -> dict[str, Any]:
     body |= {name: watched_method(cls, name) for name in _methods(cls)}
     if issubclass(cls, (nn.ModuleList, nn.Sequential)):
         body["insert"] = _insert_of(cls)
+        if cls.__getitem__ in (nn.ModuleList.__getitem__, nn.Sequential.__getitem__):
+            body["__getitem__"] = _getitem_of(cls)
     if "__deepcopy__" in dir(cls):
         body["__deepcopy__"] = _deepcopy_of(cls)
     return body
@@ -298,6 +301,17 @@ def _insert_of(cls: Any) -> Callable[..., Any]:
         return inserted
 
     return insert
+
+
+def _getitem_of(cls: Any) -> Callable[..., Any]:
+    def __getitem__(self: nn.Module, index: Any) -> Any:  # noqa: N807
+        if not isinstance(index, slice):
+            return cls.__getitem__(self, index)
+        # A slice is a plain container, as from `__init__` above; Dynamo cannot give an object another class.
+        items = list(self._modules.items())[index]
+        return cls(OrderedDict(items) if issubclass(cls, nn.Sequential) else [module for _, module in items])
+
+    return __getitem__
 
 
 def _deepcopy_of(cls: type[nn.Module]) -> Callable[..., Any]:

@@ -357,3 +357,27 @@ def test_a_checkpointed_batch_norm_counts_as_in_plain_torch() -> None:
     assert cpt_fx.inspect(result).capture.frontend == "dynamo"
     check_same(train_step(result, (X,), {}), train_step(reference, (X,), {}))
     assert int(reference.norm.num_batches_tracked) == 2  # type: ignore[arg-type, union-attr]
+
+
+class Sliced(nn.Module):
+    """Runs some of its layers, as language models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.ends = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Slice containers of both kinds."""
+        for layer in self.layers[:2]:
+            x = layer(x)
+        y: Tensor = self.ends[1:](self.ends[:1](x))
+        return y
+
+
+def test_a_slice_of_layers_does_not_end_a_graph() -> None:
+    x = torch.randn(2, 4)
+    result: Any = cpt_fx.transform(Sliced(), Static(4), capture="dynamo", example_inputs=(x,), prove=False)
+    assert len(cpt_fx.graphs(result)) == 1
+    assert type(result.layers[:2]) is nn.ModuleList and type(result.ends[:2]) is nn.Sequential
+    cpt_fx.inspect(result).verify(x)
