@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import cpt_fx
 from cpt_fx.schedules import Static
@@ -64,6 +65,35 @@ def test_a_checkpoint_inside_forward_is_dropped_and_told(caplog: pytest.LogCaptu
     model = cpt_fx.transform(plain, Static(32), capture="symbolic")
     assert "torch.utils.checkpoint inside forward is not kept" in caplog.text
     assert torch.equal(model(x), plain(x))
+
+
+class Updating(nn.Module):
+    """Updates a buffer inside of a checkpoint: torch runs that part twice in each step."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.fc, self.norm, self.kind = nn.Linear(3, 3), nn.BatchNorm1d(3), kind
+        self.register_buffer("mean", torch.zeros(3))
+
+    def part(self, h: Tensor) -> Tensor:
+        if self.kind == "norm":
+            y: Tensor = self.norm(h)
+            return y
+        self.get_buffer("mean").mul_(0.9).add_(h.detach().mean(0))
+        return torch.relu(h)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.part, self.fc(x), use_reentrant=False)
+        return y
+
+
+@pytest.mark.parametrize("kind", ["norm", "in place"])
+def test_a_checkpoint_that_updates_a_buffer_is_left_to_dynamo(kind: str) -> None:
+    with pytest.raises(cpt_fx.CaptureError, match=r"updates a buffer inside torch\.utils\.checkpoint"):
+        cpt_fx.transform(Updating(kind), Static(8), capture="symbolic")
+    x = torch.randn(4, 3)
+    result = cpt_fx.transform(Updating(kind), Static(8), example_inputs=(x,))
+    assert cpt_fx.inspect(result).state.startswith("proven")
 
 
 AFTERWARDS = """

@@ -16,6 +16,7 @@ from torch import fx, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 from torch.nn.utils import parametrize
 
+from cpt_fx.aliasing import overwritten
 from cpt_fx.capture.base import CaptureError
 from cpt_fx.capture.guards import Replacements, context, refuse_handlers
 from cpt_fx.capture.questions import is_caught
@@ -95,7 +96,10 @@ class Tracer(fx.Tracer):
             note(CaptureError(f"{what}{place_of(sys._getframe(1))}"))
         changed = [name for name, state in context().items() if state != self._context[name]]
         # Saved-tensor hooks change what is kept for the backward pass, not what is computed.
-        self.dropped_checkpoints |= torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            self.dropped_checkpoints = True
+            if self._updates(node):
+                refuse("forward updates a buffer inside torch.utils.checkpoint, which does so twice in each step,")
         if changed and kind.startswith("call_"):
             path, _ = module_path(node)
             place = f"module {path!r}" if path else "the model's forward"
@@ -103,6 +107,13 @@ class Tracer(fx.Tracer):
         if kind.startswith("call_"):
             refuse_handlers()
         return node
+
+    def _updates(self, node: fx.Node) -> bool:
+        """Whether a node writes to a buffer: as an operator, or as a norm that learns statistics."""
+        if node.op == "call_module":
+            module = self.root.get_submodule(str(node.target))
+            return module.training and any(buffer is not None for buffer in module._buffers.values())
+        return any(value.op == "get_attr" for value in overwritten(node, {}))
 
     def create_arg(self, a: Any) -> Any:
         """Read tensors by their place in the model; refuse containers that a graph would rebuild as plain ones."""
