@@ -1,12 +1,14 @@
-"""Run a rewritten model so that an exporter sees its quantizers as nodes.
+"""Run a rewritten model so that an exporter sees its quantizers, and what it draws at random, as nodes.
 
 The model's code is not touched. While it is traced, a mode stands between it and torch: where it calls a quantizer, a
-node of our own is traced, and running ranges become values that are handed back.
+node of our own is traced, and running ranges become values that are handed back. Backward, a quantizer passes the
+gradient on, and the quantizer of a gradient is a node in the backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +17,7 @@ from torch.onnx import ops as onnx_ops
 from torch.overrides import TorchFunctionMode
 
 from cpt_fx.errors import ExportError
-from cpt_fx.export.functions import BLOCKS, DOMAIN, FILLED, Kind
+from cpt_fx.export.functions import BLOCKS, DOMAIN, LEARNED, UNIFORM, Kind
 from cpt_fx.formats import Rounding, Scheme, Specials
 from cpt_fx.numerics import reduced_dims
 from cpt_fx.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_LEARNED, FAKE_QUANTIZE_OBSERVED, QUANTIZE_GRADIENT, QUANTIZERS
@@ -31,6 +33,59 @@ class Placed(NamedTuple):
     is_gradient: bool
     name: str
     """What its node is called in the rewritten graph."""
+
+
+class _Through(torch.autograd.Function):
+    """A function forward, nothing backward: the gradient goes on as it is."""
+
+    @staticmethod
+    def forward(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        return function(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _Back(torch.autograd.Function):
+    """Nothing forward, a function of the gradient backward."""
+
+    @staticmethod
+    def forward(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.function = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.function(gradient), None
+
+
+class _Learned(torch.autograd.Function):
+    """A quantizer whose range has gradients: its backward pass is a node, too."""
+
+    @staticmethod
+    def forward(function: Callable[..., Tensor], x: Tensor, low: Tensor, span: Tensor, bits: Tensor) -> Tensor:
+        return function(x, low, span, bits)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, low, span, bits = ctx.saved_tensors
+        made = onnx_ops.symbolic_multi_out(
+            f"{DOMAIN}::{LEARNED}", (gradient, x, low, span, bits), dtypes=(x.dtype, low.dtype, span.dtype),
+            shapes=(x.shape, low.shape, span.shape), version=1,
+        )  # fmt: skip
+        return None, *made, None
 
 
 class Lowering(TorchFunctionMode):
@@ -63,34 +118,34 @@ class Lowering(TorchFunctionMode):
             kind = str(x.dtype).removeprefix("torch.")
             raise ExportError(f"{name} quantizes {kind}: only models in float32 can be exported (model.float())")
         if func is QUANTIZE_GRADIENT:
-            return self._operand(name, x, bits, options, gradient=True) if self.gradients else x
+            quantize = partial(self._operand, name, bits, options, gradient=True)
+            backward: Tensor = _Back.apply(x, quantize) if self.gradients and x.requires_grad else x  # type: ignore[no-untyped-call]
+            return backward
         if self.plain:
             return call(Kind().name, (x, bits), x, **{QUANTIZER: name})
+        if func is FAKE_QUANTIZE_LEARNED:
+            return self._learned(name, x, bits, *args, **options)
         if func is FAKE_QUANTIZE:
             if options.get("zero_point") is not None:
                 raise ExportError(f"{name} quantizes over a range that it is given: that has no form in ONNX")
-            return self._operand(name, x, bits, options)
-        if func is FAKE_QUANTIZE_LEARNED:
-            return self._learned(name, x, bits, *args, **options)
-        assert func is FAKE_QUANTIZE_OBSERVED
-        return self._observed(name, x, bits, *args, **options)
+            forward = partial(self._operand, name, bits, options)
+        else:
+            assert func is FAKE_QUANTIZE_OBSERVED
+            forward = partial(self._observed, name, bits, *args, **options)
+        quantized: Tensor = _Through.apply(x, forward) if x.requires_grad else forward(x)  # type: ignore[no-untyped-call]
+        return quantized
 
     def _operand(
-        self, name: str, x: Tensor, bits: Tensor, options: dict[str, Any], *, gradient: bool = False
+        self, name: str, bits: Tensor, options: dict[str, Any], x: Tensor, *, gradient: bool = False
     ) -> Tensor:
         kind = kind_of(options, Rounding.STOCHASTIC if gradient else Rounding.NEAREST)
-        values, axes, back, length = _in_groups(x, options)
-        inputs = [values, bits, axes, *self._seed_of(kind)]
-        if gradient and length:
-            # Forward, blocks are filled up with the last element; what comes back for these places is zero.
-            kind = kind._replace(blocks=FILLED)
-            inputs.append(constant(length))
+        values, axes, back = _in_groups(x, options)
         self.placed.append(Placed(kind, gradient, name))
-        made: Tensor = back(call(kind.gradient_name if gradient else kind.name, tuple(inputs), values))
+        made: Tensor = back(call(kind.name, (values, bits, axes, *self._seed_of(kind)), values))
         return made
 
     def _observed(
-        self, name: str, x: Tensor, bits: Tensor, zero_point: Tensor, range: Tensor, weight: Tensor, training: bool,
+        self, name: str, bits: Tensor, zero_point: Tensor, range: Tensor, weight: Tensor, training: bool, x: Tensor, *,
         momentum: float = 0.9, corrected: bool = True, when_off: bool = False, percentile: float = 100.0,
         trains: Tensor | None = None, **options: Any,
     ) -> Tensor:  # fmt: skip
@@ -120,14 +175,28 @@ class Lowering(TorchFunctionMode):
         """Quantize over parameters. They have their first values by now: see `check_learned`."""
         kind = kind_of(options, Rounding.NEAREST)._replace(source="Learned", floored=False)
         self.placed.append(Placed(kind, False, name))
-        return call(kind.name, (x, zero_point, range, bits, *self._seed_of(kind)), x)
+        seed = self._seed_of(kind)
+
+        def quantized(x: Tensor, low: Tensor, span: Tensor, bits: Tensor) -> Tensor:
+            return call(kind.name, (x, low, span, bits, *seed), x)
+
+        learned: Tensor = _Learned.apply(quantized, x, zero_point, range, bits)  # type: ignore[no-untyped-call]
+        return learned
 
     def _seed_of(self, kind: Kind) -> tuple[Tensor, ...]:
         """Return the seeds of the step, and which of them is the next draw's, for a kind that draws."""
         if kind.rounding is not Rounding.STOCHASTIC:
             return ()
+        return self.seed()
+
+    def seed(self) -> tuple[Tensor, Tensor]:
+        """Return the seeds of the step, and which of them is the next draw's."""
         self.draws += 1
         return self.seeds, constant([self.draws - 1])
+
+    def uniform(self, like: Tensor) -> Tensor:
+        """Return noise in [0, 1) of the shape of a tensor, from the seeds of the step."""
+        return call(UNIFORM, (like, *self.seed()), like)
 
 
 def call(name: str, inputs: tuple[Any, ...], like: Tensor, **attributes: Any) -> Tensor:
@@ -164,15 +233,12 @@ def kind_of(options: dict[str, Any], rounding: Rounding) -> Kind:
     )
 
 
-def _in_groups(x: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor, Any, int]:
-    """Return a tensor as its groups lie, the dims that a range spans there, and what brings the result back.
-
-    The last is the length of a row where its blocks had to be filled up, else 0.
-    """
+def _in_groups(x: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor, Any]:
+    """Return a tensor as its groups lie, the dims that a range spans there, and what brings the result back."""
     over, block = options.get("over"), options.get("block")
     dims = reduced_dims(x.ndim, tuple(options.get("keep", ())), None if over is None else tuple(over))
     if not block:
-        return x, constant(dims), lambda y: y, 0
+        return x, constant(dims), lambda y: y
     kept = tuple(dim for dim in range(x.ndim) if dim not in dims)
     order = (*kept, *dims)
     straight = order == tuple(range(x.ndim))
@@ -189,4 +255,4 @@ def _in_groups(x: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor, Any,
         result = y.flatten(-2)[..., :length].reshape(moved.shape)
         return result if straight else result.permute(inverse)
 
-    return values, constant((values.ndim - 1,)), back, length if missing else 0
+    return values, constant((values.ndim - 1,)), back

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import inspect
-import logging
-import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import onnx_ir as ir
 import torch
 from torch import Tensor, fx, nn
-from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from cpt_fx.errors import ExportError
-from cpt_fx.export import refusals
-from cpt_fx.export.functions import DOMAIN, OPSET
+from cpt_fx.export.functions import DOMAIN
 from cpt_fx.export.lowering import Lowering, Placed
 from cpt_fx.export.normalize import normalize
-from cpt_fx.export.rewrites import Rewriter, count_draws
+from cpt_fx.export.randomness import drawing
+from cpt_fx.export.recording import convert, record
+from cpt_fx.export.refusals import check_modules
 from cpt_fx.layer_state import ranges
 from cpt_fx.meta import STATE, Dial
 from cpt_fx.standalone import precision_of
@@ -36,7 +32,9 @@ SEEDS = "seeds"
 """The input with a seed for each random draw of a step: int32, one row of two numbers each."""
 LOSS, OUTPUT, TARGET = "loss", "output", "target"
 NEXT = ".next"
-"""Suffix of the outputs that hold running state as it is after a step."""
+"""Suffix of the outputs that hold what an input of the name without it is after a step."""
+GRADIENT, MORE = ".grad", "accumulate"
+"""Suffix of the inputs with the gradients of earlier steps, and the input that says whether to add to them: a bool."""
 
 
 @dataclass(frozen=True)
@@ -57,75 +55,64 @@ class Graph:
     inputs: tuple[str, ...]
     targets: tuple[str, ...]
     outputs: tuple[str, ...]
-    parameters: tuple[str, ...]
+    parameters: dict[str, tuple[str, ...]]
+    """Parameters by the name of their input -> all names that each has in the model."""
+    gradients: tuple[str, ...]
+    """The parameters that the loss sends a gradient to."""
     states: dict[str, str]
     """Buffers that the graph reads -> the output with their new value, or "" where they stay as they are."""
     draws: int
-    """How many seeds a run takes: those of quantizers come first."""
-    quantizer_draws: int
+    """How many seeds a run takes."""
     placed: tuple[Placed, ...]
-    program: ExportedProgram
     dials: dict[str, Dial]
 
 
-class _Program(nn.Module):
+class _Step:
     """A model's call with everything that changes from step to step passed in and handed back."""
 
-    def __init__(self, model: fx.GraphModule, loss: Loss | None, *, plain: bool) -> None:
-        super().__init__()
-        self.model = model
-        self.loss = loss
-        self.plain = plain
-        self.draws = 0
-        self.placed: tuple[Placed, ...] = ()
+    def __init__(self, model: fx.GraphModule, call: Call, *, gradients: bool, plain: bool) -> None:
+        self.model, self.loss, self.gradients, self.plain = model, call.loss, gradients, plain
         self.outputs: tuple[str, ...] = ()
+        self.reached: tuple[str, ...] = ()
+        self.lowering: Lowering
+        self.names = {
+            id(buffer): name.removeprefix(_RECORDS)
+            for name, buffer in model.named_buffers()
+            if name.startswith(_RECORDS)
+        }
+        self.trains = [name for name, value in model.named_parameters() if value.requires_grad]
 
-    def forward(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], targets: tuple[Tensor, ...], bits: dict[str, Tensor],
-        seeds: Tensor, state: dict[str, Tensor],
+    def __call__(
+        self, parameters: dict[str, Tensor], state: dict[str, Tensor], bits: dict[str, Tensor], seeds: Tensor,
+        sums: dict[str, Tensor], more: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any],
+        targets: tuple[Tensor, ...],
     ) -> tuple[Any, ...]:  # fmt: skip
-        """Return the loss if there is one, the outputs, and the new state."""
+        """Return the loss if there is one, the outputs, the new state, and the gradients added up."""
         # Copies: what the model writes to a buffer becomes a value, and inputs stay what they are.
         new = {name: value.clone() for name, value in state.items()}
-        tensors = {_WIDTHS + name: width for name, width in bits.items()} | new
-        records = {id(buffer): name for name, buffer in self.model.named_buffers() if name.startswith(_RECORDS)}
-        names = {key: name.removeprefix(_RECORDS) for key, name in records.items()}
-        lowering = Lowering(seeds, names, gradients=self.model.training, plain=self.plain)
-        with lowering:
+        tensors = {_WIDTHS + name: width for name, width in bits.items()} | new | parameters
+        if self.gradients:
+            leaves = {name: parameters[name].detach().requires_grad_() for name in self.trains}
+            tensors |= leaves
+        self.lowering = Lowering(seeds, self.names, gradients=self.gradients, plain=self.plain)
+        with self.lowering, torch.set_grad_enabled(self.gradients):
             outputs = functional_call(self.model, tensors, args, kwargs)
             loss = () if self.loss is None else (self.loss(outputs, *targets),)
-        self.draws, self.placed = lowering.draws, tuple(lowering.placed)
-        named = dict(_named_outputs(outputs))
-        self.outputs = tuple(named)
-        return (*loss, tuple(named.values()), new)
+        if not self.gradients:
+            named = dict(named_outputs(outputs))
+            self.outputs = tuple(named)
+            return loss, tuple(named.values()), new, ()
+        if not loss[0].requires_grad:
+            raise ExportError("no parameter that requires a gradient is used by the model: there is nothing to train")
+        found = torch.autograd.grad(loss[0], list(leaves.values()), allow_unused=True)
+        reached = {name: gradient for name, gradient in zip(leaves, found, strict=True) if gradient is not None}
+        self.reached = tuple(reached)
+        added = tuple(torch.where(more, sums[name] + gradient, gradient) for name, gradient in reached.items())
+        return tuple(part.detach() for part in loss), (), new, added
 
-
-class _Rewritten(nn.Module):
-    """An exported program that runs with rewrites."""
-
-    def __init__(self, program: ExportedProgram, draws: int) -> None:
-        super().__init__()
-        self.program = program
-        self.draws = draws
-        self.paths: dict[str, str] = {}
-        """Names of parameters in the program -> below this module, where dots are not allowed."""
-        for number, (name, value) in enumerate(program.named_parameters()):
-            self.paths[name] = f"parameter_{number}"
-            self.register_parameter(self.paths[name], value)
-
-    def forward(self, *given: Any) -> Any:
-        """Run the program's graph, node by node."""
-        run = Rewriter(self.program.graph_module, self.draws)
-        leaves = iter(pytree.tree_leaves(given))
-        return run.run(*(self._value(spec, leaves) for spec in self.program.graph_signature.input_specs))
-
-    def _value(self, spec: Any, given: Iterator[Any]) -> Any:
-        if spec.kind is InputKind.USER_INPUT:
-            return next(given)
-        if spec.kind is InputKind.PARAMETER:
-            return getattr(self, self.paths[spec.target])
-        held = self.program.constants if spec.target in self.program.constants else self.program.state_dict
-        return held[spec.target]
+    def uniform(self, like: Tensor) -> Tensor:
+        """Return noise from the seeds of the step."""
+        return self.lowering.uniform(like)
 
 
 def states_of(model: nn.Module) -> dict[str, Tensor]:
@@ -139,54 +126,54 @@ def widths_of(model: nn.Module) -> dict[str, Tensor]:
     return {name.removeprefix(_WIDTHS): width for name, width in model.named_buffers() if name.startswith(_WIDTHS)}
 
 
-def trace(model: fx.GraphModule, call: Call, *, dynamic_batch: bool = True, plain: bool = False) -> Graph:
-    """Trace a transformed graph in the mode it is in; gradients are quantized where it is in training.
+def trace(
+    model: fx.GraphModule, call: Call, *, gradients: bool = False, dynamic_batch: bool = True, plain: bool = False
+) -> Graph:
+    """Trace a transformed graph in the mode it is in, with its backward pass or without.
 
     `plain` makes quantizers nodes that say which one they are: for a caller that replaces them.
     """
     _check_execution(model)
     _check_learned(model)
-    refusals.check_modules(model)
+    check_modules(model)
     state, bits = states_of(model), widths_of(model)
-    given = (call.args, call.kwargs, call.targets, bits)
-    program = _Program(model, call.loss, plain=plain)
-    with torch.no_grad():
-        program(*given, _seeds(1), state)
-    draws = program.draws
-    shapes = _dynamic(given, state) if dynamic_batch else None
-    first = _exported(program, (*given, _seeds(max(draws, 1)), state), shapes)
-    total = draws + count_draws(first.graph_module)
-    second = _Rewritten(first, draws)
-    exported = torch.export.export(
-        second,
-        (*given, _seeds(max(total, 1)), state),
-        dynamic_shapes=None if shapes is None else (shapes,),
-        strict=False,
-    )
-    with _quiet(), refusals.converting(exported):
-        made = torch.onnx.export(exported, dynamo=True, optimize=False, opset_version=OPSET, verbose=False)
-    assert made is not None
-    graph: ir.Model = made.model
-    placed = program.placed
-    inputs = _input_names(model, call)
-    targets = _numbered(TARGET, len(call.targets))
-    outputs = program.outputs
-    _name_inputs(graph, second.paths, (*inputs, *targets, *(BITS + name for name in bits), SEEDS, *state))
+    parameters = {name: value.detach() for name, value in model.named_parameters()}
+    step = _Step(model, call, gradients=gradients, plain=plain)
+    sums = {name: torch.zeros_like(parameters[name]) for name in step.trains} if gradients else {}
+    fixed = (parameters, state, bits, torch.zeros(1, 2, dtype=torch.int32), sums, torch.zeros((), dtype=torch.bool))
+    given = (call.args, call.kwargs, call.targets)
+    varying = (*(pytree.tree_map(lambda _: False, part) for part in fixed),
+               *(pytree.tree_map(lambda _: dynamic_batch, part) for part in given))  # fmt: skip
+    arguments = (*fixed, *given)
+    recorded = record(step, arguments, varying, drawing(step.uniform))
+    graph = convert(recorded, arguments, varying)
+    inputs, targets = _input_names(model, call), _numbered(TARGET, len(call.targets))
+    names = (*parameters, *state, *(BITS + name for name in bits), SEEDS,
+             *(name + GRADIENT for name in sums), MORE, *inputs, *targets)  # fmt: skip
+    _name_inputs(graph, names)
     normalize(graph)
-    _name_outputs(graph, (*((LOSS,) if call.loss else ()), *outputs, *(name + NEXT for name in state)))
+    loss = (LOSS,) if call.loss else ()
+    _name_outputs(graph, (*loss, *step.outputs, *(name + NEXT for name in state),
+                          *(name + GRADIENT + NEXT for name in step.reached)))  # fmt: skip
     changed = _drop_unchanged(graph, tuple(state))
+    _drop_unused(graph, (*parameters, *state, *(name + GRADIENT for name in sums), SEEDS, MORE, *(BITS + name for name in bits)))
+    placed = tuple(step.lowering.placed)
     _name_quantizers(graph, placed)
+    used = {str(value.name) for value in graph.graph.inputs}
+    _size_seeds(graph, step.lowering.draws)
+    known: dict[Tensor, list[str]] = {}
+    for name, value in model.named_parameters(remove_duplicate=False):
+        known.setdefault(value, []).append(name)
     return Graph(
         model=graph,
         inputs=inputs,
         targets=targets,
-        outputs=outputs,
-        parameters=tuple(name.removeprefix("model.") for name in second.paths),
-        states={name: name + NEXT if name in changed else "" for name in state},
-        draws=total,
-        quantizer_draws=draws,
+        outputs=step.outputs,
+        parameters={names[0]: tuple(names) for names in known.values() if names[0] in used},
+        gradients=step.reached,
+        states={name: name + NEXT if name in changed else "" for name in state if name in used or name in changed},
+        draws=step.lowering.draws if SEEDS in used else 0,
         placed=placed,
-        program=first,
         dials=dict(precision_of(model).dials),
     )
 
@@ -206,44 +193,6 @@ def _check_learned(model: nn.Module) -> None:
             raise ExportError(f"{name} is learned and has no value yet: run one batch in training first")
 
 
-def _exported(program: nn.Module, arguments: tuple[Any, ...], shapes: Any) -> ExportedProgram:
-    try:
-        return torch.export.export(program, arguments, dynamic_shapes=shapes, strict=False)
-    except ExportError:
-        raise
-    except Exception as error:  # of many types, RuntimeError among them
-        if shapes is None:
-            raise ExportError(f"torch.export cannot follow the model: {_said(error)}") from error
-        _exported(program, arguments, None)
-        raise ExportError(
-            f"the model can be exported for the batch of the example inputs, but not for any ({_said(error)}): pass "
-            "dynamic_batch=False"
-        ) from error
-
-
-def _said(error: Exception) -> str:
-    """Return the line of torch's message that says what is wrong."""
-    lines = [line.strip(" -") for line in str(error).splitlines() if line.strip()]
-    return next((line for line in lines if "specialized it" in line), (lines or [type(error).__name__])[0])
-
-
-def _seeds(count: int) -> Tensor:
-    return torch.zeros(count, 2, dtype=torch.int32)
-
-
-def _dynamic(given: tuple[Any, ...], state: dict[str, Tensor]) -> tuple[Any, ...]:
-    batch = torch.export.Dim("batch")
-
-    def batched(value: Any) -> Any:
-        return {0: batch} if isinstance(value, Tensor) and value.ndim else None
-
-    args, kwargs, targets, bits = given
-    return (
-        *(pytree.tree_map(batched, part) for part in (args, kwargs, targets)),
-        *(pytree.tree_map(lambda _: None, part) for part in (bits, _seeds(1), state)),
-    )
-
-
 def _numbered(name: str, count: int) -> tuple[str, ...]:
     return (name,) if count == 1 else tuple(f"{name}_{index}" for index in range(count))
 
@@ -259,7 +208,7 @@ def _input_names(model: fx.GraphModule, call: Call) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _named_outputs(value: Any, name: str = OUTPUT) -> Iterator[tuple[str, Tensor]]:
+def named_outputs(value: Any, name: str = OUTPUT) -> Iterator[tuple[str, Tensor]]:
     """Give the tensors that a model returns, by the model's own names where it has some, else by number.
 
     What is no tensor, such as None or a number, is not the graph's to return.
@@ -268,13 +217,13 @@ def _named_outputs(value: Any, name: str = OUTPUT) -> Iterator[tuple[str, Tensor
         yield name, value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _named_outputs(item, f"{name}.{key}")
+            yield from named_outputs(item, f"{name}.{key}")
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
-            yield from _named_outputs(item, f"{name}_{index}")
+            yield from named_outputs(item, f"{name}_{index}")
     elif is_dataclass(value):
         for field in fields(value):
-            yield from _named_outputs(getattr(value, field.name), f"{name}.{field.name}")
+            yield from named_outputs(getattr(value, field.name), f"{name}.{field.name}")
     elif not isinstance(value, (int, float, complex, bool, str, bytes, type(None))):
         raise ExportError(
             f"the model returns {type(value).__name__}, which a graph cannot: let it return tensors in tuples, lists, "
@@ -282,18 +231,24 @@ def _named_outputs(value: Any, name: str = OUTPUT) -> Iterator[tuple[str, Tensor
         )
 
 
-def _name_inputs(model: ir.Model, paths: dict[str, str], names: tuple[str, ...]) -> None:
-    graph = model.graph
-    assert len(graph.inputs) == len(names), (len(graph.inputs), names)
-    parameters = {path: name.removeprefix("model.") for name, path in paths.items()}
-    for value in list(graph.initializers.values()):
-        name = str(value.name)
-        if name in parameters:
-            graph.initializers.pop(name)
-            value.name = parameters[name]
-            graph.register_initializer(value)
-    for value, name in zip(graph.inputs, names, strict=True):
+def _name_inputs(model: ir.Model, names: tuple[str, ...]) -> None:
+    assert len(model.graph.inputs) == len(names), (len(model.graph.inputs), names)
+    for value, name in zip(model.graph.inputs, names, strict=True):
         value.name = name
+
+
+def _drop_unused(model: ir.Model, names: tuple[str, ...]) -> None:
+    """Take away inputs that nothing reads; what the model is called with stays."""
+    for value in list(model.graph.inputs):
+        if value.name in names and not value.uses():
+            model.graph.inputs.remove(value)
+
+
+def _size_seeds(model: ir.Model, draws: int) -> None:
+    """Say how many seeds there are: this is known only when all is traced."""
+    for value in model.graph.inputs:
+        if value.name == SEEDS:
+            value.shape = ir.Shape([draws, 2])
 
 
 def _name_outputs(model: ir.Model, names: tuple[str, ...]) -> None:
@@ -313,7 +268,7 @@ def _name_outputs(model: ir.Model, names: tuple[str, ...]) -> None:
 
 def _name_quantizers(model: ir.Model, placed: tuple[Placed, ...]) -> None:
     """Call the nodes of quantizers as they are called in the rewritten graph: both are in the order of execution."""
-    expected = {one.kind.gradient_name if one.is_gradient else one.kind.name for one in placed}
+    expected = {one.kind.name for one in placed}
     nodes = [node for node in model.graph if node.domain == DOMAIN and node.op_type in expected]
     if len(nodes) != len(placed):
         # Nobody reads what some of them make.
@@ -340,17 +295,3 @@ def _drop_unchanged(model: ir.Model, states: tuple[str, ...]) -> set[str]:
         else:
             changed.add(state)
     return changed
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep to itself what the exporter says about its own insides and about packages that are not there."""
-    logger = logging.getLogger("torch.onnx")
-    before, logger.level = logger.level, logging.ERROR
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            warnings.simplefilter("ignore", DeprecationWarning)
-            yield
-    finally:
-        logger.setLevel(before)

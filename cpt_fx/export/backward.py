@@ -1,0 +1,232 @@
+"""Backward passes that PyTorch has as one operator and ONNX does not have, written in operators that both have.
+
+Entries of a decomposition table: what autograd calls in the backward pass while a training step is traced. Linear maps
+along each dim (average pooling, interpolation) go back through the transposed matrix of each dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from cpt_fx.errors import ExportError
+
+aten = torch.ops.aten
+Sizes = Sequence[Any]
+
+
+def batch_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
+    training: bool, momentum: float, eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Write out batch norm: the exporter takes it for the one of evaluation, and nothing says that it writes buffers."""
+    dims = [0, *range(2, x.ndim)]
+    shape = [1, -1, *(1,) * (x.ndim - 2)]
+    if training:
+        mean = x.mean(dims)
+        centered = x - mean.view(shape)
+        var = (centered * centered).mean(dims)
+        if running_mean is not None and running_var is not None:
+            count = x.numel() // x.shape[1]
+            running_mean.copy_(running_mean * (1 - momentum) + mean * momentum)
+            running_var.copy_(running_var * (1 - momentum) + var * (count / (count - 1)) * momentum)
+    else:
+        assert running_mean is not None and running_var is not None
+        mean, var = running_mean, running_var
+        centered = x - mean.view(shape)
+    inverse = torch.rsqrt(var + eps)
+    y = centered * (inverse if weight is None else inverse * weight).view(shape)
+    y = y if bias is None else y + bias.view(shape)
+    return (y, mean, inverse) if training else (y, x.new_empty(0), x.new_empty(0))
+
+
+def convolution_backward(
+    gradient: Tensor, x: Tensor, weight: Tensor, bias_sizes: Sizes | None, stride: Sizes, padding: Sizes,
+    dilation: Sizes, transposed: bool, output_padding: Sizes, groups: int, output_mask: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Write the gradients of a convolution as convolutions."""
+    dims = x.ndim - 2
+    stride, padding, dilation = (_each(value, dims) for value in (stride, padding, dilation))
+    to_x = to_weight = to_bias = None
+    if output_mask[0] and transposed:
+        to_x = aten.convolution.default(gradient, weight, None, stride, padding, dilation, False, [0] * dims, groups)
+    elif output_mask[0]:
+        to_x = _back_through(gradient, weight, x.shape[2:], stride, padding, dilation, groups)
+    if output_mask[1]:
+        # A transposed convolution is the way back of one that takes its gradient and gives its input.
+        given, taken = (gradient, x) if transposed else (x, gradient)
+        to_weight = _weight_gradient(given, taken, weight.shape[2:], stride, padding, dilation, groups)
+    if output_mask[2]:
+        to_bias = gradient.sum([0, *range(2, gradient.ndim)])
+    return to_x, to_weight, to_bias
+
+
+def _back_through(
+    gradient: Tensor, weight: Tensor, sizes: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes, groups: int
+) -> Tensor:
+    """Return the gradient of the input of a convolution, which is a transposed one."""
+    dims = len(sizes)
+    reach = [dilation[dim] * (weight.shape[2 + dim] - 1) for dim in range(dims)]
+    none = [0] * dims
+    if all(step == 1 for step in stride) and all(reach[dim] >= padding[dim] for dim in range(dims)):
+        # The same with a filter that is turned around, for which runtimes have their fastest kernels.
+        own = weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1).flip(list(range(2, 2 + dims)))
+        left = [reach[dim] - padding[dim] for dim in range(dims)]
+        return aten.convolution.default(gradient, own, None, stride, left, dilation, False, none, groups)
+    whole = [(gradient.shape[2 + dim] - 1) * stride[dim] + reach[dim] + 1 for dim in range(dims)]
+    missing = [sizes[dim] + 2 * padding[dim] - whole[dim] for dim in range(dims)]
+    if all(isinstance(size, int) for size in missing):
+        return aten.convolution.default(gradient, weight, None, stride, padding, dilation, True, missing, groups)
+    # Where sizes vary, so does what the last step of the stride left over.
+    made = aten.convolution.default(gradient, weight, None, stride, none, dilation, True, none, groups)
+    for dim in range(dims):
+        made = aten.constant_pad_nd.default(made, [0, 0] * (dims - 1 - dim) + [0, missing[dim]])
+        made = made.narrow(2 + dim, padding[dim], sizes[dim])
+    return made
+
+
+def _weight_gradient(
+    x: Tensor, gradient: Tensor, sizes: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes, groups: int
+) -> Tensor:
+    """Return the gradient of a filter: the input convolved with the gradient, channels and batch exchanged."""
+    dims = len(sizes)
+    batch = x.shape[0]
+    place = list(range(3, 3 + dims))
+    given = x.unflatten(1, (groups, -1)).permute(2, 1, 0, *place).flatten(1, 2)
+    filters = gradient.unflatten(1, (groups, -1)).permute(1, 2, 0, *place).flatten(0, 1)
+    assert batch is not None
+    made = aten.convolution.default(given, filters, None, dilation, padding, stride, False, [0] * dims, groups)
+    for dim in range(dims):
+        made = made.narrow(2 + dim, 0, sizes[dim])
+    return made.transpose(0, 1)
+
+
+def _max_pool_backward(gradient: Tensor, x: Tensor, *options: Any) -> Tensor:
+    """Send each gradient to the element that was the largest."""
+    indices, dims = options[-1], 3 if len(options) and x.ndim - 3 in (1, 2) and False else 2
+    return _to_places(gradient, x, indices, dims)
+
+
+def _to_places(gradient: Tensor, x: Tensor, indices: Tensor, dims: int) -> Tensor:
+    flat = torch.zeros_like(x).flatten(-dims)
+    return flat.scatter_add(-1, indices.flatten(-dims), gradient.flatten(-dims)).view(x.shape)
+
+
+def _average_pool_backward(
+    gradient: Tensor, x: Tensor, kernel: Sizes, stride: Sizes, padding: Sizes, ceil_mode: bool,
+    count_include_pad: bool, divisor_override: int | None,
+) -> Tensor:  # fmt: skip
+    dims = gradient.ndim - 2 if len(kernel) == 1 else len(kernel)
+    dims = max(dims, len(kernel))
+    kernel, padding = _each(kernel, dims), _each(padding, dims)
+    stride = _each(stride, dims) if stride else kernel
+    matrices = []
+    for dim in range(dims):
+        size, out = fixed(x.shape[dim - dims]), fixed(gradient.shape[dim - dims])
+        rows = []
+        for place in range(out):
+            start = place * stride[dim] - padding[dim]
+            end = min(start + kernel[dim], size + padding[dim])
+            low, high = max(start, 0), min(end, size)
+            share = 1 / ((end - start) if count_include_pad else (high - low))
+            if divisor_override is not None:
+                share = 1.0 if dim else 1 / divisor_override
+            rows.append((low, high, share))
+        matrices.append(_matrix(rows, size))
+    return through(gradient, matrices)
+
+
+def _adaptive_average_pool_backward(gradient: Tensor, x: Tensor) -> Tensor:
+    dims = 2
+    return through(gradient, [_adaptive(fixed(x.shape[d]), fixed(gradient.shape[d])) for d in range(-dims, 0)])
+
+
+def _adaptive_average_pool_3d_backward(gradient: Tensor, x: Tensor) -> Tensor:
+    return through(gradient, [_adaptive(fixed(x.shape[d]), fixed(gradient.shape[d])) for d in range(-3, 0)])
+
+
+def _adaptive(size: int, out: int) -> Tensor:
+    ends = [(place * size // out, -((-(place + 1) * size) // out)) for place in range(out)]
+    return _matrix([(low, high, 1 / (high - low)) for low, high in ends], size)
+
+
+def _matrix(rows: Sequence[tuple[int, int, float]], size: int) -> Tensor:
+    """Return a matrix whose rows hold one number from a place to another, and zeros elsewhere."""
+    with _disable_current_modes():
+        made = torch.zeros(len(rows), size)
+        for row, (low, high, value) in zip(made, rows, strict=True):
+            row[low:high] = value
+    return made
+
+
+def _interpolation_backward(name: str, dims: int, *, corners: bool) -> Callable[..., Tensor]:
+    """Return the backward pass of an interpolation: each dim's matrix is what the operator does to unit vectors."""
+    forward = getattr(aten, name).default
+
+    def backward(gradient: Tensor, output_size: Sizes, input_size: Sizes, *options: Any) -> Tensor:
+        aligned, scales = ([options[0]], options[1:]) if corners else ([], options)
+        matrices = []
+        for dim in range(dims):
+            size, out = fixed(input_size[2 + dim]), fixed(output_size[dim])
+            shape, sizes, factors = [1] * dims, [1] * dims, [None] * dims
+            shape[dim], sizes[dim], factors[dim] = size, out, scales[dim] if scales else None
+            with _disable_current_modes():
+                units = torch.eye(size).view(1, size, *shape)
+                matrices.append(forward(units, sizes, *aligned, *factors).view(size, out).T.contiguous())
+        return through(gradient, matrices)
+
+    return backward
+
+
+def through(gradient: Tensor, matrices: Sequence[Tensor]) -> Tensor:
+    """Send a gradient back through a matrix for each of the last dims."""
+    for number, matrix in enumerate(matrices):
+        dim = number - len(matrices)
+        gradient = torch.matmul(gradient.transpose(dim, -1), matrix).transpose(dim, -1)
+    return gradient
+
+
+def fixed(size: Any) -> int:
+    """Return a size that the graph is made for: one that would vary is fixed to that of the examples."""
+    return int(size)
+
+
+def _each(values: Sizes, dims: int) -> list[Any]:
+    return list(values) * dims if len(values) == 1 else list(values)
+
+
+def refused(name: str) -> Callable[..., Any]:
+    """Return an entry that says that there is no way back."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise ExportError(f"{name} has no form in ONNX")
+
+    return refuse
+
+
+BACKWARD: dict[Any, Callable[..., Any]] = {
+    aten.native_batch_norm.default: batch_norm,
+    aten.convolution_backward.default: convolution_backward,
+    aten.max_pool2d_with_indices_backward.default: lambda g, x, *o: _to_places(g, x, o[-1], 2),
+    aten.max_pool3d_with_indices_backward.default: lambda g, x, *o: _to_places(g, x, o[-1], 3),
+    aten.adaptive_max_pool2d_backward.default: lambda g, x, places: _to_places(g, x, places, 2),
+    aten.adaptive_max_pool3d_backward.default: lambda g, x, places: _to_places(g, x, places, 3),
+    aten.avg_pool2d_backward.default: _average_pool_backward,
+    aten.avg_pool3d_backward.default: _average_pool_backward,
+    aten._adaptive_avg_pool2d_backward.default: _adaptive_average_pool_backward,
+    aten._adaptive_avg_pool3d_backward.default: _adaptive_average_pool_3d_backward,
+    aten.upsample_nearest1d_backward.default: _interpolation_backward("upsample_nearest1d", 1, corners=False),
+    aten.upsample_nearest2d_backward.default: _interpolation_backward("upsample_nearest2d", 2, corners=False),
+    aten.upsample_nearest3d_backward.default: _interpolation_backward("upsample_nearest3d", 3, corners=False),
+    aten._upsample_nearest_exact2d_backward.default: _interpolation_backward(
+        "_upsample_nearest_exact2d", 2, corners=False
+    ),
+    aten.upsample_linear1d_backward.default: _interpolation_backward("upsample_linear1d", 1, corners=True),
+    aten.upsample_bilinear2d_backward.default: _interpolation_backward("upsample_bilinear2d", 2, corners=True),
+    aten.upsample_bicubic2d_backward.default: _interpolation_backward("upsample_bicubic2d", 2, corners=True),
+    aten.upsample_trilinear3d_backward.default: _interpolation_backward("upsample_trilinear3d", 3, corners=True),
+}
