@@ -16,19 +16,6 @@ MEASURE = """
     high = ReduceMax(x, axes, noop_with_empty_axes=1)
     span = high - low
 """
-# Rows as one line each, of which the places behind the last element take that.
-FILL = f"""
-    fill_shape = Shape(given)
-    fill_width = ReduceProd(Slice(fill_shape, int64([-2]), int64([{2**31 - 1}])), keepdims=0)
-    fill_rows_shape = Concat(int64([-1]), Reshape(fill_width, int64([-1])), axis=0)
-    fill_places = Range(0, fill_width, 1)
-    fill_filled = Gather(Reshape(given, fill_rows_shape), Min(fill_places, length - 1), axis=1)
-    x = Reshape(fill_filled, fill_shape)
-"""
-# Behind the last element there is zero again: what stands there would be added to the gradient of that.
-UNFILL = """
-    result = Reshape(Where(fill_places < length, Reshape(y, fill_rows_shape), 0.0), fill_shape)
-"""
 WIDTH = f"""
     passes = bits <= 0 or bits >= {FULL_PRECISION}
 """

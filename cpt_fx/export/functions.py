@@ -9,14 +9,14 @@ rounding included: it is the same hash, of a seed that is an input, too.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import onnx
+import onnx_ir as ir
 from onnx import parser
 
 from cpt_fx.export.expressions import onnx_text
 from cpt_fx.export.function_text import (
-    FILL,
     FLOOR,
     GRIDS,
     LEARNED_GRADIENT,
@@ -24,7 +24,6 @@ from cpt_fx.export.function_text import (
     NOISE,
     ROUND,
     ROUNDINGS,
-    UNFILL,
     WIDTH,
     floating_grid,
     learn,
@@ -34,22 +33,14 @@ from cpt_fx.export.function_text import (
 from cpt_fx.formats import Rounding, Scheme, Specials
 from cpt_fx.numerics import SCALE_FLOOR
 
+if TYPE_CHECKING:
+    from cpt_fx.export.program import Graph
+
 DOMAIN = "cpt_fx"
 OPSET = 18
-GRADIENT = "QuantizeGradient"
-STOP = "ATen"
-"""Identity forward, nothing backward: what `detach` and `torch.no_grad` mean. ONNX Runtime knows edges that gradients
-do not take by the name of the operator, and lets new ones be declared for this name only: `ATen<operator="detach">`."""
-DETACH = {"operator": "detach", "overload_name": ""}
-"""The attributes of `STOP`."""
-WITH_GRADIENT_OF = "WithGradientOf"
-"""Takes two tensors: the second forward, backward the first."""
-SCATTER_ADD, TAKE = "ScatterAdd", "Take"
-"""Add to places along the last dim, and take from there, which is the gradient: ORT has that of a scatter that
-overwrites."""
 LEARNED = "LearnedRangeGradient"
 """The gradients of a tensor and of its learned range."""
-BLOCKS, FILLED = "Blocks", "BlocksFilled"
+BLOCKS = "Blocks"
 
 SEED = ("seeds", "draw")
 """The inputs of a function that draws: the seeds of a step, and which of them is its own."""
@@ -64,8 +55,7 @@ class Kind(NamedTuple):
 
     `source` is where the range comes from: "" (the tensor at hand), "Observed" (that, while a running range learns),
     "Recalled" (the running range) or "Learned" (parameters). `percentile` leaves out tails; `exponent`, `specials`,
-    `corrected`, `when_off` and `floored` are those of `Format`. `blocks`: groups share a scale that is a power of two;
-    "Filled" blocks are filled up to the end with the last element of their row first.
+    `corrected`, `when_off` and `floored` are those of `Format`. `blocks`: groups share a scale that is a power of two.
     """
 
     scheme: Scheme = Scheme.AFFINE
@@ -91,12 +81,6 @@ class Kind(NamedTuple):
         if self.source in ("Observed", "Recalled") and self.percentile < 100:
             name += "Percentile"
         return name + self.source
-
-    @property
-    def gradient_name(self) -> str:
-        """The name of the function that quantizes the gradient in this way."""
-        assert not self.source
-        return GRADIENT + self._format() + ("" if self.rounding is Rounding.STOCHASTIC else "Nearest")
 
     def _format(self) -> str:
         if self.scheme is not Scheme.FLOAT:
@@ -135,22 +119,7 @@ def function(kind: Kind) -> onnx.FunctionProto:
     grid = floating_grid(kind.exponent, kind.specials, blocks=bool(kind.blocks)) if floating else GRIDS[kind.scheme]
     grid = grid.replace(FLOOR, str(SCALE_FLOOR if kind.floored else 0.0))
     body += grid.replace(ROUND, ROUNDINGS[kind.rounding]) + "\ny = Where(passes, x, values)\n"
-    if kind.blocks == FILLED:
-        inputs.append("length")
-        inputs[0], outputs[0] = "given", "result"
-        body = FILL + body + UNFILL
     return parsed(kind.name, inputs, outputs, body, attributes)
-
-
-def gradient_marker(kind: Kind) -> onnx.FunctionProto:
-    """Return the function that stands where a gradient is to be quantized: the identity, forward."""
-    return parsed(kind.gradient_name, ["x", *gradient_inputs(kind)], ["y"], "y = x")
-
-
-def gradient_inputs(kind: Kind) -> tuple[str, ...]:
-    """Return what a gradient's quantizer is given beside the gradient: it finds it at the forward node."""
-    seed = SEED if kind.rounding is Rounding.STOCHASTIC else ()
-    return ("bits", "axes", *seed, *(("length",) if kind.blocks == FILLED else ()))
 
 
 def parsed(
@@ -168,17 +137,23 @@ def parsed(
 FIXED = {
     made.name: made
     for made in (
-        parsed(STOP, ["x"], ["y"], "y = x", DETACH),
-        parsed(WITH_GRADIENT_OF, ["x", "value"], ["y"], "y = value"),
-        parsed(
-            SCATTER_ADD,
-            ["parts", "places", "like"],
-            ["y"],
-            "y = ScatterElements(Expand(0.0, Shape(like)), places, parts, axis=-1, reduction='add')",
-        ),
-        parsed(TAKE, ["x", "places"], ["y"], "y = GatherElements(x, places, axis=-1)"),
         parsed(UNIFORM, ["x", *SEED], ["y"], NOISE + "y = noise"),
         parsed(LEARNED, ["dy", "x", "low", "span", "bits"], ["dx", "dlow", "dspan"], WIDTH + LEARNED_GRADIENT),
     )
 }
 """The functions of which there is one kind, by name."""
+
+
+def add_functions(graph: Graph) -> None:
+    """Add the functions that a graph's nodes call."""
+    model = graph.model
+    called = {node.op_type for node in model.graph if node.domain == DOMAIN}
+    found = [function(placed.kind) for placed in dict.fromkeys(graph.placed)]
+    for made in (*found, *FIXED.values()):
+        if made.name in called:
+            added = ir.serde.deserialize_function(made)
+            model.functions[added.identifier()] = added
+    if called:
+        model.opset_imports[DOMAIN] = 1
+    else:
+        model.opset_imports.pop(DOMAIN, None)

@@ -1,9 +1,12 @@
-"""What is in an exported directory: `manifest.json`, read before anything else is."""
+"""What is in an exported directory: `manifest.json`, read before anything else is, and checked word by word."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+import types
+import typing
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +14,16 @@ from cpt_fx.errors import ExportError
 from cpt_fx.meta import Dial
 
 NAME = "manifest.json"
-VERSION = 1
-TRAINING, EVALUATION, OPTIMIZER, CHECKPOINT = (
-    "training_model.onnx",
-    "eval_model.onnx",
-    "optimizer_model.onnx",
-    "checkpoint",
+VERSION = 2
+GRADIENTS, FIRST_UPDATE, UPDATE, EVALUATION, VALUES, DATA = (
+    "gradients.onnx",
+    "first_update.onnx",
+    "update.onnx",
+    "evaluation.onnx",
+    "values.onnx",
+    "values.data",
 )
-FILES = (TRAINING, EVALUATION, OPTIMIZER, CHECKPOINT)
+FILES = (GRADIENTS, FIRST_UPDATE, UPDATE, EVALUATION, VALUES, DATA)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +38,12 @@ class Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """A buffer of the model. The training graph returns its new value as output `next`, where it changes it."""
+    """A buffer of the model, or what an optimizer remembers. A graph returns its new value as output `next`."""
 
     tensor: Tensor
     next: str = ""
+    swaps: bool = False
+    """Whether the new value needs a place of its own: the graph may read the old one after it wrote the new one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +60,30 @@ class Parameter:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """How parameters are updated: by which class, with which learning rate in each group, and what it remembers."""
+
+    name: str
+    learning_rates: tuple[float, ...]
+    remembered: tuple[State, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Width:
+    """What an input that holds a width follows: a role of the schedule, at a distance from it, or a fixed width."""
+
+    role: str
+    offset: int
+    fixed: int | None
+    with_forward: bool
+
+    @property
+    def dial(self) -> Dial:
+        """The same as a model's quantizers have it."""
+        return Dial(self.role, self.offset, self.fixed, self.with_forward)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Everything `cpt_fx.ort.Trainer` has to know about a directory."""
 
@@ -60,14 +91,13 @@ class Manifest:
     targets: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     """Outputs of the evaluation graph after the loss, which is called `loss` in both graphs."""
-    dials: dict[str, Dial]
+    dials: dict[str, Width]
     """Inputs that hold a width (int64, no dims) -> what it follows."""
     seeds: int
-    """Rows of the training graph's input `seeds` (int32, rows x 2), drawn anew for each step; 0: it has none."""
+    """Rows of the gradient graph's input `seeds` (int32, rows x 2), drawn anew for each step; 0: it has none."""
     parameters: tuple[Parameter, ...]
     states: tuple[State, ...]
-    optimizer: dict[str, Any]
-    """`{"name": "adamw", "groups": [{"lr": ..., "betas": ..., ...}], "states": ["exp_avg", "exp_avg_sq"]}`."""
+    optimizer: Optimizer
     loss: str
     schedule: str
     """`repr` of the schedule that the model was transformed with; any other may drive the training."""
@@ -78,8 +108,10 @@ class Manifest:
     format: int = VERSION
 
     def write(self, directory: Path) -> None:
-        """Write the file."""
-        (directory / NAME).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        """Write the file, with a digest of what it says."""
+        values = asdict(self)
+        text = json.dumps(values | {"digest": _digest(values)}, indent=1)
+        (directory / NAME).write_text(text + "\n", encoding="utf-8")
 
 
 def read(directory: Path) -> Manifest:
@@ -95,29 +127,44 @@ def read(directory: Path) -> Manifest:
         raise ExportError(f"{path} is damaged ({error}): export again") from None
     found = values.get("format") if isinstance(values, dict) else None
     if found != VERSION:
+        why = " (its gradients come from ONNX Runtime's own builder)" if found == 1 else ""
         raise ExportError(
-            f"{directory} was written in format {found}, by cpt_fx {_version_of(values)}; this cpt_fx reads format "
-            f"{VERSION}: export again"
+            f"{directory} was written in format {found}{why}, by cpt_fx {_version_of(values)}; this cpt_fx reads "
+            f"format {VERSION}: export again"
         )
+    if values.pop("digest", None) != _digest(values):
+        raise ExportError(f"{path} is not as it was written (its digest differs): export again")
     try:
-        return Manifest(
-            **values
-            | {
-                **{name: tuple(map(_tensor, values[name])) for name in ("inputs", "targets", "outputs")},
-                "dials": {name: Dial(**dial) for name, dial in values["dials"].items()},
-                "parameters": tuple(
-                    Parameter(**item | {"tensor": _tensor(item["tensor"]), "also": tuple(item["also"])})
-                    for item in values["parameters"]
-                ),
-                "states": tuple(State(**item | {"tensor": _tensor(item["tensor"])}) for item in values["states"]),
-            }
-        )
-    except (KeyError, TypeError) as error:
-        raise ExportError(f"{path} is damaged ({error!r}): export again") from None
+        made: Manifest = _checked(Manifest, values, "manifest")
+    except (ValueError, TypeError) as error:
+        raise ExportError(f"{path} is damaged ({error}): export again") from None
+    return made
 
 
-def _tensor(values: dict[str, Any]) -> Tensor:
-    return Tensor(**values | {"shape": tuple(values["shape"])})
+def _digest(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _checked(kind: Any, value: Any, place: str) -> Any:
+    """Return a value of JSON as the type that a field is declared with; refuse anything else."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if is_dataclass(kind) and isinstance(kind, type):
+        names = {item.name for item in fields(kind)}
+        if not isinstance(value, dict) or set(value) != names:
+            raise ValueError(f"{place} does not have the entries {', '.join(sorted(names))}")
+        hints = typing.get_type_hints(kind, include_extras=False)
+        return kind(**{name: _checked(hints[name], value[name], f"{place}.{name}") for name in names})
+    if origin is tuple and isinstance(value, (list, tuple)):
+        return tuple(_checked(inner[0], item, f"{place}[{index}]") for index, item in enumerate(value))
+    if origin is dict and isinstance(value, dict):
+        return {key: _checked(inner[1], item, f"{place}[{key!r}]") for key, item in value.items()}
+    if origin in (types.UnionType, typing.Union):
+        allowed = [one for one in inner if one is type(value)]
+        if allowed or value is None and type(None) in inner:
+            return value
+    elif kind is Any or type(value) is kind or (kind is float and type(value) is int):
+        return value
+    raise ValueError(f"{place} is {value!r}")
 
 
 def _version_of(values: object) -> str:

@@ -42,3 +42,14 @@ def _drop_straight_transposes(model: ir.Model) -> None:
             if list(perm) == sorted(perm):
                 node.op_type = "Identity"
                 node.attributes.clear()
+
+
+def strip(model: ir.Model) -> None:
+    """Take away what says where on somebody's disk a node comes from: two exports of a model are equal, byte for byte."""
+    for node in model.graph.all_nodes():
+        node.metadata_props.clear()
+        node.doc_string = None
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        value.metadata_props.clear()
+    model.metadata_props.clear()
+    model.graph.metadata_props.clear()

@@ -64,9 +64,14 @@ def record(function: Callable[..., Any], arguments: Any, varying: Any, extra: Ta
     table = {**decompositions(), **extra}
     # Attention in one operator has a backward pass in one operator.
     with mode, sdpa_kernel(SDPBackend.MATH):
-        return make_fx(function, decomposition_table=table, tracing_mode="real")(
+        recorded = make_fx(function, decomposition_table=table, tracing_mode="real")(
             *pytree.tree_unflatten(made, structure)
         )
+    for name, value in list(vars(recorded).items()):
+        if isinstance(value, Tensor):  # a constant, which torch.export forgets where it is a plain attribute
+            delattr(recorded, name)
+            recorded.register_buffer(name, value)
+    return recorded
 
 
 class _Recorded(nn.Module):

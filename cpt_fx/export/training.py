@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
+import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
 from cpt_fx.errors import ExportError
-from cpt_fx.export import losses, refusals
+from cpt_fx.export import losses
 from cpt_fx.export import manifest as files
-from cpt_fx.export.artifacts import (
-    drop_unused_inputs,
-    inputs_for_initializers,
-    keep_state,
-    training_model,
-    with_functions,
-)
 from cpt_fx.export.capture_modes import call_of, in_mode
 from cpt_fx.export.directory import digest, new_directory
 from cpt_fx.export.environment import require_training, version_of
+from cpt_fx.export.functions import OPSET, add_functions
 from cpt_fx.export.losses import LossLike, resolve
-from cpt_fx.export.manifest import Manifest, Parameter, State
-from cpt_fx.export.optimizers import Optimizer, optimizer_model, resolve_optimizer
-from cpt_fx.export.program import BITS, SEEDS, Call, Graph, states_of, trace
-from cpt_fx.export.verify import verify
+from cpt_fx.export.manifest import Manifest, Optimizer, Parameter, State, Width
+from cpt_fx.export.normalize import strip
+from cpt_fx.export.program import BITS, Call, states_of, trace, Graph
+from cpt_fx.export.refusals import check_schedules
+from cpt_fx.export.updates import IR_VERSION, resolve_optimizer, trace_updates
 from cpt_fx.standalone import precision_of
 from cpt_fx.trial import eager_model, trial
 
@@ -58,8 +55,8 @@ def ort_training(
         directory: where to write. A directory that is not empty is refused.
         loss: `"cross_entropy"`, `"mse"`, `"bce_with_logits"`, `"l1"`; a function of the output and the targets; or None
             where the model returns its loss.
-        optimizer: `"sgd"`, `"adam"`, `"adamw"`, or a fresh one of these of `torch.optim` over the model's parameters,
-            whose groups and settings are taken over.
+        optimizer: `"sgd"`, `"adam"`, `"adamw"`, or a fresh optimizer of torch over the model's parameters: its own
+            update is traced, with its groups and settings. Only those that run the model again (LBFGS) cannot be.
         dynamic_batch: let the first dim of every input vary from call to call.
         overwrite: replace what the directory holds, as soon as the new export is complete.
         example_targets: a tensor, or a tuple of them, for a loss that is a function of the user's own.
@@ -70,18 +67,16 @@ def ort_training(
     require_training()
     result = eager_model(result)
     function, loss_name = resolve(loss)
+    made, groups = resolve_optimizer(optimizer, dict(result.named_parameters(remove_duplicate=False)))
     call = _with_targets(result, call_of(example_inputs), loss, function, example_targets)
     with in_mode(result, True, call) as graph:
-        training = trace(graph, call, dynamic_batch=dynamic_batch)
-        states = {name: buffer.detach().cpu().numpy() for name, buffer in states_of(graph).items()}
-    refusals.check_schedules(training.dials.values())
+        training = trace(graph, call, gradients=True, dynamic_batch=dynamic_batch)
+        values = {name: buffer.detach().cpu().numpy() for name, buffer in states_of(graph).items()}
+    check_schedules(training.dials.values())
     with in_mode(result, False, call) as graph:
         evaluation = trace(graph, call, dynamic_batch=dynamic_batch)
     with new_directory(Path(directory), overwrite=overwrite) as folder:
-        manifest = _write(result, training, evaluation, states, optimizer, folder, loss_name, dynamic_batch)
-        with in_mode(result, True, call) as graph:
-            verify(folder, manifest, graph, training, call)
-    return manifest
+        return _write(result, training, evaluation, values, made, groups, folder, loss_name, dynamic_batch)
 
 
 def _with_targets(result: nn.Module, call: Call, loss: LossLike, function: Callable[..., Tensor], given: Any) -> Call:
@@ -100,40 +95,46 @@ def _with_targets(result: nn.Module, call: Call, loss: LossLike, function: Calla
 
 def _write(
     result: nn.Module, training: Graph, evaluation: Graph, values: dict[str, Any],
-    optimizer: str | torch.optim.Optimizer, folder: Path, loss: str, dynamic_batch: bool,
+    optimizer: torch.optim.Optimizer, groups: dict[str, int], folder: Path, loss: str, dynamic_batch: bool,
 ) -> Manifest:  # fmt: skip
     """Write all files of a directory."""
-    changed = tuple(name for name, after in training.states.items() if after)
-    constants = {name: value for name, value in values.items() if name not in changed}
-    kept = {name: values[name] for name in changed if values[name].dtype.kind == "f"}
-    counters = {name: values[name] for name in changed if name not in kept}
-    _check_counters(counters)
-    first, second = with_functions(training), with_functions(evaluation)
-    for proto in (first, second):
-        keep_state(proto, constants)
-        drop_unused_inputs(proto, (*(BITS + name for name in training.dials), SEEDS, *changed))
-    keep_state(first, kept)
-    spec = resolve_optimizer(optimizer, dict(result.named_parameters(remove_duplicate=False)))
-    parameters = _parameters(result, first, spec, training)
-    trainable = tuple(parameter.tensor.name for parameter in parameters if parameter.trainable)
-    frozen = tuple(parameter.tensor.name for parameter in parameters if not parameter.trainable)
-    if not trainable:
-        raise ExportError("no parameter that requires a gradient is used by the model: there is nothing to train")
-    outputs = {value.name: value for value in second.graph.output}
-    inputs = {value.name: value for value in first.graph.input}
-    made = training_model(first, training, trainable, (*frozen, *kept), counters, folder)
-    inputs_for_initializers(second, (*trainable, *frozen))
-    onnx.save(second, str(folder / files.EVALUATION))
-    onnx.save(optimizer_model(spec, parameters), str(folder / files.OPTIMIZER))
+    named = dict(result.named_parameters(remove_duplicate=False))
+    known = {**evaluation.parameters, **training.parameters}
+    moved = {name: next((groups[one] for one in also if one in groups), -1) for name, also in known.items()}
+    trained = [name for name in training.gradients if moved[name] >= 0]
+    updates = trace_updates(optimizer, {name: named[name] for name in trained}, moved)
+    values = values | {name: named[name].detach().cpu().numpy() for name in known}
+    for graph, name in ((training, files.GRADIENTS), (evaluation, files.EVALUATION)):
+        add_functions(graph)
+        _save(graph.model, folder / name)
+    _save(updates.first, folder / files.FIRST_UPDATE)
+    _save(updates.later, folder / files.UPDATE)
+    states = {**evaluation.states, **training.states}
+    _save_values({name: values[name] for name in (*known, *states)} | updates.initial, folder)
+    outputs = {str(value.name): value for value in evaluation.model.graph.outputs}
+    inputs = {str(value.name): value for value in training.model.graph.inputs}
     manifest = Manifest(
         inputs=tuple(_tensor(inputs[name]) for name in training.inputs),
         targets=tuple(_tensor(inputs[name]) for name in training.targets),
         outputs=tuple(_tensor(outputs[name]) for name in evaluation.outputs),
-        dials={BITS + name: dial for name, dial in training.dials.items()},
-        seeds=training.draws if any(value.name == SEEDS for value in made.graph.input) else 0,
-        parameters=parameters,
-        states=tuple(_state(name, values[name], training.states[name]) for name in changed),
-        optimizer=spec.to_dict(),
+        dials={
+            BITS + name: Width(role=dial.role, offset=dial.offset, fixed=dial.fixed, with_forward=dial.with_forward)
+            for name, dial in training.dials.items()
+        },
+        seeds=training.draws,
+        parameters=tuple(
+            Parameter(
+                tensor=_described(name, values[name]), trainable=name in trained,
+                also=tuple(one for one in also if one != name), group=moved[name],
+            )
+            for name, also in known.items()
+        ),  # fmt: skip
+        states=tuple(State(tensor=_described(name, values[name]), next=after) for name, after in states.items()),
+        optimizer=Optimizer(
+            name=type(optimizer).__name__.lower(),
+            learning_rates=tuple(float(group["lr"]) for group in optimizer.param_groups),
+            remembered=updates.remembered,
+        ),
         loss=loss,
         schedule=repr(precision_of(result).schedule),
         dynamic_batch=dynamic_batch,
@@ -144,49 +145,28 @@ def _write(
     return manifest
 
 
-def _check_counters(counters: dict[str, Any]) -> None:
-    """Refuse state that ONNX Runtime's checkpoint cannot hold."""
-    for name, value in counters.items():
-        if value.dtype.kind != "i" or value.ndim:
-            raise ExportError(
-                f"the model changes its buffer {name!r} ({value.dtype}, shape {value.shape}) while it trains: state "
-                "that changes must be floating point, or a single integer"
-            )
+def _save(model: ir.Model, path: Path) -> None:
+    strip(model)
+    ir.save(model, path)
+    onnx.checker.check_model(str(path), full_check=True)
 
 
-def _parameters(result: nn.Module, proto: onnx.ModelProto, spec: Optimizer, training: Graph) -> tuple[Parameter, ...]:
-    """List the parameters that the training graph reads, with all the names that each of them has in the model."""
-    held = {tensor.name: tensor for tensor in proto.graph.initializer}
-    # The loss may send no gradient to some: PyTorch's optimizers leave these as they are.
-    reached = refusals.trainable(training.model, held)
-    names: dict[Tensor, list[str]] = {}
-    for name, parameter in result.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    found = []
-    for tensor, known in names.items():
-        used = next((name for name in known if name in held), None)
-        if used is None:
-            continue
-        found.append(
-            Parameter(
-                tensor=files.Tensor(name=used, dtype=_dtype(held[used].data_type), shape=tuple(held[used].dims)),
-                trainable=tensor.requires_grad and used in reached,
-                also=tuple(name for name in known if name != used),
-                group=spec.group_of(known),
-            )
-        )
-    return tuple(found)
+def _save_values(values: Mapping[str, Any], folder: Path) -> None:
+    """Write initial values as a model of initializers alone, whose data lies beside it: any size, for any language."""
+    held = []
+    for name, array in values.items():
+        value = ir.Value(name=name, const_value=ir.tensor(np.ascontiguousarray(array).reshape(array.shape), name=name))
+        held.append(value)
+    graph = ir.Graph([], [], nodes=[], initializers=held, opset_imports={"": OPSET}, name="values")
+    ir.save(ir.Model(graph, ir_version=IR_VERSION, producer_name="cpt_fx"), folder / files.VALUES, external_data=files.DATA)
+    (folder / files.DATA).touch()
 
 
-def _dtype(kind: int) -> str:
-    return str(onnx.helper.tensor_dtype_to_np_dtype(kind))
+def _described(name: str, array: Any) -> files.Tensor:
+    return files.Tensor(name=name, dtype=str(array.dtype), shape=tuple(array.shape))
 
 
-def _tensor(value: onnx.ValueInfoProto) -> files.Tensor:
-    kind = value.type.tensor_type
-    shape = tuple(dim.dim_value if dim.HasField("dim_value") else None for dim in kind.shape.dim)
-    return files.Tensor(name=value.name, dtype=_dtype(kind.elem_type), shape=shape)
-
-
-def _state(name: str, value: Any, after: str) -> State:
-    return State(tensor=files.Tensor(name=name, dtype=str(value.dtype), shape=tuple(value.shape)), next=after)
+def _tensor(value: ir.Value) -> files.Tensor:
+    assert value.dtype is not None and value.shape is not None
+    shape = tuple(size if isinstance(size, int) else None for size in value.shape)
+    return files.Tensor(name=str(value.name), dtype=str(value.dtype.numpy()), shape=shape)

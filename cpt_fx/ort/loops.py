@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from cpt_fx.export.manifest import Manifest
-from cpt_fx.export.optimizers import GRADIENT_SCALE, LEARNING_RATE, STEP
-from cpt_fx.export.program import LOSS, OUTPUT, SEEDS
+from cpt_fx.export.program import LOSS, MORE, OUTPUT, SEEDS
+from cpt_fx.export.updates import GRADIENT_SCALE, LEARNING_RATE, STEP
 from cpt_fx.ort.engine import CPU, Engine
 from cpt_fx.ort.memory import Block, Memory
 from cpt_fx.runtime import dial_width
@@ -18,10 +18,6 @@ from cpt_fx.schedules import Bits
 
 Array = NDArray[Any]
 Outputs = Array | tuple[Array, ...] | dict[str, Array]
-_OVERWRITE = "lazy_reset_grad"
-"""ONNX Runtime's input: whether gradients are written over those of the step before, or added to them."""
-_DONE = "_grad.accumulation.out"
-"""Suffix of the training graph's outputs that say that a gradient is there: nobody reads them."""
 
 
 class _Bound:
@@ -40,30 +36,31 @@ class _Bound:
         self.manifest = manifest
         names = [name for name in (*manifest.dials, *self.changing) if name in engine.inputs]
         self.controls = {name: Block(engine.inputs[name].zeros(), CPU) for name in names}
-        kept = [name for name in engine.outputs if name == LOSS or name.endswith(_DONE)]
+        kept = [LOSS] if LOSS in engine.outputs else []
         self.results = {name: Block(engine.outputs[name].zeros(), CPU) for name in kept}
-        self._bindings = [self._bind(side) for side in range(2)]
+        self._bindings = {(side, update): self._bind(side, update) for side in range(2) for update in range(2)}
 
-    def _bind(self, side: int) -> Any:
+    def _bind(self, side: int, update_side: int) -> Any:
         bindings = self.engine.bindings()
-        self._bind_inputs(bindings, side)
-        for name, block in (self.results | self.memory.targets(side)).items():
+        self._bind_inputs(bindings, side, update_side)
+        for name, block in (self.results | self.memory.targets(side, update_side)).items():
             if name in self.engine.outputs:
                 bindings.bind_ortvalue_output(name, block.ort)
         return bindings
 
-    def _bind_inputs(self, bindings: Any, side: int) -> None:
-        for name, block in (self.memory.places(side) | self.controls).items():
+    def _bind_inputs(self, bindings: Any, side: int, update_side: int) -> None:
+        for name, block in (self.memory.places(side, update_side) | self.controls).items():
             if name in self.engine.inputs:
                 bindings.bind_ortvalue_input(name, block.ort)
 
     def ready(self) -> Any:
         """Return the bindings for where the running state is, and for what the controls hold now."""
-        bindings = self._bindings[self.memory.side]
+        sides = self.memory.side, self.memory.update_side
+        bindings = self._bindings[sides]
         if self.engine.device != CPU:
             # What lies on another device than the node that reads it is copied when it is bound, not when the graph
             # runs: on a GPU, what was written since then would not be seen.
-            self._bind_inputs(bindings, self.memory.side)
+            self._bind_inputs(bindings, *sides)
         return bindings
 
     def set(self, name: str, value: Any) -> None:
@@ -74,7 +71,7 @@ class _Bound:
     def feed(self, arrays: dict[str, Array], bits: Bits) -> Any:
         """Write the width of each dial, and bind a batch; return the bindings."""
         for name, dial in self.manifest.dials.items():
-            self.set(name, dial_width(dial, bits))
+            self.set(name, dial_width(dial.dial, bits))
         bindings = self.ready()
         for name, array in arrays.items():
             if name in self.engine.inputs:
@@ -85,11 +82,11 @@ class _Bound:
 class Backward(_Bound):
     """Loss and gradients of a batch; running state goes on to its next value."""
 
-    changing = (SEEDS, _OVERWRITE)
+    changing = (SEEDS, MORE)
 
     def __call__(self, arrays: dict[str, Array], bits: Bits, generator: torch.Generator, *, fresh: bool) -> float:
         """Run on a batch and return the loss; `fresh` gradients are written over the old ones, others are added."""
-        self.set(_OVERWRITE, fresh)
+        self.set(MORE, not fresh)
         if self.manifest.seeds:
             self.set(SEEDS, draw(self.manifest.seeds, generator))
         self.engine.run(self.feed(arrays, bits))
@@ -103,11 +100,12 @@ class Update(_Bound):
     changing = (LEARNING_RATE, STEP, GRADIENT_SCALE)
 
     def __call__(self, rates: NDArray[np.float64], step: int, scale: float) -> None:
-        """Update with a learning rate for each group, as update number `step`, from 1."""
+        """Update with a learning rate for each group, after so many updates before."""
         self.set(LEARNING_RATE, rates)
         self.set(STEP, step)
         self.set(GRADIENT_SCALE, scale)
         self.engine.run(self.ready())
+        self.memory.update_side = 1 - self.memory.update_side
 
 
 class Evaluation(_Bound):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from cpt_fx.errors import ExportError
-from cpt_fx.export.manifest import CHECKPOINT, Manifest
-from cpt_fx.export.optimizers import GRADIENT, NEXT
-from cpt_fx.ort.engine import CPU, Engine, said
+from cpt_fx.export.manifest import VALUES, Manifest
+from cpt_fx.export.program import GRADIENT, NEXT
+from cpt_fx.ort.engine import CPU
 
 Array = NDArray[Any]
 
@@ -57,23 +58,27 @@ class Memory:
     new one, and a step that fails leaves the old one as it was.
     """
 
-    def __init__(self, manifest: Manifest, directory: Path, training: Engine, optimizer: Engine, device: str) -> None:
-        values = _initial_values(manifest, directory / CHECKPOINT)
-        names = [parameter.tensor.name for parameter in manifest.parameters]
-        self.parameters = {name: Block(values[name], device) for name in names}
-        self.gradients = {
-            name: Block(np.zeros_like(values[name]), device) for name in names if name + GRADIENT in training.inputs
-        }
-        known = {*names, *(name + GRADIENT for name in names)}
-        self.moments = {
-            name.removesuffix(NEXT): Block(slot.zeros(), device)
-            for name, slot in optimizer.outputs.items()
-            if name.removesuffix(NEXT) not in known
-        }
-        self._states = tuple({state.tensor.name: Block(values[state.tensor.name], device) for state in manifest.states}
-                             for _ in range(2))  # fmt: skip
-        self.side = 0
-        """Which of the two places holds the running state now."""
+    def __init__(self, manifest: Manifest, directory: Path, device: str) -> None:
+        values = initial_values(manifest, directory / VALUES)
+
+        def blocks(names: Iterable[str]) -> dict[str, Block]:
+            return {name: Block(values[name], device) for name in names}
+
+        remembered = manifest.optimizer.remembered
+        self.parameters = blocks(parameter.tensor.name for parameter in manifest.parameters)
+        trained = [parameter.tensor.name for parameter in manifest.parameters if parameter.trainable]
+        self.gradients = {name: Block(np.zeros_like(values[name]), device) for name in trained}
+        self._states = tuple(blocks(state.tensor.name for state in manifest.states) for _ in range(2))
+        once = blocks(state.tensor.name for state in remembered if not state.swaps)
+        swapping = [blocks(state.tensor.name for state in remembered if state.swaps) for _ in range(2)]
+        self._moments = tuple(once | both for both in swapping)
+        self.side = self.update_side = 0
+        """Which of the two places holds the running state now, and what the optimizer remembers."""
+
+    @property
+    def moments(self) -> dict[str, Block]:
+        """What the optimizer remembers, as it is now."""
+        return self._moments[self.update_side]
 
     @property
     def states(self) -> dict[str, Block]:
@@ -84,36 +89,37 @@ class Memory:
         """Make what the last step wrote the running state."""
         self.side = 1 - self.side
 
-    def places(self, side: int) -> dict[str, Block]:
-        """Return all blocks by the names that graphs have for them, when the running state is at a side."""
+    def places(self, side: int, update_side: int) -> dict[str, Block]:
+        """Return all blocks by the names that graphs have for them, on given sides."""
         gradients = {name + GRADIENT: block for name, block in self.gradients.items()}
-        return self.parameters | gradients | self.moments | self._states[side]
+        return self.parameters | gradients | self._moments[update_side] | self._states[side]
 
-    def targets(self, side: int) -> dict[str, Block]:
-        """Return the blocks that take new values, by the names of the outputs, when the state is at a side."""
-        updated = {name + NEXT: block for name, block in (self.parameters | self.moments).items()}
-        return updated | {name + NEXT: block for name, block in self._states[1 - side].items()}
+    def targets(self, side: int, update_side: int) -> dict[str, Block]:
+        """Return the blocks that take new values, by the names of the outputs."""
+        gradients = {name + GRADIENT: block for name, block in self.gradients.items()}
+        kept = self.parameters | gradients | self._moments[1 - update_side] | self._states[1 - side]
+        return {name + NEXT: block for name, block in kept.items()}
 
 
-def _initial_values(manifest: Manifest, path: Path) -> dict[str, Array]:
-    """Read ONNX Runtime's checkpoint: floating point values are its parameters, whole numbers its properties."""
-    from onnxruntime.training.api import CheckpointState
+def initial_values(manifest: Manifest, path: Path) -> dict[str, Array]:
+    """Read the values that a training starts with; what an optimizer remembers, and has none, starts with zeros."""
+    import onnx_ir as ir
 
-    try:
-        checkpoint = CheckpointState.load_checkpoint(str(path))
-    except Exception as error:
-        raise ExportError(f"ONNX Runtime does not load {path}: {said(error)}") from error
+    held = ir.load(path).graph.initializers
     values: dict[str, Array] = {}
-    for tensor in (*(item.tensor for item in manifest.parameters), *(item.tensor for item in manifest.states)):
-        if tensor.name in checkpoint.parameters:
-            value = checkpoint.parameters[tensor.name].data
-        elif tensor.name in checkpoint.properties:
-            value = np.array(checkpoint.properties[tensor.name], tensor.dtype)
-        else:
+    tensors = [item.tensor for item in (*manifest.parameters, *manifest.states, *manifest.optimizer.remembered)]
+    optional = {state.tensor.name for state in manifest.optimizer.remembered}
+    for tensor in tensors:
+        found = held[tensor.name].const_value if tensor.name in held else None
+        if found is None and tensor.name in optional:
+            values[tensor.name] = np.zeros(tensor.shape, tensor.dtype)
+            continue
+        if found is None:
             raise ExportError(f"{path} has no value for {tensor.name}: export again")
-        if tuple(value.shape) != tensor.shape or str(value.dtype) != tensor.dtype:
+        value = np.array(found.numpy())
+        if value.shape != tensor.shape or str(value.dtype) != tensor.dtype:
             raise ExportError(
-                f"{path} has {tensor.name} of {value.dtype} {tuple(value.shape)}, the manifest says {tensor.dtype} "
+                f"{path} has {tensor.name} of {value.dtype} {value.shape}, the manifest says {tensor.dtype} "
                 f"{tensor.shape}: export again"
             )
         values[tensor.name] = value

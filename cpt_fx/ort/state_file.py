@@ -44,7 +44,7 @@ def save(trainer: Trainer, path: Path) -> None:
         "pending": trainer.pending,
         "accumulation": trainer.accumulation,
         "learning_rates": trainer.rates.get(),
-        "optimizer": trainer.manifest.optimizer["name"],
+        "optimizer": trainer.manifest.optimizer.name,
         "schedule": trainer.schedule.state_dict(),
     }
     arrays = {name: block.read() for name, block in _blocks(trainer, trainer.pending).items()}
@@ -55,7 +55,7 @@ def save(trainer: Trainer, path: Path) -> None:
 def load(trainer: Trainer, path: Path, *, schedule: bool) -> None:
     """Continue where a file was saved; a file that does not fit changes nothing."""
     facts, arrays = read(path)
-    mine = trainer.manifest.optimizer["name"]
+    mine = trainer.manifest.optimizer.name
     if facts["optimizer"] != mine:
         raise StateFileError(f"{path} is of a training with {facts['optimizer']}, this one is with {mine}")
     pending = int(facts["pending"])

@@ -81,17 +81,19 @@ class Trainer:
         self.generator = torch.Generator()
         """Where the seeds of each step come from: int32, `torch.randint(-2**31, 2**31, (manifest.seeds, 2))`."""
         self.generator.manual_seed(int(torch.randint(1 << 62, ())) if seed is None else check_int("seed", seed, 0))
-        self.rates = Rates([group["lr"] for group in self.manifest.optimizer["groups"]], learning_rate)
-        training, optimizer, evaluation = (
-            Engine(folder / name, self.device, threads) for name in (files.TRAINING, files.OPTIMIZER, files.EVALUATION)
+        self.rates = Rates([*self.manifest.optimizer.learning_rates], learning_rate)
+        gradients, first, update, evaluation = (
+            Engine(folder / name, self.device, threads)
+            for name in (files.GRADIENTS, files.FIRST_UPDATE, files.UPDATE, files.EVALUATION)
         )
-        self.memory = Memory(self.manifest, folder, training, optimizer, self.device)
+        self.memory = Memory(self.manifest, folder, self.device)
         """Every tensor of the training, by name."""
-        self._backward = Backward(training, self.memory, self.manifest)
-        self._update = Update(optimizer, self.memory, self.manifest)
+        self._backward = Backward(gradients, self.memory, self.manifest)
+        self._first_update = Update(first, self.memory, self.manifest)
+        self._update = Update(update, self.memory, self.manifest)
         self._evaluation = Evaluation(evaluation, self.memory, self.manifest)
         taken = (tensor.name for tensor in (*self.manifest.inputs, *self.manifest.targets))
-        self._needs_two = needs_two(folder / files.TRAINING)
+        self._needs_two = needs_two(folder / files.GRADIENTS)
         self._ranges = ranges_of(folder / files.EVALUATION, taken)
         self._shared: transfer.SharedParameters | None = None
         self.updates = 0
@@ -137,7 +139,8 @@ class Trainer:
     def update(self) -> None:
         """Update the parameters now, by the mean of the gradients gathered so far: also before `accumulation` steps."""
         self._require_gradients("update")
-        self._update(self.rates.at(self.updates), self.optimizer_steps + 1, 1 / self.pending)
+        update = self._update if self.optimizer_steps else self._first_update
+        update(self.rates.at(self.updates), self.optimizer_steps, 1 / self.pending)
         self.optimizer_steps += 1
         self.advance()
 
