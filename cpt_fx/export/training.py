@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from cpt_fx.errors import ExportError
 from cpt_fx.export import losses
@@ -25,7 +25,9 @@ from cpt_fx.export.manifest import Manifest, Optimizer, Parameter, State, Width
 from cpt_fx.export.normalize import strip
 from cpt_fx.export.program import BITS, Call, states_of, trace, Graph
 from cpt_fx.export.refusals import check_schedules
+from cpt_fx.export.sizes import BATCH, fix_sizes, name_sizes, open_sizes, resized
 from cpt_fx.export.updates import IR_VERSION, resolve_optimizer, trace_updates
+from cpt_fx.export.verify import verify
 from cpt_fx.standalone import precision_of
 from cpt_fx.trial import eager_model, trial
 
@@ -76,7 +78,38 @@ def ort_training(
     with in_mode(result, False, call) as graph:
         evaluation = trace(graph, call, dynamic_batch=dynamic_batch)
     with new_directory(Path(directory), overwrite=overwrite) as folder:
-        return _write(result, training, evaluation, values, made, groups, folder, loss_name, dynamic_batch)
+        with in_mode(result, True, call) as graph:
+            calls = _batches(graph, training, evaluation, call)
+            manifest = _write(result, training, evaluation, values, made, groups, folder, loss_name, dynamic_batch)
+            verify(folder, manifest, graph, made, calls)
+        return manifest
+
+
+def _batches(module: fx.GraphModule, training: Graph, evaluation: Graph, call: Call) -> list[Call]:
+    """Return examples of several sizes to compare with; fix the sizes that the model itself does not leave open."""
+    for graph in (training, evaluation):
+        name_sizes(graph)
+    calls = [call]
+    found = open_sizes(training, call)
+    for name, size in found.items():
+        others = [resized(training, call, {name: other}) for other in ((size + 1, 1) if name == BATCH else (size + 1,))]
+        working = [other for other in others if _runs(module, other)]
+        if not working or (name != BATCH and len(working) < len(others)):
+            fix_sizes(training, {name: size})
+            fix_sizes(evaluation, {name: size})
+        calls += working
+    return calls
+
+
+def _runs(module: fx.GraphModule, call: Call) -> bool:
+    """Whether the model takes a batch at all."""
+    assert call.loss is not None
+    try:
+        with trial(module), torch.no_grad():
+            call.loss(module(*call.args, **call.kwargs), *call.targets)
+    except Exception:  # of whatever kind: it is the model's own answer
+        return False
+    return True
 
 
 def _with_targets(result: nn.Module, call: Call, loss: LossLike, function: Callable[..., Tensor], given: Any) -> Call:

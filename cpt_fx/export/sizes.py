@@ -1,0 +1,94 @@
+"""Which sizes of a traced graph vary from call to call: what they are called, and examples of other sizes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import onnx_ir as ir
+import sympy
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from cpt_fx.export.program import Call, Graph
+
+BATCH = "batch"
+
+
+def open_sizes(graph: Graph, call: Call) -> dict[str, int]:
+    """Return the names of sizes that are open, each with the size in the examples; the batch comes first."""
+    found: dict[str, int] = {}
+    for value, tensor in _pairs(graph, call):
+        assert value.shape is not None
+        for dim, size in enumerate(value.shape):
+            if isinstance(size, ir.SymbolicDim) and str(size.value).isidentifier():
+                found.setdefault(str(size.value), tensor.shape[dim])
+    return found
+
+
+def name_sizes(graph: Graph) -> None:
+    """Call each open size by where it stands: the first dim of the first input is the batch."""
+    names: dict[str, str] = {}
+    for value in _given(graph):
+        assert value.shape is not None
+        for dim, size in enumerate(value.shape):
+            if isinstance(size, ir.SymbolicDim) and str(size.value).isidentifier():
+                plain = re.sub(r"\W", "_", str(value.name))
+                names.setdefault(str(size.value), f"{plain}_{dim}" if dim or BATCH in names.values() else BATCH)
+    _substitute(graph, names)
+
+
+def fix_sizes(graph: Graph, sizes: Mapping[str, int]) -> None:
+    """Fix open sizes to given ones."""
+    _substitute(graph, {name: str(size) for name, size in sizes.items()})
+
+
+def resized(graph: Graph, call: Call, sizes: Mapping[str, int]) -> Call:
+    """Return the examples with other sizes: cut off, or repeated from the start."""
+    wanted = {**open_sizes(graph, call), **sizes}
+    leaves, structure = pytree.tree_flatten((call.args, call.kwargs, call.targets))
+    shapes = iter([value.shape for value in _given(graph)])
+    made = [_fitted(leaf, next(shapes), wanted) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    args, kwargs, targets = pytree.tree_unflatten(made, structure)
+    return replace(call, args=args, kwargs=kwargs, targets=targets)
+
+
+def _fitted(tensor: Tensor, shape: ir.Shape | None, sizes: Mapping[str, int]) -> Tensor:
+    assert shape is not None
+    for dim, size in enumerate(shape):
+        if isinstance(size, ir.SymbolicDim):
+            length = int(sympy.sympify(str(size.value)).subs(sizes))
+            copies = [tensor] * -(-length // max(tensor.shape[dim], 1))
+            tensor = torch.cat(copies, dim).narrow(dim, 0, length)
+    return tensor
+
+
+def _given(graph: Graph) -> list[ir.Value]:
+    by_name = {str(value.name): value for value in graph.model.graph.inputs}
+    return [by_name[name] for name in (*graph.inputs, *graph.targets)]
+
+
+def _pairs(graph: Graph, call: Call) -> list[tuple[ir.Value, Tensor]]:
+    leaves = [leaf for leaf in pytree.tree_leaves((call.args, call.kwargs, call.targets)) if isinstance(leaf, Tensor)]
+    return list(zip(_given(graph), leaves, strict=True))
+
+
+def _substitute(graph: Graph, names: Mapping[str, str]) -> None:
+    """Put names or numbers in the place of symbols, wherever they stand."""
+    if not names:
+        return
+    pattern = re.compile(r"\b(" + "|".join(map(re.escape, names)) + r")\b")
+
+    def new(size: Any) -> Any:
+        if not isinstance(size, ir.SymbolicDim) or size.value is None:
+            return size
+        text = pattern.sub(lambda found: names[found[0]], str(size.value))
+        known = sympy.sympify(text) if not text.isidentifier() else None
+        return int(known) if known is not None and known.is_Integer else text
+
+    for value in (*graph.model.graph.inputs, *(output for node in graph.model.graph for output in node.outputs)):
+        if value.shape is not None:
+            value.shape = ir.Shape([new(size) for size in value.shape])
