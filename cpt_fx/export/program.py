@@ -145,7 +145,7 @@ def trace(
     varying = (*(pytree.tree_map(lambda _: False, part) for part in fixed),
                *(pytree.tree_map(lambda _: dynamic_batch, part) for part in given))  # fmt: skip
     arguments = (*fixed, *given)
-    recorded = record(step, arguments, varying, drawing(step.uniform))
+    recorded = record(step, arguments, varying, drawing(step.uniform), whole=not gradients)
     graph = convert(recorded, arguments, varying)
     inputs, targets = _input_names(model, call), _numbered(TARGET, len(call.targets))
     names = (*parameters, *state, *(BITS + name for name in bits), SEEDS,

@@ -44,10 +44,13 @@ def decompositions() -> Table:
     return {**core_aten_decompositions(), **backward, **BACKWARD, **empty}
 
 
-def record(function: Callable[..., Any], arguments: Any, varying: Any, extra: Table) -> fx.GraphModule:
+def record(
+    function: Callable[..., Any], arguments: Any, varying: Any, extra: Table, *, whole: bool = False
+) -> fx.GraphModule:
     """Record what a function does with tensors like the given ones, autograd included.
 
-    `varying` has the structure of the arguments: whether the sizes of a tensor are left open.
+    `varying` has the structure of the arguments: whether the sizes of a tensor are left open. `whole` operators are
+    recorded as the model calls them, before they are taken apart: for a graph that has no way back.
     """
     # Without duck shapes: sizes that happen to be equal in the examples are not the same size.
     mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False), allow_non_fake_inputs=True)
@@ -61,10 +64,10 @@ def record(function: Callable[..., Any], arguments: Any, varying: Any, extra: Ta
 
     leaves, structure = pytree.tree_flatten(arguments)
     made = [fake(value, varies) for value, varies in zip(leaves, pytree.tree_leaves(varying), strict=True)]
-    table = {**decompositions(), **extra}
+    table = {**({} if whole else decompositions()), **extra}
     # Attention in one operator has a backward pass in one operator.
     with mode, sdpa_kernel(SDPBackend.MATH):
-        recorded = make_fx(function, decomposition_table=table, tracing_mode="real")(
+        recorded = make_fx(function, decomposition_table=table, tracing_mode="real", pre_dispatch=whole)(
             *pytree.tree_unflatten(made, structure)
         )
     for name, value in list(vars(recorded).items()):
