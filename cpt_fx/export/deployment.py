@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from torch.utils import _pytree as pytree
 from cpt_fx.errors import ExportError
 from cpt_fx.export.capture_modes import call_of, in_mode
 from cpt_fx.export.directory import new_file
-from cpt_fx.export.plain import describe, embed, finish, run
-from cpt_fx.export.program import Call, Graph, states_of, trace
+from cpt_fx.export.plain import accepts, describe, embed, finish, run, values_of
+from cpt_fx.export.program import Call, Graph, trace
 from cpt_fx.export.qdq_formats import (
     CONVERTED,
     EXACT,
@@ -29,6 +30,7 @@ from cpt_fx.export.qdq_formats import (
     squares,
 )
 from cpt_fx.export.qdq_graph import complete, constants, quantizers, replace
+from cpt_fx.export.sizes import settle_sizes
 from cpt_fx.export.qdq_probe import Seen, Tagged, Watch, extent_used, tagged
 from cpt_fx.schedules.bits import Bits, as_bits
 from cpt_fx.standalone import precision_of
@@ -157,7 +159,8 @@ def qdq(
     ):
         run(module, call)
         graph = trace(module, call, dynamic_batch=dynamic_batch, plain=True)
-        embed(graph, {name: buffer.detach().cpu().numpy() for name, buffer in states_of(module).items()})
+        settle_sizes((graph,), call, partial(accepts, module))
+        embed(graph, values_of(module))
         model = finish(graph)
         nodes = quantizers(model)
         watched = _Watched(module, call, tagged(module), constants(model, nodes))

@@ -6,9 +6,9 @@ What makes a graph in evaluation ready to be read by anyone, state and widths in
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,11 @@ from torch import fx, nn
 
 from cpt_fx.api import history_of
 from cpt_fx.errors import ExportError
-from cpt_fx.export import functions
 from cpt_fx.export.capture_modes import call_of, in_mode
 from cpt_fx.export.directory import new_file
-from cpt_fx.export.functions import DOMAIN, STOP, WITH_GRADIENT_OF
+from cpt_fx.export.functions import add_functions
+from cpt_fx.export.normalize import strip
+from cpt_fx.export.sizes import settle_sizes
 from cpt_fx.export.program import BITS, SEEDS, Call, Graph, states_of, trace
 from cpt_fx.runtime import width_of
 from cpt_fx.schedules import Static
@@ -32,7 +33,6 @@ from cpt_fx.schedules.bits import Bits, as_bits
 from cpt_fx.standalone import precision_of
 from cpt_fx.trial import trial
 
-BATCH = "batch"
 
 
 def onnx(
@@ -74,7 +74,8 @@ def onnx(
         with in_mode(result, False, call) as module:
             run(module, call)
             graph = trace(module, call, dynamic_batch=dynamic_batch)
-            embed(graph, {name: buffer.detach().cpu().numpy() for name, buffer in states_of(module).items()})
+            settle_sizes((graph,), call, partial(accepts, module))
+            embed(graph, values_of(module))
         if fixed is not None:
             embed(graph, _fixed_widths(result, graph, fixed))
         model = finish(graph)
@@ -93,21 +94,6 @@ def _fixed_widths(result: nn.Module, graph: Graph, bits: Bits) -> dict[str, Any]
     return {BITS + name: np.array(width, np.int64) for name, width in widths.items()}
 
 
-def add_functions(graph: Graph) -> None:
-    """Add the functions that a graph's nodes call."""
-    model = graph.model
-    called = {node.op_type for node in model.graph if node.domain == DOMAIN}
-    found = [functions.function(placed.kind) for placed in dict.fromkeys(graph.placed)]
-    for made in (*found, *functions.FIXED.values()):
-        if made.name in called:
-            function = ir.serde.deserialize_function(made)
-            model.functions[function.identifier()] = function
-    if called:
-        model.opset_imports[DOMAIN] = 1
-    else:
-        model.opset_imports.pop(DOMAIN, None)
-
-
 def run(module: fx.GraphModule, call: Call) -> Any:
     """Return what a model returns on the examples; leave no trace in it."""
     try:
@@ -117,8 +103,23 @@ def run(module: fx.GraphModule, call: Call) -> Any:
         raise ExportError(f"the model does not run on example_inputs: {type(error).__name__}: {error}") from error
 
 
+def values_of(module: fx.GraphModule) -> dict[str, Any]:
+    """Return what a graph in evaluation reads besides its inputs: parameters and running state."""
+    held = {**dict(module.named_parameters()), **states_of(module)}
+    return {name: value.detach().cpu().numpy() for name, value in held.items()}
+
+
+def accepts(module: fx.GraphModule, call: Call) -> bool:
+    """Whether a model takes a call."""
+    try:
+        run(module, call)
+    except ExportError:
+        return False
+    return True
+
+
 def embed(graph: Graph, values: Mapping[str, Any]) -> None:
-    """Make constants of inputs: of running state, of widths that are fixed."""
+    """Make constants of inputs: of parameters and running state, of widths that are fixed."""
     model = graph.model.graph
     for value in list(model.inputs):
         if value.name in values:
@@ -134,8 +135,7 @@ def finish(graph: Graph) -> ir.Model:
         # State is inside: what it would be after a run is of no use.
         if value.name not in graph.outputs:
             model.graph.outputs.remove(value)
-    _drop_gradients(model)
-    # Here weights are constants like any other, unlike in training.
+    strip(model)
     optimizer.fold_constants(model)
     common.IdentityEliminationPass()(model)
     for node in model.graph:
@@ -150,45 +150,8 @@ def finish(graph: Graph) -> ir.Model:
         if ours and not value.uses() and value not in model.graph.outputs:
             model.graph.inputs.remove(value)
     common.RemoveUnusedNodesPass()(model)
-    _name_batch(graph)
     common.NameFixPass()(model)
     return model
-
-
-def _drop_gradients(model: ir.Model) -> None:
-    """Take away what only says where gradients go."""
-    for node in list(model.graph):
-        if node.domain == DOMAIN and node.op_type in (STOP, WITH_GRADIENT_OF):
-            made = ir.node("Identity", [node.inputs[-1]])
-            made.outputs[0].type, made.outputs[0].shape = node.outputs[0].type, node.outputs[0].shape
-            ir.convenience.replace_nodes_and_values(model.graph, node, [node], [made], node.outputs, made.outputs)
-
-
-def _name_batch(graph: Graph) -> None:
-    """Call the size that varies by its name, wherever it stands."""
-    symbols = {
-        str(dim.value)
-        for value in graph.model.graph.inputs
-        if value.name in graph.inputs and value.shape is not None and len(value.shape)
-        for dim in value.shape[:1]
-        if isinstance(dim, ir.SymbolicDim) and dim.value is not None
-    }
-    if len(symbols) != 1:
-        return
-    symbol = re.compile(rf"\b{re.escape(symbols.pop())}\b")
-
-    def renamed(value: ir.Value) -> None:
-        if value.shape is not None:
-            value.shape = ir.Shape(
-                symbol.sub(BATCH, dim.value) if isinstance(dim, ir.SymbolicDim) and dim.value else dim
-                for dim in value.shape
-            )
-
-    for value in graph.model.graph.inputs:
-        renamed(value)
-    for node in graph.model.graph:
-        for value in node.outputs:
-            renamed(value)
 
 
 def describe(model: ir.Model, result: nn.Module, **more: object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +39,29 @@ def name_sizes(graph: Graph) -> None:
                 plain = re.sub(r"\W", "_", str(value.name))
                 names.setdefault(str(size.value), f"{plain}_{dim}" if dim or BATCH in names.values() else BATCH)
     _substitute(graph, names)
+
+
+def settle_sizes(graphs: Sequence[Graph], call: Call, runs: Callable[[Call], bool]) -> list[Call]:
+    """Name the open sizes of graphs of one model, fix those that the model itself does not leave open.
+
+    `runs` says whether the model takes a call. Returned are the calls with other sizes that it takes: what a graph of
+    varying sizes has to be right for. Batches of one are tried, too, and are no reason to fix the batch.
+    """
+    for graph in graphs:
+        name_sizes(graph)
+    first, *_ = graphs
+    working = []
+    for name, size in open_sizes(first, call).items():
+        larger = resized(first, call, {name: size + 1})
+        if runs(larger):
+            working.append(larger)
+        else:
+            for graph in graphs:
+                fix_sizes(graph, {name: size})
+    if BATCH in open_sizes(first, call):
+        single = resized(first, call, {BATCH: 1})
+        working += [single] if runs(single) else []
+    return working
 
 
 def fix_sizes(graph: Graph, sizes: Mapping[str, int]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,10 @@ from cpt_fx.export.functions import OPSET, add_functions
 from cpt_fx.export.losses import LossLike, resolve
 from cpt_fx.export.manifest import Manifest, Optimizer, Parameter, State, Width
 from cpt_fx.export.normalize import strip
+from cpt_fx.export.plain import run
 from cpt_fx.export.program import BITS, Call, states_of, trace, Graph
 from cpt_fx.export.refusals import check_schedules
-from cpt_fx.export.sizes import BATCH, fix_sizes, name_sizes, open_sizes, resized
+from cpt_fx.export.sizes import settle_sizes
 from cpt_fx.export.updates import IR_VERSION, resolve_optimizer, trace_updates
 from cpt_fx.export.verify import verify
 from cpt_fx.standalone import precision_of
@@ -79,34 +81,18 @@ def ort_training(
         evaluation = trace(graph, call, dynamic_batch=dynamic_batch)
     with new_directory(Path(directory), overwrite=overwrite) as folder:
         with in_mode(result, True, call) as graph:
-            calls = _batches(graph, training, evaluation, call)
+            others = settle_sizes((training, evaluation), call, partial(_runs, graph))
             manifest = _write(result, training, evaluation, values, made, groups, folder, loss_name, dynamic_batch)
-            verify(folder, manifest, graph, made, calls)
+            # At least three steps, so that what the optimizer remembers is used.
+            verify(folder, manifest, graph, made, (call, *others, *[call] * (2 - len(others))))
         return manifest
 
 
-def _batches(module: fx.GraphModule, training: Graph, evaluation: Graph, call: Call) -> list[Call]:
-    """Return examples of several sizes to compare with; fix the sizes that the model itself does not leave open."""
-    for graph in (training, evaluation):
-        name_sizes(graph)
-    calls = [call]
-    found = open_sizes(training, call)
-    for name, size in found.items():
-        others = [resized(training, call, {name: other}) for other in ((size + 1, 1) if name == BATCH else (size + 1,))]
-        working = [other for other in others if _runs(module, other)]
-        if not working or (name != BATCH and len(working) < len(others)):
-            fix_sizes(training, {name: size})
-            fix_sizes(evaluation, {name: size})
-        calls += working
-    return calls
-
-
 def _runs(module: fx.GraphModule, call: Call) -> bool:
-    """Whether the model takes a batch at all."""
+    """Whether the model and its loss take a batch at all."""
     assert call.loss is not None
     try:
-        with trial(module), torch.no_grad():
-            call.loss(module(*call.args, **call.kwargs), *call.targets)
+        call.loss(run(module, call), *call.targets)
     except Exception:  # of whatever kind: it is the model's own answer
         return False
     return True
