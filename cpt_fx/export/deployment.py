@@ -30,8 +30,8 @@ from cpt_fx.export.qdq_formats import (
     squares,
 )
 from cpt_fx.export.qdq_graph import complete, constants, quantizers, replace
-from cpt_fx.export.sizes import settle_sizes
 from cpt_fx.export.qdq_probe import Seen, Tagged, Watch, extent_used, tagged
+from cpt_fx.export.sizes import settle_sizes
 from cpt_fx.schedules.bits import Bits, as_bits
 from cpt_fx.standalone import precision_of
 from cpt_fx.trial import tensors_in

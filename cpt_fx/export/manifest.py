@@ -160,7 +160,7 @@ def _checked(kind: Any, value: Any, place: str) -> Any:
         return {key: _checked(inner[1], item, f"{place}[{key!r}]") for key, item in value.items()}
     if origin in (types.UnionType, typing.Union):
         allowed = [one for one in inner if one is type(value)]
-        if allowed or value is None and type(None) in inner:
+        if allowed or (value is None and type(None) in inner):
             return value
     elif kind is Any or type(value) is kind or (kind is float and type(value) is int):
         return value

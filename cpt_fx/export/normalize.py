@@ -6,6 +6,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 from onnxscript import optimizer
 
+
 def normalize(model: ir.Model) -> ir.Model:
     """Simplify a traced model in place, and complete it."""
     optimizer.fold_constants(model)

@@ -25,14 +25,13 @@ from cpt_fx.export.capture_modes import call_of, in_mode
 from cpt_fx.export.directory import new_file
 from cpt_fx.export.functions import add_functions
 from cpt_fx.export.normalize import strip
-from cpt_fx.export.sizes import settle_sizes
 from cpt_fx.export.program import BITS, SEEDS, Call, Graph, states_of, trace
+from cpt_fx.export.sizes import settle_sizes
 from cpt_fx.runtime import width_of
 from cpt_fx.schedules import Static
 from cpt_fx.schedules.bits import Bits, as_bits
 from cpt_fx.standalone import precision_of
 from cpt_fx.trial import trial
-
 
 
 def onnx(

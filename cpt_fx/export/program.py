@@ -156,7 +156,9 @@ def trace(
     _name_outputs(graph, (*loss, *step.outputs, *(name + NEXT for name in state),
                           *(name + GRADIENT + NEXT for name in step.reached)))  # fmt: skip
     changed = _drop_unchanged(graph, tuple(state))
-    _drop_unused(graph, (*parameters, *state, *(name + GRADIENT for name in sums), SEEDS, MORE, *(BITS + name for name in bits)))
+    _drop_unused(
+        graph, (*parameters, *state, *(name + GRADIENT for name in sums), SEEDS, MORE, *(BITS + name for name in bits))
+    )
     placed = tuple(step.lowering.placed)
     _name_quantizers(graph, placed)
     used = {str(value.name) for value in graph.graph.inputs}

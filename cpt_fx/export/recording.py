@@ -67,14 +67,9 @@ def record(
     table = {**({} if whole else decompositions()), **extra}
     # Attention in one operator has a backward pass in one operator.
     with mode, sdpa_kernel(SDPBackend.MATH):
-        recorded = make_fx(function, decomposition_table=table, tracing_mode="real", pre_dispatch=whole)(
+        return make_fx(function, decomposition_table=table, tracing_mode="real", pre_dispatch=whole)(
             *pytree.tree_unflatten(made, structure)
         )
-    for name, value in list(vars(recorded).items()):
-        if isinstance(value, Tensor):  # a constant, which torch.export forgets where it is a plain attribute
-            delattr(recorded, name)
-            recorded.register_buffer(name, value)
-    return recorded
 
 
 class _Recorded(nn.Module):
@@ -82,11 +77,11 @@ class _Recorded(nn.Module):
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__()
-        self.graph = graph
+        self.recorded = graph  # not `graph`, which is something else in what torch.export makes of it
 
     def forward(self, *arguments: Any) -> Any:
         """Run it."""
-        return self.graph(*arguments)
+        return self.recorded(*arguments)
 
 
 def convert(graph: fx.GraphModule, arguments: tuple[Any, ...], varying: Any) -> ir.Model:

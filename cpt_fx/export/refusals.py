@@ -9,6 +9,7 @@ from torch import nn
 from cpt_fx.errors import ExportError
 from cpt_fx.meta import Dial
 
+
 def check_modules(model: nn.Module) -> None:
     """Refuse layers whose arithmetic depends on how often they were called: a graph is the same for every step."""
     for path, layer in model.named_modules():

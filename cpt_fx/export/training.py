@@ -25,7 +25,7 @@ from cpt_fx.export.losses import LossLike, resolve
 from cpt_fx.export.manifest import Manifest, Optimizer, Parameter, State, Width
 from cpt_fx.export.normalize import strip
 from cpt_fx.export.plain import run
-from cpt_fx.export.program import BITS, Call, states_of, trace, Graph
+from cpt_fx.export.program import BITS, Call, Graph, states_of, trace
 from cpt_fx.export.refusals import check_schedules
 from cpt_fx.export.sizes import settle_sizes
 from cpt_fx.export.updates import IR_VERSION, resolve_optimizer, trace_updates
@@ -143,8 +143,10 @@ def _write(
         seeds=training.draws,
         parameters=tuple(
             Parameter(
-                tensor=_described(name, values[name]), trainable=name in trained,
-                also=tuple(one for one in also if one != name), group=moved[name],
+                tensor=_described(name, values[name]),
+                trainable=name in trained,
+                also=tuple(one for one in also if one != name),
+                group=moved[name],
             )
             for name, also in known.items()
         ),  # fmt: skip
@@ -177,7 +179,9 @@ def _save_values(values: Mapping[str, Any], folder: Path) -> None:
         value = ir.Value(name=name, const_value=ir.tensor(np.ascontiguousarray(array).reshape(array.shape), name=name))
         held.append(value)
     graph = ir.Graph([], [], nodes=[], initializers=held, opset_imports={"": OPSET}, name="values")
-    ir.save(ir.Model(graph, ir_version=IR_VERSION, producer_name="cpt_fx"), folder / files.VALUES, external_data=files.DATA)
+    ir.save(
+        ir.Model(graph, ir_version=IR_VERSION, producer_name="cpt_fx"), folder / files.VALUES, external_data=files.DATA
+    )
     (folder / files.DATA).touch()
 
 

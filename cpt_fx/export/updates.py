@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import builtins
 import copy
+import inspect
 import math
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -99,38 +99,56 @@ def resolve_optimizer(
     return optimizer, members
 
 
-def trace_updates(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], groups: Mapping[str, int]) -> Updates:
+def trace_updates(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], groups: Mapping[str, int]
+) -> Updates:
     """Trace the update of some parameters, by name, each with the group that it is in."""
     if not parameters:
         raise ExportError("the optimizer holds no parameter that the loss depends on: there is nothing to train")
-    made: dict[Any, _Function] = {}
+    made: dict[Any, _Function | None] = {}
+    chosen: dict[str, _Function] = {}
     graphs = [_Graph(len(optimizer.param_groups)) for _ in range(2)]
     for name, parameter in parameters.items():
         group = groups[name]
-        key = (group, parameter.ndim)
+        key: Any = (group, parameter.ndim)
+        label = f"{type(optimizer).__name__}_{group}_{parameter.ndim}d"
         if key not in made:
-            made[key] = _Function(optimizer, group, parameter, f"{type(optimizer).__name__}_{group}_{parameter.ndim}d")
+            try:
+                made[key] = _Function(optimizer, group, parameter, label)
+            except _Sizes:
+                made[key] = None
+        function = made[key]
+        if function is None:
+            key = (group, tuple(parameter.shape))
+            if key not in made:
+                sizes = "x".join(map(str, parameter.shape))
+                made[key] = _Function(optimizer, group, parameter, f"{label}_{sizes}", exact=True)
+            function = made[key]
+        chosen[name] = function
         for graph, is_first in zip(graphs, (True, False), strict=True):
-            graph.update(name, parameter, made[key], group, first=is_first)
+            graph.update(name, parameter, function, group, first=is_first)
     remembered, initial = [], {}
     for name, parameter in parameters.items():
-        function = made[groups[name], parameter.ndim]
+        function = chosen[name]
         given = optimizer.state.get(parameter, {})
         for key, value in function.states.items():
             full = f"{name}.{key}"
-            shape = tuple(parameter.shape) if value.ndim else ()
+            shape = _shape(value, parameter)
             dtype = str(value.dtype).removeprefix("torch.")
             tensor = files.Tensor(name=full, dtype=dtype, shape=shape)
             remembered.append(State(tensor=tensor, next=full + NEXT, swaps=key in function.late))
             if key in given:
-                initial[full] = given[key].detach().cpu().numpy()
+                initial[full] = given[key].detach().cpu().numpy().copy()
     return Updates(*(graph.finished() for graph in graphs), tuple(remembered), initial)
 
 
 class _Function:
     """The update of one parameter as two local functions: with nothing remembered, and with something."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, group: int, parameter: Tensor, name: str) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, group: int, parameter: Tensor, name: str, *, exact: bool = False
+    ) -> None:
+        self.exact = exact
         self.optimizer, self.group = optimizer, optimizer.param_groups[group]
         self.states: dict[str, Tensor] = {}
         self.constants: dict[str, Any] = {}
@@ -141,21 +159,23 @@ class _Function:
         if initial:
             self._keep(initial)
         else:
-            self.first = _as_function(f"{name}_first", partial(self._run, {}, keep=True), given)
-        held = tuple(torch.zeros_like(parameter) if value.shape == parameter.shape else torch.zeros(tuple(value.shape), dtype=value.dtype) for value in self.states.values())
+            self.first = _as_function(f"{name}_first", partial(self._run, {}, keep=True), given, exact=exact)
+        held = tuple(torch.zeros(_shape(value, parameter), dtype=value.dtype) for value in self.states.values())
 
         def later(p: Tensor, g: Tensor, rate: Tensor, step: Tensor, scale: Tensor, *values: Tensor) -> Any:
             state = self.constants | dict(zip(self.states, values, strict=True))
             return self._run(state, p, g, rate, step, scale)
 
-        self.later = _as_function(name, later, (*given, *held))
+        self.later = _as_function(name, later, (*given, *held), exact=exact)
         self.late = _read_late(self.later, len(given), tuple(self.states))
 
     def _keep(self, state: Mapping[str, Any]) -> None:
-        """Note what is remembered."""
+        """Note what is remembered: on a trace without fixed sizes only what has those of the parameter, or none."""
         tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         self.states = {key: value for key, value in tensors.items() if key != _STEP_STATE}
-        self.constants = {key: None if key in tensors else value for key, value in state.items() if key not in self.states}
+        self.constants = {
+            key: None if key in tensors else value for key, value in state.items() if key not in self.states
+        }
 
     def _run(
         self, state: Mapping[str, Any], parameter: Tensor, gradient: Tensor, rate: Tensor, step: Tensor, scale: Tensor,
@@ -179,8 +199,24 @@ class _Function:
             type(optimizer).step(optimizer)
         after = optimizer.state[parameter]
         if keep:
+            tensors = [value for value in after.values() if isinstance(value, Tensor) and value.ndim]
+            if not self.exact and any(value.shape != parameter.shape for value in tensors):
+                raise _Sizes
             self._keep(after)
         return parameter.detach(), *(after[key].detach() for key in self.states)
+
+
+_aten = torch.ops.aten
+_TABLE = {
+    # A power of float32, as the exporter has it, is too coarse for 1 - 0.999 ** step.
+    _aten.pow.Scalar: lambda base, power: torch.exp(power * math.log(base)),
+    # One limit that is a whole number, and one that is not, are too much for the exporter.
+    _aten.clamp_.default: lambda x, low, high: x.clamp_min_(float(low)).clamp_max_(float(high)),
+}
+
+
+class _Sizes(Exception):
+    """What an optimizer remembers has sizes of its own: it treats parameters by their shapes."""
 
 
 class _Numbers(TorchFunctionMode):
@@ -201,13 +237,11 @@ class _Numbers(TorchFunctionMode):
                     others = [others[0] / others[1] if func is Tensor.addcdiv_ else others[0] * others[1]]
                 product = others[0] * factor
                 return x.sub_(product) if func is Tensor.sub_ else x.add_(product)
-        if func is torch.full_like and isinstance(args[1], Tensor):
-            return torch.ones_like(args[0], **kwargs) * args[1].to(args[0].dtype)
         return func(*args, **kwargs)
 
 
 @contextmanager
-def _as_if_compiling(kind: type) -> Iterator[None]:
+def _as_if_compiling(kind: Any) -> Iterator[None]:
     """Let an optimizer take the way that compilers can follow, with its counts in float64, as Python's numbers are."""
 
     def chosen(better: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -221,13 +255,18 @@ def _as_if_compiling(kind: type) -> Iterator[None]:
 
         return choose
 
-    names = vars(sys.modules[kind.__module__])
+    names = inspect.unwrap(kind.step).__globals__
     dtype, compiling = torch.get_default_dtype(), torch.compiler._is_compiling_flag
     with ExitStack() as stack:
         for name, better in (("min", torch.minimum), ("max", torch.maximum)):
             if name not in names:
                 names[name] = chosen(better, getattr(builtins, name))
                 stack.callback(names.pop, name)
+        full_like = torch.full_like
+        stack.callback(setattr, torch, "full_like", full_like)
+        torch.full_like = lambda x, value, **options: (
+            torch.ones_like(x, **options) * value if isinstance(value, Tensor) else full_like(x, value, **options)
+        )
         stack.callback(torch.set_default_dtype, dtype)
         torch.set_default_dtype(torch.float64)
         stack.callback(setattr, torch.compiler, "_is_compiling_flag", compiling)
@@ -236,12 +275,10 @@ def _as_if_compiling(kind: type) -> Iterator[None]:
         yield
 
 
-def _as_function(name: str, run: Callable[..., Any], given: tuple[Any, ...]) -> ir.Function:
-    """Trace a function of tensors as a local function of ONNX, for tensors of any size and as many dims."""
-    varying = tuple(value.ndim > 0 for value in given)
-    # A power of float32, as the exporter has it, is too coarse for 1 - 0.999 ** step.
-    table = {torch.ops.aten.pow.Scalar: lambda base, power: torch.exp(power * math.log(base))}
-    model = normalize(convert(record(run, given, varying, table), given, varying))
+def _as_function(name: str, run: Callable[..., Any], given: tuple[Any, ...], *, exact: bool) -> ir.Function:
+    """Trace a function of tensors as a local function of ONNX: for their sizes, or for tensors of as many dims."""
+    varying = tuple(value.ndim > 0 and not exact for value in given)
+    model = normalize(convert(record(run, given, varying, _TABLE), given, varying))
     graph = model.graph
     for index, value in enumerate(graph.inputs):
         value.name = f"in_{index}"
@@ -308,9 +345,16 @@ class _Graph:
         self.functions[called.identifier()] = called
         value = _value(name, ir.DataType.FLOAT, parameter.shape)
         gradient = _value(name + GRADIENT, ir.DataType.FLOAT, parameter.shape)
-        shapes = {key: parameter.shape if state.ndim else () for key, state in function.states.items()}
-        kinds = {key: ir.DataType.DOUBLE if state.dtype == torch.float64 else ir.DataType.FLOAT for key, state in function.states.items()}
-        held = [] if called is function.first else [_value(f"{name}.{key}", kinds[key], shape) for key, shape in shapes.items()]
+        shapes = {key: _shape(state, parameter) for key, state in function.states.items()}
+        kinds = {
+            key: ir.DataType.DOUBLE if state.dtype == torch.float64 else ir.DataType.FLOAT
+            for key, state in function.states.items()
+        }
+        held = (
+            []
+            if called is function.first
+            else [_value(f"{name}.{key}", kinds[key], shape) for key, shape in shapes.items()]
+        )
         self.inputs += [value, gradient, *held]
         node = ir.node(
             called.name, [value, gradient, self.rate(group), self.step, self.scale, *held], domain=DOMAIN,
@@ -318,15 +362,25 @@ class _Graph:
         )  # fmt: skip
         names = [name, *(f"{name}.{key}" for key in shapes)]
         types = [ir.DataType.FLOAT, *kinds.values()]
-        for output, key, kind, shape in zip(node.outputs, names, types, (parameter.shape, *shapes.values()), strict=True):
+        for output, key, kind, shape in zip(
+            node.outputs, names, types, (parameter.shape, *shapes.values()), strict=True
+        ):
             output.name, output.type, output.shape = key + NEXT, ir.TensorType(kind), ir.Shape(shape)
         self.nodes.append(node)
         self.outputs += node.outputs
 
     def finished(self) -> ir.Model:
         """Return the graph."""
-        graph = ir.Graph(self.inputs, self.outputs, nodes=self.nodes, opset_imports={"": OPSET, DOMAIN: 1}, name="update")
+        graph = ir.Graph(
+            self.inputs, self.outputs, nodes=self.nodes, opset_imports={"": OPSET, DOMAIN: 1}, name="update"
+        )
         return ir.Model(graph, ir_version=IR_VERSION, producer_name="cpt_fx", functions=list(self.functions.values()))
+
+
+def _shape(state: Tensor, parameter: Tensor) -> tuple[int, ...]:
+    """Return the sizes of what is remembered of a parameter, where the trace may have left them open."""
+    own = tuple(state.shape)
+    return own if all(isinstance(size, int) for size in own) else tuple(parameter.shape)
 
 
 def _value(name: str, kind: ir.DataType, shape: Iterable[int]) -> ir.Value:

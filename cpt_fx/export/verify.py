@@ -114,13 +114,16 @@ class _Reference:
                 own[id(named[name])] = self.parameters[item.tensor.name]
         self.optimizer = copy.copy(optimizer)
         self.optimizer.param_groups = [
-            {**group, "params": [own[id(p)] for p in group["params"] if id(p) in own]} for group in optimizer.param_groups
+            {**group, "params": [own[id(p)] for p in group["params"] if id(p) in own]}
+            for group in optimizer.param_groups
         ]
         self.optimizer.state = defaultdict(
             dict, {own[id(p)]: copy.deepcopy(held) for p, held in optimizer.state.items() if id(p) in own}
         )
 
-    def step(self, call: Call, seeds: Tensor, parameters: Mapping[str, Tensor] | None = None) -> tuple[float, Values, Values]:
+    def step(
+        self, call: Call, seeds: Tensor, parameters: Mapping[str, Tensor] | None = None
+    ) -> tuple[float, Values, Values]:
         """Return loss, gradients and the new state of one step."""
         used = dict(self.parameters if parameters is None else parameters)
         states = {name: value.clone() for name, value in self.states.items()}
@@ -207,7 +210,9 @@ def _leaves(call: Call) -> list[Tensor]:
 
 def _check_loss(ours: float, theirs: float) -> None:
     if not np.isclose(theirs, ours, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True):
-        raise ExportError(f"the exported model does not compute what the model does: loss {theirs}, and {ours} in PyTorch")
+        raise ExportError(
+            f"the exported model does not compute what the model does: loss {theirs}, and {ours} in PyTorch"
+        )
 
 
 def _check_gradients(ours: Values, theirs: Values, moved: Any) -> None:
