@@ -33,6 +33,7 @@ def page(inspection: Inspection) -> str:
                   "bar": boxes.TITLE_BAR, "back": BACK},
         "items": {item.id: _item(item) for item in root.walk()},
     }  # fmt: skip
+    legend, legend_width = boxes.keys(list(widths_by_role(views)))
     parts = {
         "title": escape(inspection.name),
         "state": escape(inspection.state),
@@ -41,7 +42,8 @@ def page(inspection: Inspection) -> str:
         "style": resource("page.css") + resource("graph.css"),
         "script": resource("page.js"),
         "stats": _stats(inspection, views),
-        "legend": _legend(list(widths_by_role(views))),
+        "legend": legend,
+        "legend_width": boxes.number(legend_width),
         "uncovered": _uncovered(inspection),
         "products": _products(inspection),
         "passes": _passes(inspection),
@@ -130,12 +132,6 @@ def _stats(inspection: Inspection, views: tuple[QuantizerView, ...]) -> str:
         f'<div class="stat {kind}"><b>{escape(value)}</b><span>{escape(label)}</span></div>'
         for label, value, kind in found
     )
-
-
-def _legend(roles: list[str]) -> str:
-    entries = [(role, role) for role in roles] + [("op", "operator"), ("value", "parameter"), ("end", "input, output"),
-                                                  ("folded", "module (click to open)")]  # fmt: skip
-    return "".join(f'<span class="key"><i class="{kind}"></i>{escape(label)}</span>' for kind, label in entries)
 
 
 def _uncovered(inspection: Inspection) -> str:
