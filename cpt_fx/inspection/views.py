@@ -65,16 +65,6 @@ class QuantizerView:
     """Index of its graph in `cpt_fx.graphs(result)`."""
 
     @property
-    def current_bits(self) -> int:
-        """The current width."""
-        return self.bits
-
-    @property
-    def runs(self) -> int:
-        """How often it ran."""
-        return self.times_run
-
-    @property
     def seen(self) -> int | None:
         """The width to speak of: the current one if levels were seen there, else the largest one seen."""
         return self.bits if self.bits in self.levels else max(self.levels, default=None)

@@ -81,23 +81,33 @@ def train_function(train: Callable[..., object] | str, options: Mapping[str, Any
 
 def load(reference: str) -> tuple[Callable[..., object], str]:
     """Return the function that `file.py:name` or `module:name` leads to, and the reference with the full path."""
-    place, _, name = reference.rpartition(":")
-    if not place or not name:
+    found, where = find(reference)
+    if not callable(found):
+        raise TypeError(f"{reference} must be a function, it is {found!r}")
+    return found, where
+
+
+def find(reference: str) -> tuple[Any, str]:
+    """Return what a reference leads to, as in `name` or `Class.name`, and the reference with the full path."""
+    place, _, path = reference.rpartition(":")
+    if not place or not path:
         raise ValueError(
             f'a training function is named as in "file.py:train" or "package.module:train", got {reference!r}'
         )
     if place.endswith(".py"):
-        module: ModuleType = _load_file(Path(place).resolve())
         place = str(Path(place).resolve())
+        found: Any = _load_file(Path(place))
     else:
-        module = imported(place, reference)
-    found = named(module, name, place)
-    if not callable(found):
-        raise TypeError(f"{reference} must be a function, it is {found!r}")
-    return found, f"{place}:{name}"
+        found = _imported(place, reference)
+    where = place
+    for part in path.split("."):
+        if not hasattr(found, part):
+            raise ValueError(f"{where} has no {part!r}.{nearest(part, vars(found))}")
+        found, where = getattr(found, part), f"{where}.{part}"
+    return found, f"{place}:{path}"
 
 
-def imported(module: str, reference: str) -> ModuleType:
+def _imported(module: str, reference: str) -> ModuleType:
     """Return the module of a reference, from the current folder or installed."""
     if os.getcwd() not in sys.path:  # the script in bin/ does not look there; `python -m` would
         sys.path.insert(0, os.getcwd())
@@ -107,15 +117,6 @@ def imported(module: str, reference: str) -> ModuleType:
         if error.name is not None and f"{module}.".startswith(f"{error.name}."):
             raise ImportError(f"there is no module {error.name}, looked for by {reference!r}") from error
         raise
-
-
-def named(found: Any, path: str, where: str) -> Any:
-    """Return what has a name in a module, as in `name` or `Class.name`."""
-    for part in path.split("."):
-        if not hasattr(found, part):
-            raise ValueError(f"{where} has no {part!r}.{nearest(part, vars(found))}")
-        found, where = getattr(found, part), f"{where}.{part}"
-    return found
 
 
 def load_in_worker(reference: str) -> Callable[..., object]:
