@@ -40,7 +40,18 @@ FAMILIES = tuple(_PUBLISHED)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measurement:
+class Task:
+    """What was trained: the data, the model, their size, the figure in docs/results, and what it cannot show."""
+
+    dataset: str
+    model: str
+    size: str
+    figure: str
+    limits: str = "one dataset, one model and this length of training; others may rank the schedules differently."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement(Task):
     """One study of one task at one (q_min, q_max).
 
     ``schedules`` maps labels to mean, sd, n and relative_cost. ``differences[a][b]`` is the mean of a minus that of b
@@ -48,17 +59,12 @@ class Measurement:
     """
 
     study: str
-    dataset: str
-    model: str
-    size: str
-    limits: str
     steps: int
     seeds: Sequence[int]
     q_min: int
     q_max: int
     metric: str
     better: str
-    figure: str
     schedules: Mapping[str, Mapping[str, float]]
     differences: Mapping[str, Mapping[str, Sequence[float]]]
     left_out: Mapping[str, str]
