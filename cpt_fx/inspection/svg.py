@@ -35,7 +35,7 @@ READABLE = 120
 HIGH = 3000.0
 PAD = 14.0
 BACK = 26.0
-TURN, ROUND = 16.0, 8.0
+TURN = 16.0
 
 
 def drawing(inspection: Inspection, depth: int | None) -> str:
@@ -146,7 +146,9 @@ def _edge(chain: list[str], aside: float, placed: Placed, boxes: Boxes) -> str:
         if node == last:
             target += end.port[0] if end and end.port else aside
         if row in placed.cuts:
-            path.append(_around(x, bottom, placed.cuts[row], target, top))
+            # From the foot of a column to the head of the next one.
+            path.append(f"V{number(bottom + TURN)}H{number(placed.cuts[row])}V{number(top - TURN)}H{number(target)}")
+            path.append(f"V{number(top)}")
         elif abs(target - x) < 0.05:
             path.append(f"V{number(top)}")
         else:
@@ -168,18 +170,6 @@ def _back(a: str, b: str, placed: Placed, boxes: Boxes) -> str:
     far = number(placed.width + BACK)
     path = f"M{x} {y}C{far} {y} {far} {to_y} {to_x} {to_y}"
     return f'<path class="edge back" d="{path}"/><path class="tip" d="M{to_x} {to_y}l6 -3.5v7z"/>'
-
-
-def _around(x: float, bottom: float, gutter: float, target: float, top: float) -> str:
-    """Return the way from the foot of a column to the head of the next one."""
-    low, high = bottom + TURN, top - TURN
-    corner = [
-        f"V{number(low - ROUND)}Q{number(x)} {number(low)} {number(x + ROUND)} {number(low)}",
-        f"H{number(gutter - ROUND)}Q{number(gutter)} {number(low)} {number(gutter)} {number(low - ROUND)}",
-        f"V{number(high + ROUND)}Q{number(gutter)} {number(high)} {number(gutter + ROUND)} {number(high)}",
-        f"H{number(target - ROUND)}Q{number(target)} {number(high)} {number(target)} {number(high + ROUND)}",
-    ]
-    return "".join([*corner, f"V{number(top)}"])
 
 
 def resource(name: str) -> str:
