@@ -18,6 +18,8 @@ from cpt_fx.schedules.measured import FAMILIES, PATH, Measurement, Task, read
 from cpt_fx.study.analysis import Panel, against, panels
 from cpt_fx.study.records import Record
 
+__all__ = ["Task", "update"]
+
 
 def update(
     path: str | os.PathLike[str] | None, family: str, task: Task, records: Iterable[Record]

@@ -34,7 +34,7 @@ Task = tuple[Schedule, int, dict[str, Any], str | None]
 """What a training needs to know: schedule, seed, options, and what of the result is compared."""
 PACKAGES = ("cpt_fx", "torch", "numpy", "torch_geometric", "transformers")
 STARTING = "cpt-fx study worker, starting"
-"""A worker's name while it imports the training function's file, and multiprocessing the script that started it."""
+"""A worker's name while it imports the training function's file."""
 _loaded: dict[Path, ModuleType] = {}
 
 
@@ -131,7 +131,8 @@ def load_in_worker(reference: str) -> Callable[..., object]:
 
 def refuse_in_worker() -> None:
     """Stop a study that starts while a worker imports the file it is written in: it would never end."""
-    if multiprocessing.current_process().name == STARTING:
+    process = multiprocessing.current_process()
+    if process.name == STARTING or getattr(process, "_inheriting", False):  # the latter while it imports the script
         raise RuntimeError(
             "this study starts whenever its file is imported, and its worker processes import it: put the call below "
             'the line `if __name__ == "__main__":`'
