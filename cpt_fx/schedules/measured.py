@@ -77,8 +77,7 @@ class Measurement(Task):
     @property
     def decimals(self) -> int:
         """How many decimals show two digits of the usual standard deviation."""
-        spreads = sorted(row["sd"] for row in self.schedules.values() if row["sd"] > 0)
-        return min(max(1 - math.floor(math.log10(spreads[len(spreads) // 2])), 0), 8) if spreads else 4
+        return decimals([row["sd"] for row in self.schedules.values()], 4)
 
     def signed(self, value: float) -> str:
         """Return a difference as text, with a true minus."""
@@ -121,6 +120,12 @@ class Measurement(Task):
             return False
         _, low, high = self.difference(one, other)
         return high < 0 if self.better == "higher" else low > 0
+
+
+def decimals(deviations: Iterable[float | None], otherwise: int) -> int:
+    """Return how many decimals show two digits of the usual one."""
+    known = sorted(deviation for deviation in deviations if deviation)
+    return min(max(1 - math.floor(math.log10(known[len(known) // 2])), 0), 8) if known else otherwise
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ Numbers are rounded to what their spread supports, with true signs. Sentences sa
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from cpt_fx.schedules import measured
 from cpt_fx.study import analysis
 from cpt_fx.study.analysis import GROUPS, Panel, Row, against, reference, verdict
 from cpt_fx.study.records import said
@@ -332,13 +332,9 @@ def markdown(text: str) -> str:
 
 
 def decimals(panel: Panel) -> int:
-    """Return how many decimals show two digits of the usual standard deviation."""
-    deviations = sorted(row.deviation for row in panel.rows if row.deviation)
-    if deviations:
-        typical = deviations[len(deviations) // 2]
-    else:
-        typical = max((abs(value) for row in panel.rows for value in row.values.values()), default=1.0) / 100
-    return min(max(1 - math.floor(math.log10(typical)), 0), 8) if typical > 0 else 2
+    """Return how many decimals show two digits of the usual standard deviation, or of a hundredth of the values."""
+    largest = max((abs(value) for row in panel.rows for value in row.values.values()), default=1.0)
+    return measured.decimals([row.deviation for row in panel.rows], measured.decimals([largest / 100], 2))
 
 
 def counted(number: int, noun: str) -> str:
