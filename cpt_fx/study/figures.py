@@ -34,7 +34,7 @@ MARKERS = {"small": "o", "medium": "^", "large": "v", "other": "D", "static": "s
 DPI = 160
 PANEL = (7.6, 4.9)
 """Width and height of a panel, in inches."""
-_LINE = 112
+_LINE = 104
 """Characters of a caption that fit below a panel."""
 
 STYLE: Any = {
