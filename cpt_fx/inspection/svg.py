@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from cpt_fx.errors import check_int
 from cpt_fx.inspection.boxes import TITLE_BAR, Box, box_of, classes, frame_of, keys, label_of, number, text, title_width
 from cpt_fx.inspection.layout import Boxes, Placed, arrivals, in_columns, place, plan
-from cpt_fx.inspection.table import ROLES, width_text, widths_by_role
+from cpt_fx.inspection.table import ROLES, counts, widths_by_role
 from cpt_fx.inspection.tree import IN, OUT, Item, build
 
 if TYPE_CHECKING:
@@ -42,17 +42,12 @@ def drawing(inspection: Inspection, depth: int | None) -> str:
     """Return the SVG of a model, with a heading and a legend."""
     if depth is not None:
         check_int("depth", depth, 0)
-    views = inspection.quantizers
-    root = build(inspection.graphs, views, inspection.name)
+    root = build(inspection.graphs, inspection.quantizers, inspection.name)
     body, placed = _painted(root, depth)
-    widths = [f"{role} {width_text(bits)} bits" for role, bits in widths_by_role(views).items()]
-    left = len([item for item in inspection.uncovered if not item.by_choice])
-    subtitle = " · ".join(
-        [f"{len(views)} quantizers", *widths, f"{left} uncovered, {len(inspection.uncovered) - left} excluded"]
-    )
+    subtitle = " · ".join(f"{value} {label}" for label, value, _ in counts(inspection))
     state = inspection.state
     label = escape(f"{inspection.name}: {subtitle}; {state}")
-    legend, legend_width = keys([*widths_by_role(views)])
+    legend, legend_width = keys([*widths_by_role(inspection.quantizers)])
     width = max(placed.width + 48, max(len(subtitle), len(state)) * 6.6 + 48, legend_width + 48)
     height = placed.height + 168
     return (
