@@ -67,10 +67,12 @@ def run_in_processes(cells: Sequence[Cell], train: TrainFunction, *, workers: in
     """
     _check_portable(cells, train)
     queue = deque(cells)
-    crew = [_Worker() for _ in range(min(workers, len(cells)))]
+    crew: list[_Worker] = []
     at_work: dict[Future[Outcome], tuple[_Worker, Cell, Stopwatch]] = {}
-    free = list(crew)
     try:
+        for _ in range(min(workers, len(cells))):
+            crew.append(_Worker())
+        free = list(crew)
         while queue or at_work:
             while queue and free:
                 worker, cell = free.pop(), queue.popleft()
