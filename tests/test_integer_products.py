@@ -1,5 +1,8 @@
 """Codes and products of codes, by kernels and by torch's operators, against sums in int64 and float64."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -220,8 +223,9 @@ def test_matrices_of_any_layout(sizes: tuple[int, int, int], first: str, second:
     a, b = laid_out((rows, inner), first, 0), laid_out((inner, columns), second, 1)
     expected = a.to(torch.int64) @ b.to(torch.int64)
     with fenced() if by_kernel else native.disabled():
-        result = kernels.product(a, b, None)
-        assert torch.equal((products.integer_matmul(a, b) if result is None else result).to(torch.int64), expected)
+        one = torch.ones((), dtype=torch.float64)
+        result = products.matmul_forward(Codes(a, one), Codes(b, one), dtype=torch.float64)
+        assert torch.equal(result.to(torch.int64), expected)
 
 
 @NEEDS_KERNELS
@@ -383,3 +387,17 @@ def test_scales_that_do_not_factor_out_are_refused() -> None:
     g, w = codes(6, 4), quantize_codes(torch.randn(4, 5), 8, SYMMETRIC._replace(keep=(0,)))
     with pytest.raises(ValueError, match=r"linear_grad_input sums over dims .* second operand"):
         products.linear_grad_input(g, w)
+
+
+def test_sums_are_exact_on_every_processor() -> None:
+    """Without kernels: torch's product of int8 matrices loses what does not fit 16 bits where VNNI is missing."""
+    code = """
+import torch
+from cpt_fx.integer.codes import Codes
+from cpt_fx.integer.products import linear_forward
+x, w = torch.full((8, 64), 127, dtype=torch.int8), torch.full((8, 64), -127, dtype=torch.int8)
+print(int(linear_forward(Codes(x, torch.ones(())), Codes(w, torch.ones(()))).unique()))
+"""
+    processor = {"ONEDNN_MAX_CPU_ISA": "AVX2", "CPT_FX_NATIVE": "0"}
+    run = subprocess.run([sys.executable, "-c", code], env=os.environ | processor, capture_output=True, text=True)
+    assert run.stdout.strip() == str(-64 * 127 * 127), run.stderr
