@@ -38,7 +38,7 @@ def ranges_of(x: Tensor, grid: Grid) -> Tensor:
 
 def levels_in(rows: Tensor, most: int) -> tuple[int, Tensor]:
     """Return how many levels a row shows at most, `most` + 1 standing for more, and which there are in all rows."""
-    library = native.load("witness.cpp")
+    library = native.load("levels.cpp")
     if library is not None and rows.is_cpu and rows.dtype in _FITS:
         rows = rows.to(torch.float32).contiguous()
         found = torch.empty(rows.shape[0], most)
@@ -54,7 +54,7 @@ def levels_in(rows: Tensor, most: int) -> tuple[int, Tensor]:
 def holds(x: Tensor, levels: Tensor) -> bool:
     """Whether a tensor holds nothing but levels, which are sorted, and zeros. What is not finite has none."""
     levels = levels.to(x.device, x.dtype)
-    library = native.load("witness.cpp")
+    library = native.load("levels.cpp")
     if library is not None and x.is_cpu and x.dtype in _FITS:
         values, levels = x.to(torch.float32).contiguous(), levels.to(torch.float32)
         return bool(library.cpt_fx_holds(values.data_ptr(), values.numel(), levels.data_ptr(), levels.numel()))

@@ -78,11 +78,14 @@ def quantized(x: Tensor, bits: Tensor, grid: Grid, record: Tensor | None) -> Ope
     if width is None:
         seed = new_seed(x.device) if grid.rounding is Rounding.STOCHASTIC else None
         return QUANTIZE(x, bits, seed, grid.keep, grid.over, grid.rounding.value, record)
-    return _codes(x, width, grid, None, record)
+    codes = _codes(x, width, grid, None, record)
+    if isinstance(x, torch.nn.Parameter) and grid.rounding is Rounding.NEAREST:
+        setattr(codes.values, _WEIGHT, Weight(x.detach(), x._version, width, grid))
+    return codes
 
 
 class Weight(NamedTuple):
-    """A parameter that codes were made of: backward makes them again, which is cheaper than to keep them."""
+    """A parameter that codes were made of in eager execution: backward makes them again, instead of keeping them."""
 
     parameter: Tensor
     version: int
@@ -96,13 +99,6 @@ class Weight(NamedTuple):
 
 
 _WEIGHT = "_cpt_fx_weight"
-
-
-def remember_weight(operand: Operand, x: Tensor, bits: Tensor, grid: Grid) -> None:
-    """Note on codes in eager execution that they are those of a parameter."""
-    width = host_value(bits)
-    if isinstance(x, torch.nn.Parameter) and width is not None and grid.rounding is Rounding.NEAREST:
-        setattr(operand[0], _WEIGHT, Weight(x.detach(), x._version, width, grid))
 
 
 def weight_of(operand: Operand) -> Weight | None:

@@ -32,6 +32,8 @@ from cpt_fx.transformed import are_gradients, each, is_transformed
 
 _GRID = "int[] keep=[], int[]? over=None, str rounding='{rounding}'"
 _PRODUCT = _GRID.format(rounding="stochastic") + ", Tensor(a!)? record=None, Tensor(b!)? counts=None) -> Tensor"
+_STILL = Geometry()
+"""Of a product whose operands do not move, and of the dims in which a filter does not."""
 
 
 class _Kind(NamedTuple):
@@ -79,7 +81,7 @@ _CONV = _Kind(
 def _geometry_of(dims: int, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> Geometry:
     """Return the geometry of a convolution in one or two dims: one in one dim has images of height 1."""
     given = (tuple(values) * dims if len(values) == 1 else tuple(values) for values in (stride, padding, dilation))
-    return Geometry(*((*still[: 2 - dims], *moved) for still, moved in zip(Geometry(), given, strict=True)))
+    return Geometry(*((*still[: 2 - dims], *moved) for still, moved in zip(_STILL, given, strict=True)))
 
 
 def _as_images(operand: Operand, ndim: int, dims: int) -> Operand:
@@ -102,7 +104,6 @@ class _Quantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bits: Tensor, grid: Grid, record: Tensor | None) -> tuple[Tensor, ...]:
         operand = operands.quantized(x, bits, grid, record)
-        operands.remember_weight(operand, x, bits, grid)
         ctx.mark_non_differentiable(*operand)
         ctx.set_materialize_grads(False)
         # Not the tensor itself: its place in the autograd graph changes when it is overwritten later.
@@ -261,10 +262,10 @@ for _function in (_Quantize, _Multiply, _Dequantize):
 
 
 def _product(
-    kind: _Kind, left: list[Tensor], bits: Tensor | None, right: list[Tensor], bias: Tensor | None, geometry: Geometry,
-    options: dict[str, Any],
+    kind: _Kind, left: list[Tensor], bits: Tensor | None, right: list[Tensor], bias: Tensor | None = None,
+    geometry: Geometry = _STILL, *, record: Tensor | None = None, counts: Tensor | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
-    edges, record, counts = (left[0], right[0]), options.pop("record", None), options.pop("counts", None)
+    edges = left[0], right[0]
     simulated = len(left) == len(right) == 1
     supported = all(len(part) > 1 or operands.is_supported(part[0]) for part in (left, right))
     device = edges[0].device.type
@@ -309,19 +310,12 @@ def _count(counts: Tensor, directions: list[int], outcome: Outcome) -> None:
         counts[direction, outcome].add_(1)
 
 
-def _matrices(
-    kind: _Kind, left: list[Tensor], bits: Tensor | None, right: list[Tensor], added: Tensor | None = None,
-    **options: Any,
-) -> Tensor:  # fmt: skip
-    return _product(kind, left, bits, right, added, Geometry(), options)
-
-
 def _integer_conv(
     input: list[Tensor], bits: Tensor | None, weight: list[Tensor], bias: Tensor | None = None,
     stride: Sequence[int] = (1,), padding: Sequence[int] = (0,), dilation: Sequence[int] = (1,), **options: Any,
 ) -> Tensor:  # fmt: skip
     geometry = _geometry_of(weight[0].ndim - 2, stride, padding, dilation)
-    return _product(_CONV, input, bits, weight, bias, geometry, options)
+    return _product(_CONV, input, bits, weight, bias, geometry, **options)
 
 
 TO_INTEGER = define(
@@ -330,11 +324,11 @@ TO_INTEGER = define(
 )
 INTEGER_LINEAR = define(
     f"integer_linear(Tensor[] input, Tensor? bits, Tensor[] weight, Tensor? bias=None, *, {_PRODUCT}",
-    partial(_matrices, _LINEAR),
+    partial(_product, _LINEAR),
 )
 INTEGER_MATMUL = define(
     f"integer_matmul(Tensor[] input, Tensor? bits, Tensor[] other, Tensor? addend=None, *, {_PRODUCT}",
-    partial(_matrices, _MATMUL),
+    partial(_product, _MATMUL),
 )
 INTEGER_CONV = define(
     "integer_conv(Tensor[] input, Tensor? bits, Tensor[] weight, Tensor? bias=None, int[] stride=[1], "

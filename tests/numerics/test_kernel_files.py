@@ -27,7 +27,7 @@ from cpt_fx.numerics import Grid
 from cpt_fx.ops import FAKE_QUANTIZE
 from tests.kernel_kinds import KINDS, kernels_of
 
-NAME = "witness.cpp"
+NAME = "levels.cpp"
 pytestmark = pytest.mark.skipif(native.status() != "used", reason=f"native kernels: {native.status()}")
 
 
@@ -41,11 +41,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def works(library: ctypes.CDLL) -> bool:
     """Whether it counts three levels in four values."""
-    values, levels, error = torch.tensor([1.0, 2.0, 3.0, 3.0]), ctypes.c_int64(), ctypes.c_int64()
-    pointers = [ctypes.c_void_p(values.data_ptr())] * 2
-    return bool(library.cpt_fx_witness(*pointers, ctypes.c_int64(4), ctypes.byref(levels), ctypes.byref(error))) and (
-        levels.value == 3 and error.value == 0
-    )
+    values, found = torch.tensor([1.0, 2.0, 3.0, 3.0]), torch.empty(4)
+    return library.cpt_fx_levels(values.data_ptr(), 1, 4, 4, found.data_ptr()) == 3 and found.tolist() == [1, 2, 3, 1]
 
 
 def libraries(folder: Path) -> list[Path]:
