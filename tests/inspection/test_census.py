@@ -300,12 +300,10 @@ def test_every_range_is_looked_at() -> None:
     """A quantizer that leaves the last of its ranges alone shows few levels in the first, where a sample is taken."""
     rows = torch.randint(0, 4, (5, 40)).float()
     rows[4] = torch.randn(40)
-    for switch in (native.disabled, ExitStack):
-        with switch():
-            assert levels_in(rows, 4)[0] == 5
-            most, levels = levels_in(rows[:4], 4)
-            assert most == 4 and set(levels.tolist()) == {0.0, 1.0, 2.0, 3.0}
-            assert levels_in(torch.tensor([[1.0, -0.0, 0.0, torch.nan]]), 4)[0] <= 4
+    assert levels_in(rows, 4)[0] == 5
+    most, levels = levels_in(rows[:4], 4)
+    assert most == 4 and set(levels.tolist()) == {0.0, 1.0, 2.0, 3.0}
+    assert levels_in(torch.tensor([[1.0, -0.0, 0.0, torch.nan]]), 4)[0] == 2
 
 
 def test_ranges_are_rows() -> None:
@@ -321,13 +319,11 @@ def test_ranges_are_rows() -> None:
 def test_copies_hold_levels(dtype: torch.dtype, count: int) -> None:
     levels = torch.randn(count, dtype=dtype).unique()
     x = levels[torch.randint(0, len(levels), (700,))].view(7, 100).T
-    for switch in (native.disabled, ExitStack):
-        with switch():
-            assert holds(x, levels)
-            for place in (0, 350, 699):
-                other = x.clone()
-                other[place % 100, place // 100] += 1e-2
-                assert not holds(other, levels)
+    assert holds(x, levels)
+    for place in (0, 350, 699):
+        other = x.clone()
+        other[place % 100, place // 100] += 1e-2
+        assert not holds(other, levels)
 
 
 def test_a_range_of_one_element_is_noted() -> None:
