@@ -32,6 +32,8 @@ KERNELS: dict[str, Places | None] = {}
 FLOPS: dict[str, Callable[..., int]] = {}
 WRITES = "it writes its result to a tensor it is given (out=), in a form that is not in the list of operators"
 
+_OF_NUMPY = (("x", "input"), ("a", "input"), ("x1", "input"), ("x2", "other"))
+"""Names that every function of torch takes for its own, since numpy has them."""
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _C: Any = torch._C
 _PLACES: tuple[tuple[str, Any, str], ...] = (
@@ -185,8 +187,8 @@ def respelled(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cal
     row, args, kwargs = form.row, list(args), dict(kwargs)  # type: ignore[assignment]
     if row.left:
         return target, tuple(args), kwargs
-    for other, name in row.keywords:
-        if other in kwargs:
+    for other, name in (*row.keywords, *((other, name) for other, name in _OF_NUMPY if name in row.arguments)):
+        if other in kwargs and other not in row.arguments:
             kwargs[name] = kwargs.pop(other)
     # Operands come first in every signature: whatever is given by keyword after them (stride=, alpha=) stays so.
     while len(args) < len(row.arguments) and row.arguments[len(args)] in kwargs:

@@ -130,6 +130,29 @@ def test_keywords_of_torch_find_their_places() -> None:
                 assert row.arguments[place] in {dict(row.keywords).get(one, one) for one in given}, (row.name, given)
 
 
+@pytest.mark.parametrize("frontend", FRONTENDS)
+@pytest.mark.parametrize(("name", "keywords"), [
+    ("mm", ("a", "mat2")), ("matmul", ("x1", "x2")), ("linear", ("x", "weight")), ("kron", ("x1", "x2")),
+    ("addmm", ("x", "mat1", "mat2")), ("conv1d", ("x", "weight")), ("vecdot", ("x", "y")),
+])  # fmt: skip
+def test_names_that_numpy_has_for_arguments_are_keywords_too(
+    name: str, keywords: tuple[str, ...], frontend: str
+) -> None:
+    (row,) = [row for row in CALLED if row.name == name]
+    function = normal(row)
+    call = Call(lambda *args: function(**dict(zip(keywords, args, strict=True))), *CALLS[name])
+    assert verdicts(transformed(call, frontend))["call"] == decided("symbolic")[name]
+
+
+def test_an_axis_is_a_dim() -> None:
+    calls = {
+        key: Call(lambda x, y, key=key: torch.linalg.vecdot(x, y, **{key: 0}), *CALLS["vecdot"])
+        for key in ("dim", "axis")
+    }
+    found = verdicts(transformed(calls, "symbolic"))
+    assert found["dim"] == found["axis"] != decided("symbolic")["vecdot"]
+
+
 BY_ELEMENTS = {"outer", "vecdot", "kron"}
 """Products that torch computes by elements: no product reaches ATen, and none is counted."""
 
