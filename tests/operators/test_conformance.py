@@ -144,6 +144,18 @@ def test_names_that_numpy_has_for_arguments_are_keywords_too(
     assert verdicts(transformed(call, frontend))["call"] == decided("symbolic")[name]
 
 
+@pytest.mark.parametrize("frontend", ["symbolic", "between", "program"])
+def test_a_norm_is_looked_at_whatever_its_argument_is_called(frontend: str) -> None:
+    weight = CALLS["norm"][0]
+    calls = {
+        "numpy": Call(lambda x: torch.linalg.norm(x=x, ord="nuc"), weight),
+        "aten": Call(lambda x: torch.ops.aten.linalg_norm.ord_str(self=x, ord="nuc"), weight),
+        "frobenius": Call(lambda x: torch.ops.aten.linalg_norm(self=x), weight),
+    }
+    found = verdicts(transformed(calls, frontend))
+    assert found["numpy"] == found["aten"] != () and "frobenius" not in found
+
+
 def test_an_axis_is_a_dim() -> None:
     calls = {
         key: Call(lambda x, y, key=key: torch.linalg.vecdot(x, y, **{key: 0}), *CALLS["vecdot"])
