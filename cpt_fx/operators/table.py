@@ -121,6 +121,11 @@ def form_of(target: Any) -> Form | None:
     return Form(form.row if form.convert is None else replace(form.row, operands=(), left=WRITES), target)
 
 
+def writes(form: Form, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a spelling of its own is given a tensor for its result, which the function may not take."""
+    return form.convert is not None and kwargs.get("out") is not None
+
+
 def _name(target: Any) -> str:
     return str(target._schema.name if isinstance(target, torch._ops.OpOverload) else target._qualified_op_name)
 
@@ -142,7 +147,7 @@ def why_left(target: Any, args: tuple[Any, ...] | None = None, kwargs: Mapping[s
     if form is not None:
         if args is not None and form.row.when is not None and not form.row.when(*args, **(kwargs or {})):
             return ""
-        return form.row.left or (WHOLE if form.first else "")
+        return form.row.left or (WRITES if writes(form, kwargs or {}) else WHOLE if form.first else "")
     if isinstance(target, _OPERATORS):
         if KERNELS.get(name := _name(target), ()) != ():
             return "an operator from below autograd, whose operands are not quantized"
@@ -178,7 +183,7 @@ def is_opaque(target: Any) -> bool:
 def respelled(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
     """Return a call of an operator by its function, with its operands by position; None for other operators."""
     form = form_of(target)
-    if form is None:
+    if form is None or writes(form, kwargs):
         return None
     if form.convert is not None:
         target, args, kwargs = form.convert(*args, **kwargs)

@@ -13,10 +13,11 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from cpt_fx import cost, recipes
 from cpt_fx.operators import FORMS, MULTIPLY, ROWS, Row, form_of, why_left
-from cpt_fx.operators.table import spelled
-from tests.operators.row_calls import BREAKS, CALLS, NO_PROGRAM
+from cpt_fx.operators.table import WRITES, spelled
+from tests.operators.row_calls import BREAKS, CALLS, NO_PROGRAM, X
 from tests.operators.row_verdicts import FRONTENDS, SCHEDULE, Call, transformed, verdicts
 
+aten = torch.ops.aten
 CALLED = [row for row in ROWS if row.name in CALLS]
 NOT_HERE = {
     "convolution", "_compute_linear_combination", "packed_mm", "fused_attention", "mkldnn_linear",
@@ -154,6 +155,20 @@ def test_a_norm_is_looked_at_whatever_its_argument_is_called(frontend: str) -> N
     }
     found = verdicts(transformed(calls, frontend))
     assert found["numpy"] == found["aten"] != () and "frobenius" not in found
+
+
+@pytest.mark.parametrize("frontend", ["symbolic", "dynamo", "between"])
+@pytest.mark.parametrize(("function", "args", "shape"), [
+    (aten.tensordot, (X, X, [1], [0]), (3, 3)),
+    (aten.chain_matmul, ([X, X, X],), (3, 3)),
+    (aten.convolution, (X[None], X[..., None], None, [1], [0], [1], False, [0], 1), (1, 3, 3)),
+], ids=["tensordot", "chain_matmul", "convolution"])  # fmt: skip
+def test_a_spelling_of_its_own_that_writes_to_a_tensor_is_listed(
+    function: Callable[..., Any], args: tuple[Any, ...], shape: tuple[int, ...], frontend: str
+) -> None:
+    call = Call(lambda *given: function(*given, out=torch.empty(shape)), *args)
+    notes = verdicts(transformed(call.requires_grad_(False), frontend))["call"]
+    assert [reason for _, reason, _ in notes] == [WRITES]
 
 
 def test_an_axis_is_a_dim() -> None:
