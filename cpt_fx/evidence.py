@@ -4,8 +4,9 @@
 `record[32 + b]` the relative rounding error seen there, in parts per billion. Levels and error are measured on a
 sample, the first time a quantizer runs at a width, and only where that needs no synchronisation with a device.
 At 32 bits there is no error, and `record[ARMED]` says of a gradient quantizer whether a forward pass went through it: 1
-where no gradient was to be expected, 2 once it waited for one. `record[SKIPPED]` counts batches that were not finite,
-from which a running range has learned nothing; it is negative where a sparse tensor was passed on as it is.
+where no gradient was to be expected, 2 once it waited for one, `DIFFERENTIATED` once that came with a graph of its own.
+`record[SKIPPED]` counts batches that were not finite, from which a running range has learned nothing; it is negative
+where a sparse tensor was passed on as it is.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from cpt_fx.widths import is_free
 RECORD_LENGTH = 2 + 2 * FULL_PRECISION
 ARMED = 2 * FULL_PRECISION
 SKIPPED = ARMED + 1
+DIFFERENTIATED = 3
 SPARSE = -(2**32)
 """Added there for each sparse tensor: more than batches will ever be counted."""
 SAMPLE = 8192

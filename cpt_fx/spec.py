@@ -29,6 +29,7 @@ from cpt_fx.meta import (
     get_attribute,
 )
 from cpt_fx.operators import OPENED, form_of, row_of
+from cpt_fx.operators.table import writes
 from cpt_fx.ops import OP_OF_RANGE, QUANTIZE_GRADIENT, QUANTIZERS
 from cpt_fx.pass_base import STAGES
 from cpt_fx.runtime import Precision
@@ -90,7 +91,8 @@ def _normalized(module: fx.GraphModule) -> Violations:
             if isinstance(layer, OPENED) and CALLED not in node.meta:
                 yield f"{node.name} still calls the layer {node.target} ({type(layer).__name__})"
         elif node.op in ("call_function", "call_method") and (form := form_of(node.target)) is not None:
-            if form.target not in (None, node.target) and not form.first:
+            stays = form.first or writes(form, node.kwargs)
+            if form.target not in (None, node.target) and not stays:
                 kind = "the method " if node.op == "call_method" else ""
                 yield f"{node.name} still calls {kind}{node.target}, another name of {form.target}"
             for name in {form.row.arguments[index] for index, _ in form.row.operands} & node.kwargs.keys():

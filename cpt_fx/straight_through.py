@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cpt_fx.evidence import LOOKING, show, witness
+from cpt_fx.evidence import ARMED, LOOKING, show, witness
 from cpt_fx.formats import FULL_PRECISION, Rounding, Scheme, Specials
 from cpt_fx.frames import skip_frame
 from cpt_fx.native import simulate
@@ -188,3 +188,9 @@ def count(record: Tensor, place: int = 0, more: Tensor | int = 1) -> None:
     with outside() if is_transformed() else nullcontext():
         # What `record[place]` comes to, by a name that fake tensors know as well.
         plain(record).select(0, place).add_(plain(more).sum() if isinstance(more, Tensor) else more)
+
+
+def arm(record: Tensor, state: int) -> None:
+    """Note what a gradient quantizer waits for, or has got."""
+    with outside() if is_transformed() else nullcontext():
+        plain(record).select(0, ARMED).clamp_(min=state)

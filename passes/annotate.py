@@ -37,7 +37,7 @@ from cpt_fx.meta import (
     module_stack,
 )
 from cpt_fx.names import NAMES, Names, NamesOfOneGraph, frames_of
-from cpt_fx.operators import HIDING, MULTIPLY, Index, Row, form_of, row_of, why_left
+from cpt_fx.operators import HIDING, MULTIPLY, Index, Row, form_of, returns_one_tensor, row_of, why_left
 from cpt_fx.operators.around import ADDS
 from cpt_fx.operators.groups import einsum_group, group_of
 from cpt_fx.overrides import SELECTED, Aliases, Choices, Pattern, Selected
@@ -51,6 +51,7 @@ from cpt_fx.values import Values, is_read
 
 MAKES_A_WEIGHT = "part of a parametrization: it makes a weight, which is quantized where a layer multiplies it"
 BETWEEN = "it multiplies its operands one after the other: what it makes in between stays in full precision"
+NOT_ONE = "it does not return one tensor: its gradients stay in full precision"
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 OF_SOFTMAX = "part of a softmax over neighbours, which stays in full precision: it sums scores, not messages"
 
@@ -214,6 +215,10 @@ class _Walk:
         if added is not None and rule.bias is not None:
             index = 0 if added.args[1] is node else 1
             operands.append(Operand(index, "bias", "bias", rule.bias, (), None, added.name))
+        gradient = None if self.regions.infers else rule.gradient
+        if gradient is not None and not returns_one_tensor(node.target):
+            self.uncovered.append(Uncovered(layer, spec.name, NOT_ONE, "gradient"))
+            gradient = None
         if not operands and rule.gradient is None:
             return
         aggregates = family == "aggregation" or rule.messages_only
@@ -228,7 +233,7 @@ class _Walk:
             op=spec.name,
             family=family,
             operands=tuple(operands),
-            gradient=None if self.regions.infers else rule.gradient,
+            gradient=gradient,
             dials=tuple(dials.items()),
             gradient_name=output.name,
             return_quantized=rule.return_quantized,
@@ -253,8 +258,11 @@ class _Walk:
         """List the tensors an operator multiplies, as (index, name, kind)."""
         found: list[tuple[Index, str, str]] = []
         for index, kind in spec.operands:
-            if index < len(node.args) and isinstance(node.args[index], fx.Node):
-                found.append((index, spec.arguments[index], kind))
+            given, name = node.args[index] if index < len(node.args) else None, spec.arguments[index]
+            if isinstance(given, (list, tuple)):
+                found += [((index, place), f"{name}{place}", kind) for place in range(len(given))]
+            elif isinstance(given, fx.Node):
+                found.append((index, name, kind))
         if spec.variadic is not None:
             places: Iterable[Index] = range(spec.variadic, len(node.args))
             first = node.args[spec.variadic] if places else ()

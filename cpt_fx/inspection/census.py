@@ -24,6 +24,7 @@ from cpt_fx.evidence import LOOKING
 from cpt_fx.frames import skip_frame
 from cpt_fx.inspection.levels import Grids
 from cpt_fx.inspection.places import Kind, Place, Places, is_changed_by_a_hook, operands_at
+from cpt_fx.inspection.views import OF_A_SECOND
 from cpt_fx.meta import Uncovered
 from cpt_fx.numerics import Grid
 from cpt_fx.operators import factors, form_of
@@ -31,7 +32,6 @@ from cpt_fx.result import sessions_in
 from cpt_fx.transformed import plain
 from cpt_fx.widths import LOOKS_ON
 
-OF_A_SECOND = "a product of a second backward pass: gradients of gradients are not quantized"
 INSIDE = "the code of this operator multiplies what it has computed itself: that stays in full precision"
 HOOKED = "a hook of the model's own changes it after it was quantized"
 _LEVELS = 4
@@ -261,7 +261,8 @@ class Seen:
         if not loose or came.kind is Kind.LEFT:
             return
         if came.kind is Kind.SECOND or is_changed_by_a_hook(came):
-            self._list(came, _short(func), OF_A_SECOND if came.kind is Kind.SECOND else HOOKED)
+            op = _short(func) if came.site is None else came.site.op
+            self._list(came, op, OF_A_SECOND if came.kind is Kind.SECOND else HOOKED)
         elif came.site is None or len(loose) > self._allowed(came, allowed):
             if came.site is not None and came.is_registered:
                 self._list(came, came.site.op, INSIDE)

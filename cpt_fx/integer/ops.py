@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cpt_fx.evidence import ARMED
+from cpt_fx.evidence import DIFFERENTIATED
 from cpt_fx.frames import skip_frame
 from cpt_fx.integer import operands
 from cpt_fx.integer.counts import Outcome
@@ -28,6 +28,7 @@ from cpt_fx.integer.operands import Operand
 from cpt_fx.integer.products import Call
 from cpt_fx.numerics import Grid
 from cpt_fx.ops import FAKE_QUANTIZE, QUANTIZE_GRADIENT, define
+from cpt_fx.straight_through import arm
 from cpt_fx.transformed import are_gradients, each, is_transformed
 
 _GRID = "int[] keep=[], int[]? over=None, str rounding='{rounding}'"
@@ -221,6 +222,8 @@ def _differentiable(
     """Return what backward returns, as simulated execution computes it: with a graph of its own."""
     job: _Job = ctx.job
     if job.bits is not None:
+        if job.record is not None:
+            arm(job.record, DIFFERENTIATED)
         gradient = FAKE_QUANTIZE(gradient, job.bits, **job.grid.keywords(), record=job.record)
     values = []
     for edge, operand in zip(ctx.edges, (left, right), strict=True):
@@ -277,7 +280,7 @@ def _product(
         return _simulated(job, values, bias)
     result: Tensor = _Multiply.apply(*edges, bias, _operand(left), _operand(right), job)  # type: ignore[no-untyped-call]
     if record is not None:
-        record[ARMED].clamp_(min=1 + result.requires_grad)
+        arm(record, 1 + result.requires_grad)
     return result
 
 

@@ -15,13 +15,14 @@ from torch.utils.checkpoint import checkpoint
 import cpt_fx
 from cpt_fx import native
 from cpt_fx.bodies import state_of
-from cpt_fx.inspection.census import OF_A_SECOND, Seen, census
+from cpt_fx.inspection.census import Seen, census
 from cpt_fx.inspection.levels import holds, levels_in, ranges_of
 from cpt_fx.inspection.sameness import Call, Mode, run_in
 from cpt_fx.inspection.verification import VerificationError
+from cpt_fx.inspection.views import OF_A_SECOND
 from cpt_fx.numerics import Grid
 from cpt_fx.ops import FAKE_QUANTIZE, QUANTIZERS
-from cpt_fx.recipes import default, fp8, mx, paper
+from cpt_fx.recipes import default, fp8, integer, mx, paper
 from cpt_fx.schedules import Static
 from cpt_fx.trial import trial
 from tests.captures import captures
@@ -276,8 +277,27 @@ def test_products_of_a_second_backward_pass_are_listed() -> None:
     model(x)
     assert cpt_fx.inspect(model).verify(x).products == 12
     second = [item for item in cpt_fx.inspect(model).uncovered if item.reason == OF_A_SECOND]
-    assert {item.layer for item in second} == {"net.0", "net.2"}
+    wanted = [("net.0", "linear"), ("net.2", "linear")]
+    assert sorted((item.layer, item.op) for item in second) == wanted
     model(x)
+    assert cpt_fx.inspect(model).uncovered == tuple(second)
+
+
+@pytest.mark.parametrize("execution", ["simulated", "integer"])
+@pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
+def test_a_second_backward_pass_of_a_training_loop_is_listed_once_it_came(capture: str, execution: str) -> None:
+    """A gradient penalty: the model's own code has no second backward pass, and no look at it shows one."""
+    model = cpt_fx.transform(_small(), Static(4), recipe=integer(), capture=capture, execution=execution, prove=False)
+    x = batch().requires_grad_()
+    model(x).sum().backward()
+    assert not cpt_fx.inspect(model).uncovered
+    (force,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    force.square().sum().backward()
+    second = [item for item in cpt_fx.inspect(model).uncovered if item.reason == OF_A_SECOND]
+    assert [(item.layer, item.op, item.operand) for item in second] == [
+        ("0", "linear", "gradient"), ("2", "linear", "gradient")
+    ]  # fmt: skip
+    cpt_fx.inspect(model).verify(x.detach())
 
 
 def test_dynamo_goes_on_as_if_nobody_looked() -> None:
