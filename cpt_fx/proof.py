@@ -107,7 +107,7 @@ def _look(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _named(layers: list[str]) -> str:
-    named = ", ".join(repr(name) for name in layers[:3]) + ", ..." * (len(layers) > 3)
+    named = ", ".join(repr(name) if name else "(root)" for name in layers[:3]) + ", ..." * (len(layers) > 3)
     return f"{named} {'were' if layers[1:] else 'was'}"
 
 
