@@ -69,6 +69,7 @@ def test_a_layer_that_is_left_hides_no_backward_pass_of_somebody_else() -> None:
         cpt_fx.inspect(model).verify(x)
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("kind", ["integers", "quantized"])
 def test_integers_and_operators_of_others_are_listed(kind: str) -> None:
     class Aside(Escaping):
