@@ -288,8 +288,14 @@ class Session:
     def rewrite(self, view: QuantizedGraphModule) -> tuple[Report, ...]:
         """Run the passes on a graph."""
         view.meta[SELECTED] = self.selected
+        before = self.state.schedule
         with nets_asleep():
             reports = self.pipeline.run(view)
+        found = self.state.schedule
+        if found is not before and before is not None:
+            before.bind(self.state)
+        elif found not in (before, self.pipeline.settings.schedule) and not self.pipeline.binds:
+            raise TransformError(f"a pass binds {found}, and no schedule that was given to transform drives anything")
         self.state.pin()
         return reports
 

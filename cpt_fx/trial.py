@@ -67,7 +67,8 @@ def trial(model: nn.Module) -> Iterator[None]:
                 # In the containers as they are: others may hold on to them.
                 for name, buffer in buffers.items():
                     if buffer is not None:
-                        module._buffers[name] = copies.setdefault(id(buffer), buffer.detach().clone())
+                        copied = buffer.detach().clone().requires_grad_(buffer.requires_grad and buffer.is_leaf)
+                        module._buffers[name] = copies.setdefault(id(buffer), copied)
             yield
         finally:
             for module, buffers, training in modules:

@@ -23,6 +23,7 @@ from cpt_fx.graph_sites import (
     result_of,
 )
 from cpt_fx.meta import (
+    BY_DECISION,
     CALLED,
     FAMILY,
     LEFT,
@@ -115,7 +116,7 @@ class _Walk:
         for node in module.graph.nodes:
             self.visit(node)
             if SITE not in node.meta and row_of(node):
-                node.meta.setdefault(LEFT, f"{Annotate.name} left it as it is")
+                node.meta.setdefault(LEFT, BY_DECISION)
             for call in calls_of(module, node):
                 self.values.enter(call)
                 if call.body not in self._walked:

@@ -11,9 +11,8 @@ from cpt_fx.bodies import OUTER, free_name, given_quantized, has_quantizers, nod
 from cpt_fx.formats import Format, Range
 from cpt_fx.layer_state import PARTS, add_range
 from cpt_fx.meta import QUANTIZER, SITE, STATE, Dial, Operand, Quantizer, Site, read_before, source_of
-from cpt_fx.numerics import Grid
+from cpt_fx.numerics import keywords_of
 from cpt_fx.operators.groups import gradient_groups
-from cpt_fx.operators.row import Groups
 from cpt_fx.ops import OP_OF_RANGE, QUANTIZE_GRADIENT
 from cpt_fx.pass_base import Pass, Report
 from cpt_fx.runtime import Precision
@@ -66,7 +65,7 @@ class _Editor:
     def quantize_operand(self, node: fx.Node, site: Site, operand: Operand) -> None:
         """Put a quantizer between an operator and one of its operands."""
         value = operand.value(node)
-        options = _options(operand.format, (operand.keep, operand.over))
+        options = keywords_of(operand.format, (operand.keep, operand.over))
         name = _identifier(f"{site.layer}_{operand.name}_q")
         dial = site.dial(operand.role)
         ranges = ""
@@ -105,7 +104,7 @@ class _Editor:
         node.replace_all_uses_with(made)
         dial = site.dial("gradient")
         made.args = (node, self._bits(dial.role))
-        options = _options(site.gradient, gradient_groups(site.gradient))
+        options = keywords_of(site.gradient, gradient_groups(site.gradient))
         self._finish(made, options, at, site, "gradient", "gradient", site.gradient)
 
     def _finish(
@@ -153,13 +152,6 @@ def _replace_argument(node: fx.Node, operand: Operand, value: fx.Node) -> None:
         items[inner] = value
         args[outer] = tuple(items)
     node.args = tuple(args)
-
-
-def _options(format: Format, groups: Groups) -> dict[str, Any]:
-    """Return the keywords of a quantize op. Learned ranges are never floored: their op has no such option."""
-    floored = format.floored or format.range is Range.LEARNED
-    grid = Grid(*groups, format.scheme, format.rounding, format.exponent, format.specials, format.block, floored)
-    return grid.keywords()
 
 
 def _outward(module: fx.GraphModule) -> str:

@@ -114,11 +114,12 @@ class Grids:
         value = plain(value).detach()
         if self._is_unread(value):
             return True
-        if value.layout is not torch.strided:
+        if value.layout is not torch.strided or value.is_nested:
             return False
         if value.untyped_storage()._cdata in self._grids:
             return True
-        found = self._holds_levels(torch.view_as_real(value.resolve_conj()) if value.is_complex() else value)
+        numbers = value.float() if value.dtype.itemsize == 1 else value
+        found = self._holds_levels(torch.view_as_real(value.resolve_conj()) if value.is_complex() else numbers)
         if found and value.untyped_storage().nbytes() == value.numel() * value.element_size():
             self._keep(value)
         return found

@@ -140,8 +140,10 @@ class Inspection:
         }  # fmt: skip
 
     def table(self) -> Table:
-        """Return the quantizers as a rich table, grouped by layer."""
-        return table.quantizer_table(self.quantizers)
+        """Return the quantizers as a rich table, grouped by layer, and below it whether they were proven."""
+        quantizers = table.quantizer_table(self.quantizers)
+        quantizers.caption, quantizers.caption_justify = self.state, "left"
+        return quantizers
 
     def networkx(self) -> Any:
         """Return the rewritten graph as a `networkx.DiGraph`.
