@@ -258,7 +258,7 @@ class LearnedRange(torch.autograd.Function):
     def forward(x: Tensor, zero_point: Tensor, range: Tensor, bits: Tensor, grid: Grid) -> Tensor:
         """Quantize. At full precision, where that is known, no random numbers are drawn."""
         if passes(bits):
-            return x.clone()
+            return x.view_as(x)  # not a copy: products have other last bits where an operand lies otherwise in memory
         return numerics.quantize_or_pass(x, bits.to(torch.int64), grid, Extent(zero_point, range))
 
     @staticmethod

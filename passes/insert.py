@@ -104,7 +104,7 @@ class _Editor:
         with self.graph.inserting_after(node):
             made = self.graph.create_node("call_function", QUANTIZE_GRADIENT, (), name=name)
         node.replace_all_uses_with(made)
-        if node.args[0] in overwritten(node, {}):
+        if node is at and node.args[0] in overwritten(node, {}):
             self._write_afterwards(node, made)
         dial = site.dial("gradient")
         made.args = (node, self._bits(dial.role))

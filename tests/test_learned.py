@@ -53,6 +53,10 @@ def test_full_precision_trains_no_range(bits: int) -> None:
     assert torch.equal(x.grad, torch.ones(20))  # type: ignore[arg-type]
     assert low.grad == 0
     assert width.grad == 0
+    # Products round another way where an operand lies otherwise in memory.
+    turned = torch.randn(6, 8).narrow(-1, 0, 2).t()
+    passed = quantized(turned, low, width, bits)
+    assert (passed.stride(), passed.data_ptr()) == (turned.stride(), turned.data_ptr())
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "observer", "percentile", "learned"])
