@@ -67,6 +67,8 @@ class Session:
         self.strict = strict
         self.examples = False
         """Whether this call is that of the examples given to transform."""
+        self.fixed: dict[str, object] | None = None
+        """The plain arguments of those examples: a new trace is for the same."""
         self.looking = False
         """Whether this call only looks at the model, as a proof does."""
         self.state = Precision(root)

@@ -74,6 +74,14 @@ def test_full_precision_draws_no_random_numbers(bits: int, kind: str) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_a_learned_range_is_no_change_of_the_model(caplog: pytest.LogCaptureFixture) -> None:
+    model = cpt_fx.transform(nn.Linear(8, 4), Static(4), recipe=with_input("learned"), capture="symbolic")
+    (graph,) = cpt_fx.graphs(model)
+    model(torch.randn(5, 8))
+    assert cpt_fx.graphs(model) == [graph]
+    assert "captured again" not in caplog.text
+
+
 def with_input(kind: str) -> Recipe:
     return default().with_rule("linear", input=Format(scheme="affine", range=kind, percentile=90.0))  # type: ignore[arg-type]
 
