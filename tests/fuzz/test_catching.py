@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.fuzz import oracles
 from tests.fuzz.case import differences
-from tests.fuzz.census import Census, fewest_levels
+from tests.fuzz.census import Census, fewest_levels, is_on_levels
 from tests.fuzz.oracles import ORACLES
 from tests.fuzz.saving import faults_of, save
 from tests.fuzz.shrink import shrunk
@@ -122,6 +122,12 @@ def test_a_random_number_more_is_seen(tmp_path: Path) -> None:
     )
     (fault,) = tried(source, tmp_path, "same").faults
     assert fault.message.startswith("training at 32 bits: state of random numbers is off by")
+
+
+def test_ranges_of_one_element_show_nothing() -> None:
+    assert is_on_levels(torch.randn(1, 8, 1), "vector", 32, 4) is None
+    assert is_on_levels(torch.randn(5, 8), "vector", 32, 4) is False
+    assert is_on_levels(torch.randn(5, 8).sign(), "vector", 32, 4) is True
 
 
 def test_only_what_is_nan_in_both_is_alike() -> None:
