@@ -24,7 +24,7 @@ from cpt_fx.frames import skip_frame
 from cpt_fx.native.simulate import Running
 from cpt_fx.numerics import Extent, Grid, extent_of, percentile_extent
 from cpt_fx.saving import is_recomputing, keep_sources
-from cpt_fx.straight_through import Identity, arm, by_kernel, count, grid_of, note, straight_through
+from cpt_fx.straight_through import Identity, arm, by_kernel, count, grid_of, note, passes, straight_through
 from cpt_fx.transformed import are_gradients, each, is_transformed, plain, write
 from cpt_fx.widths import host_value, on_device
 
@@ -256,7 +256,9 @@ class LearnedRange(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, zero_point: Tensor, range: Tensor, bits: Tensor, grid: Grid) -> Tensor:
-        """Quantize."""
+        """Quantize. At full precision, where that is known, no random numbers are drawn."""
+        if passes(bits):
+            return x.view_as(x)  # not a copy: products have other last bits where an operand lies otherwise in memory
         return numerics.quantize_or_pass(x, bits.to(torch.int64), grid, Extent(zero_point, range))
 
     @staticmethod

@@ -21,7 +21,7 @@ from cpt_fx.frames import has_proxies, imported_aside, is_compiler_around, refus
 from cpt_fx.graph_module import QuantizedGraphModule
 from cpt_fx.history import LOGGER, History, check_coverage
 from cpt_fx.layer_state import forget, place_for_widths
-from cpt_fx.meta import CALLED, ENTRY, Uncovered
+from cpt_fx.meta import CALLED, ENTRY, Uncovered, around
 from cpt_fx.names import Names
 from cpt_fx.overrides import SELECTED, Patterns, Selected, check_before_capture
 from cpt_fx.pass_base import Report, unique
@@ -67,6 +67,8 @@ class Session:
         self.strict = strict
         self.examples = False
         """Whether this call is that of the examples given to transform."""
+        self.fixed: dict[str, object] | None = None
+        """The plain arguments of those examples: a new trace is for the same."""
         self.looking = False
         """Whether this call only looks at the model, as a proof does."""
         self.state = Precision(root)
@@ -158,7 +160,11 @@ class Session:
 
     def module_types(self) -> dict[str, type[nn.Module]]:
         """Return the class of every module, by all of its paths."""
-        return {path: plain_class(type(module)) for path, module in self.root.named_modules(remove_duplicate=False)}
+        # Of the layers that a graph was made of, its nodes know more than the modules that hold their parameters.
+        nodes = self.root.graph.nodes if isinstance(self.root, fx.GraphModule) else ()
+        made_of = {path: kind for node in nodes for path, kind in around(node) if kind is not None}
+        modules = self.root.named_modules(remove_duplicate=False)
+        return {path: plain_class(type(module)) for path, module in modules} | made_of
 
     def check_patterns(self) -> None:
         """Refuse names and types that select nothing, as far as that is known before there is a graph."""

@@ -50,7 +50,7 @@ def straight_through(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None,
     if served is not None:
         return served
     # Under torch.func a record can only be written inside an autograd function.
-    if not is_transformed() and _passes(bits):
+    if not is_transformed() and passes(bits):
         if record is not None:
             count(record)
         return x
@@ -152,7 +152,7 @@ skip_frame(Identity.backward.__code__, inside=True)
 
 def _by_torch(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None, record: Tensor | None) -> Tensor:
     """Return a new tensor: `x` on the grid of its width."""
-    if x.numel() == 0 or _passes(bits):
+    if x.numel() == 0 or passes(bits):
         result = x.clone()
     elif host_value(bits) is None:
         # Measured before: a range is a few numbers, and kept.
@@ -165,7 +165,7 @@ def _by_torch(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None, record
     return result
 
 
-def _passes(bits: Tensor) -> bool:
+def passes(bits: Tensor) -> bool:
     """Whether a width is known to leave a tensor alone."""
     width = host_value(bits)
     return width is not None and not 0 < width < FULL_PRECISION
@@ -179,7 +179,7 @@ def note(record: Tensor | None, x: Tensor, result: Tensor, bits: Tensor, grid: G
         # Under vmap a sample differs from element to element of the batch, and nothing can be counted.
         if width is not None and x.numel() and not is_transformed():
             witness(record, x, result, width, grid.keep, grid.over, grid.block)
-    if LOOKING and not _passes(bits):
+    if LOOKING and not passes(bits):
         show(result, width, grid, record)
 
 

@@ -18,6 +18,7 @@ from cpt_fx.graph_sites import (
     bag_spec,
     carries_no_message,
     elementwise_spec,
+    is_one_of,
     normalizes_softmax,
     parametrization_of,
     result_of,
@@ -245,7 +246,7 @@ class _Walk:
     def _bias_after(self, node: fx.Node) -> fx.Node | None:
         """Return the addition of a vector of parameters that completes a product to a linear layer, if it is one."""
         users = list(node.users)
-        if self.recipe.bias_add is not None or len(users) != 1 or users[0].target not in ADDS or users[0].kwargs:
+        if self.recipe.bias_add is not None or len(users) != 1 or not is_one_of(users[0], ADDS) or users[0].kwargs:
             return None
         others = [arg for arg in users[0].args if arg is not node]
         other = others[0] if len(others) == 1 else None

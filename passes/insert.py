@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
+from cpt_fx.aliasing import overwritten
 from cpt_fx.bodies import OUTER, free_name, given_quantized, has_quantizers, nodes_of, outermost, state_of
 from cpt_fx.formats import Format, Range
 from cpt_fx.layer_state import PARTS, add_range
@@ -102,10 +103,28 @@ class _Editor:
         with self.graph.inserting_after(node):
             made = self.graph.create_node("call_function", QUANTIZE_GRADIENT, (), name=name)
         node.replace_all_uses_with(made)
+        if node is at and node.args[0] in overwritten(node, {}):
+            self._write_afterwards(node, made)
         dial = site.dial("gradient")
         made.args = (node, self._bits(dial.role))
         options = keywords_of(site.gradient, gradient_groups(site.gradient))
         self._finish(made, options, at, site, "gradient", "gradient", site.gradient)
+
+    def _write_afterwards(self, node: fx.Node, made: fx.Node) -> None:
+        """Let an operator that overwrites a tensor do so with what has gone through its gradient quantizer.
+
+        If the tensor is a view, gradients come back by what it is a view of, and go around whatever reads the result.
+        """
+        written = node.args[0]
+        with self.graph.inserting_before(node):
+            aside = self.graph.call_method("clone", (written,))
+        with self.graph.inserting_after(made):
+            back = self.graph.call_method("copy_", (written,))
+        node.update_arg(0, aside)
+        made.replace_all_uses_with(back)
+        back.args = (written, made)
+        for new in (aside, back):
+            new.meta |= {key: value for key, value in node.meta.items() if key == "val"} | source_of(node)
 
     def _finish(
         self, made: fx.Node, options: dict[str, Any], at: fx.Node, site: Site, operand: str, role: str,

@@ -25,7 +25,7 @@ from cpt_fx.capture.captured import AsItIs, Capture
 from cpt_fx.capture.expected import look_at_ranges
 from cpt_fx.capture.tree import Places
 from cpt_fx.dynamo.backend import Backend, Compiler, why_broken
-from cpt_fx.dynamo.checkpoint import quantized_again
+from cpt_fx.dynamo.checkpoint import quantized_again, reentrant_apart
 from cpt_fx.dynamo.net import Net, noticed_scripts
 from cpt_fx.errors import TransformError
 from cpt_fx.graph_module import QuantizedGraphModule
@@ -175,7 +175,7 @@ class Engine:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Let the model run in this thread: its own calls of itself go on, Dynamo is quiet about its tracing."""
-        with _ONE_AT_A_TIME, _QUIET, ModesOf(), ExitStack() as stack:
+        with _ONE_AT_A_TIME, _QUIET, ModesOf(), reentrant_apart(), ExitStack() as stack:
             # A transformed model inside another one has its own quantizers, and is none of the other one's business.
             for other in ACTIVE:
                 if other is not self.session:
