@@ -155,9 +155,10 @@ class Session:
 
     def check_patterns(self) -> None:
         """Refuse names and types that select nothing, as far as that is known before there is a graph."""
+        types = self.module_types()
         for step in self.pipeline:
             for argument in ("exclude", "overrides"):
-                check_before_capture(Patterns(getattr(step, argument, None) or (), argument), self.module_types())
+                check_before_capture(Patterns(getattr(step, argument, None) or (), argument), types)
 
     def judge_patterns(self) -> None:
         """Raise for patterns that select nothing, note those that have no effect, now that the graphs are known."""

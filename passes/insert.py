@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -181,4 +182,4 @@ def _training_flag(module: fx.GraphModule, node: fx.Node) -> str:
 
 
 def _identifier(text: str) -> str:
-    return "".join(character if character.isalnum() else "_" for character in text)
+    return re.sub(r"\W", "_", text)
