@@ -60,9 +60,9 @@ def expect_ranges(session: Session) -> None:
 
 def _add_ranges(view: fx.GraphModule) -> None:
     """Make the ranges that the quantizers decided about will have."""
-    for node in view.graph.nodes:
-        site: Site | None = node.meta.get(SITE)
-        for operand in site.operands if site else ():
+    sites: list[Site] = [node.meta[SITE] for node in view.graph.nodes if SITE in node.meta]
+    for site in sites:
+        for operand in site.operands:
             if operand.format.range is not Range.DYNAMIC:
                 learned = operand.format.range is Range.LEARNED
                 add_range(view, site.layer, operand.name, state_of(view).device, learned=learned)
