@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,14 +28,12 @@ from cpt_fx.pipeline import Pipeline, no_collection
 from cpt_fx.proof import Proof
 from cpt_fx.regions import ModesOf
 from cpt_fx.reminders import Reminder
-from cpt_fx.result import PART, adopt, mark, part_of, plain_class
+from cpt_fx.result import PART, adopt, part_of, plain_class
 from cpt_fx.runtime import Precision, Widths
 
 if TYPE_CHECKING:
     from cpt_fx.dynamo.engine import Engine
 
-
-_NUMBERS = count()
 
 ACTIVE: list[Session] = []
 """The results whose own code runs at this moment: what it multiplies, in whichever thread, they see to."""
@@ -88,10 +85,6 @@ class Session:
         self._start()
 
     def _start(self) -> None:
-        self.mark = f"session {next(_NUMBERS)}"
-        """What its modules are marked with: a string, since Dynamo looks at those in no time."""
-        self.running = False
-        """Whether Dynamo runs the model's own code at this moment, in whichever thread."""
         self.watching = 0
         """How many methods of the model run at this moment: what they multiply is seen to."""
         self.moving = 0
@@ -110,7 +103,7 @@ class Session:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process."""
-        derived = ("mark", "running", "watching", "views", "_engine", "_evaluates", "trained_at", "told_norms", "proof",
+        derived = ("watching", "views", "_engine", "_evaluates", "trained_at", "told_norms", "proof",
                    "reminder")  # fmt: skip
         state = {key: value for key, value in self.__dict__.items() if key not in derived}
         # What has changed since it was traced is traced again by the copy.
@@ -168,9 +161,10 @@ class Session:
 
     def check_patterns(self) -> None:
         """Refuse names and types that select nothing, as far as that is known before there is a graph."""
+        types = self.module_types()
         for step in self.pipeline:
             for argument in ("exclude", "overrides"):
-                check_before_capture(Patterns(getattr(step, argument, None) or (), argument), self.module_types())
+                check_before_capture(Patterns(getattr(step, argument, None) or (), argument), types)
 
     def judge_patterns(self) -> None:
         """Raise for patterns that select nothing, note those that have no effect, now that the graphs are known."""
@@ -340,7 +334,11 @@ class Session:
     def look_again(self) -> None:
         """Look at the ranges once more at the next evaluation: there are layers that have learned nothing."""
         self._evaluates = False
-        mark(self)
+
+    def capture_anew(self) -> None:
+        """Let Dynamo look at the model's code again: a layer of it belongs to another result now."""
+        if self._engine is not None:
+            self._engine.forget_calls()
 
     def lose_ranges(self) -> None:
         """Note that there are parameters without the ranges that belong to them: the next evaluation warns of it."""

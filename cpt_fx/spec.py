@@ -101,7 +101,7 @@ def _normalized(module: fx.GraphModule) -> Violations:
                 yield f"{node.name} still calls {kind}{node.target}, another name of {form.target}"
             for name in {form.row.arguments[index] for index, _ in form.row.operands} & node.kwargs.keys():
                 yield f"{node.name} takes its operand {name} by keyword, where no decision can reach it"
-        elif node.op == "get_attr":
+        elif node.op == "get_attr" and not str(node.target).startswith(f"{STATE}."):
             value = get_attribute(module, str(node.target))
             if isinstance(value, nn.Parameter) and read.setdefault(id(value), node.name) != node.name:
                 yield f"{node.name} and {read[id(value)]} read the same parameter"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -71,7 +72,7 @@ class _Editor:
         dial = site.dial(operand.role)
         ranges = ""
         with self.graph.inserting_before(node):
-            made = self.graph.create_node("call_function", OP_OF_RANGE[operand.format.range], (value,), name=name)
+            made = self.graph.create_node("call_function", OP_OF_RANGE[operand.format.range], name=name)
         if operand.format.range is not Range.DYNAMIC:
             learned = operand.format.range is Range.LEARNED
             root = outermost(self.module)
@@ -101,7 +102,7 @@ class _Editor:
         assert site.gradient is not None
         name = _identifier(f"{site.layer}_gradient_q")
         with self.graph.inserting_after(node):
-            made = self.graph.create_node("call_function", QUANTIZE_GRADIENT, (), name=name)
+            made = self.graph.create_node("call_function", QUANTIZE_GRADIENT, name=name)
         node.replace_all_uses_with(made)
         if node is at and node.args[0] in overwritten(node, {}):
             self._write_afterwards(node, made)
@@ -134,7 +135,7 @@ class _Editor:
         record = self._record(made.name, site.layer)
         made.kwargs = {**options, "record": self._read(record, made)}
         what = Quantizer((site.layer,), site.op, operand, role, format, site.dial(role), record, ranges)
-        made.meta |= {**source_of(at), QUANTIZER: what}
+        made.meta.update(source_of(at), **{QUANTIZER: what})
         value = made.args[0]
         if isinstance(value, fx.Node) and "val" in value.meta:
             made.meta["val"] = value.meta["val"]
@@ -192,4 +193,4 @@ def _training_flag(module: fx.GraphModule, node: fx.Node) -> str:
 
 
 def _identifier(text: str) -> str:
-    return "".join(character if character.isalnum() else "_" for character in text)
+    return re.sub(r"\W", "_", text)
