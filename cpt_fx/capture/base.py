@@ -64,7 +64,8 @@ def clone_tree(module: nn.Module, clones: dict[int, nn.Module], session: object 
             f"{type(module).__name__} is TorchScript: its code is compiled and cannot be rewritten. "
             "Transform the Python module it was scripted from"
         )
-    if any(nn.parameter.is_lazy(tensor) for tensor in (*module._parameters.values(), *module._buffers.values())):
+    held = (*module._parameters.values(), *module._buffers.values())
+    if any(nn.parameter.is_lazy(tensor) for tensor in held if tensor is not None):
         raise CaptureError(
             f"{type(module).__name__} does not know the shapes of its parameters yet: run the model once, then "
             "transform it"
