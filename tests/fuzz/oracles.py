@@ -268,6 +268,7 @@ def round_trips(t: Trial) -> None:
         return
     if way in ("deepcopy", "pickle"):
         plain = t.case.model()
+        run(plain, t.case, "training")  # as the result has: spectral norm's weight is then none that torch copies
         try:
             copy.deepcopy(plain) if way == "deepcopy" else pickle.dumps((plain, t.case.module.schedule()))
         except Exception:
