@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Mapping
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -32,28 +33,29 @@ def overwritten(node: fx.Node, modules: Mapping[str, nn.Module]) -> list[fx.Node
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     updates = name.strip("_") in UPDATES or (name.endswith("_") and not name.endswith("__"))
     found = [node.kwargs.get("out"), first if updates else None]
-    found += [value for schema in _schemas(target, name) for value in _by_schema(schema, node)]
+    for place, argument in _written_by(target if isinstance(target, _OPERATORS) else f"aten::{name}"):
+        found.append(node.args[place] if place < len(node.args) else node.kwargs.get(argument))
     row = row_for(target)
     found += [node.args[place] for place in (row.mutates if row is not None else ()) if place < len(node.args)]
     return _nodes(found + (_by_signature(target, node) if isinstance(target, FunctionType) else []))
 
 
-def _schemas(target: Any, name: str) -> Iterable[Any]:
-    """Return the schemas of an operator; a function or method of torch has those of ATen's operator of that name."""
-    if isinstance(target, torch._ops.OpOverload):
-        return [] if target.namespace == "cpt_fx" else [target._schema]  # ranges and records are none of the model's
-    known = target._qualified_op_name if isinstance(target, torch._ops.OpOverloadPacket) else f"aten::{name}"
-    return _schemas_of(known)
+_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 
 
-_schemas_of = cache(torch._C._jit_get_schemas_for_operator)
-
-
-def _by_schema(schema: Any, node: fx.Node) -> Iterator[Any]:
-    for place, argument in enumerate(schema.arguments):
-        if argument.name in _ALWAYS or (argument.alias_info is not None and argument.alias_info.is_write):
-            by_place = place < len(node.args) and not argument.kwarg_only
-            yield node.args[place] if by_place else node.kwargs.get(argument.name)
+@cache
+def _written_by(operator: Any) -> list[tuple[int, str]]:
+    """Return what an operator overwrites, as (place, name); functions and methods of torch go by ATen's name."""
+    if isinstance(operator, torch._ops.OpOverload):
+        schemas = [] if operator.namespace == "cpt_fx" else [operator._schema]  # ranges and records are not the model's
+    else:
+        schemas = torch._C._jit_get_schemas_for_operator(getattr(operator, "_qualified_op_name", operator))
+    return [
+        (sys.maxsize if argument.kwarg_only else place, argument.name)
+        for schema in schemas
+        for place, argument in enumerate(schema.arguments)
+        if argument.name in _ALWAYS or (argument.alias_info is not None and argument.alias_info.is_write)
+    ]
 
 
 _signature = cache(inspect.signature)

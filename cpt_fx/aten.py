@@ -53,14 +53,14 @@ def to_torch(graph: fx.Graph) -> None:
 
 def unify(graph: fx.Graph, node: fx.Node) -> bool:
     """Give the call of an operator of the list its normal form; say whether that changed it."""
-    before = (node.op, node.target, node.args, node.kwargs)
     form = form_of(node.target) if node.op in ("call_function", "call_method") else None
-    if form is None or (form.first and not take_first(graph, node)):
+    call = None if form is None else respelled(node.target, node.args, node.kwargs)
+    if form is None or call is None or (form.first and not take_first(graph, node)):
         return False
-    call = respelled(node.target, node.args, node.kwargs)
-    assert call is not None
+    if call == (node.target, node.args, node.kwargs):
+        return False
     _replace(node, call)
-    return (node.op, node.target, node.args, node.kwargs) != before
+    return True
 
 
 def _replace(node: fx.Node, call: Call) -> None:

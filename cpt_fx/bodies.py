@@ -59,7 +59,7 @@ def body_of(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
     for name in str(node.target).split("."):
         if not isinstance(value, nn.Module):  # not a well-formed graph, which is for others to say
             return None
-        value = value._modules[name] if name in value._modules else value.__dict__.get(name)
+        value = value._modules.get(name, value.__dict__.get(name))
     if not isinstance(value, fx.GraphModule):
         return None
     return None if node.users and all(user.target in AUTHORS_OWN for user in node.users) else value

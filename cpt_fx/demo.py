@@ -14,24 +14,20 @@ from dataclasses import dataclass, field
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cpt_fx.api import transform
-from cpt_fx.costs import cost
 from cpt_fx.errors import check_choice, check_int
 from cpt_fx.inspection import Inspection, Verification
 from cpt_fx.recalibrating import recalibrate
 from cpt_fx.report import inlined, page, table
-from cpt_fx.schedules import NAMES, Schedule, Static, named
+from cpt_fx.schedules import NAMES, Schedule, Static, mean_costs, named, relative_cost
 from cpt_fx.study import figures
 from cpt_fx.study.writing import VARIABLES
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 Q_MIN, Q_MAX, CYCLES = 3, 8, 8
 TRAINING_IMAGES = 1200
@@ -59,8 +55,7 @@ class Settings:
         check_int("seed", self.seed, 0)
 
 
-@dataclass(frozen=True)
-class Digits:
+class Digits(NamedTuple):
     """Images of shape (n, 1, 8, 8) between 0 and 1, and what they show."""
 
     train_images: Tensor
@@ -76,23 +71,22 @@ class Run:
     name: str
     schedule: Schedule
     model: nn.Module
-    relative_cost: float
-    mean_bits: float
     losses: list[float] = field(default_factory=list)
-    accuracy_steps: list[int] = field(default_factory=list)
-    accuracies: list[float] = field(default_factory=list)
+    accuracies: dict[int, float] = field(default_factory=dict)
+    """Step -> the share of the test images recognised before it."""
     seconds: float = 0.0
 
     @property
     def accuracy(self) -> float:
         """The share of the test images recognised after the last step."""
-        return self.accuracies[-1]
+        return self.accuracies[max(self.accuracies)]
 
     def to_dict(self) -> dict[str, object]:
-        """Return the results as plain data."""
-        names = ("name", "accuracy", "mean_bits", "relative_cost", "seconds", "losses", "accuracy_steps", "accuracies")
-        told = {name: getattr(self, name) for name in names}
-        return told | {"schedule": repr(self.schedule), "saving": 1 - self.relative_cost}
+        """Return the results as plain data. Costs are relative to static q_max."""
+        names = ("name", "accuracy", "seconds", "losses", "accuracies")
+        cost = relative_cost(self.schedule, Q_MAX)
+        plan = {"schedule": repr(self.schedule), "mean_bits": mean_costs(self.schedule).mean_bits}
+        return {name: getattr(self, name) for name in names} | plan | {"relative_cost": cost, "saving": 1 - cost}
 
 
 class Block(nn.Module):
@@ -166,10 +160,8 @@ def run_demo(settings: Settings, advance: Advance) -> tuple[Run, Run]:
 def train(name: str, schedule: Schedule, settings: Settings, digits: Digits, advance: Advance) -> Run:
     """Train a fresh net under a schedule and measure it on the way."""
     torch.manual_seed(settings.seed)
-    plain = ResidualNet()
-    price = cost(plain, schedule, (digits.train_images[:1],))
-    model = transform(plain, schedule)
-    run = Run(name, schedule, model, price.relative, float(schedule.trajectory()[:, 0].mean()))
+    model = transform(ResidualNet(), schedule)
+    run = Run(name, schedule, model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.steps)
     # A generator of its own: stochastic rounding draws from the global one, how often is up to the recipe.
@@ -178,8 +170,7 @@ def train(name: str, schedule: Schedule, settings: Settings, digits: Digits, adv
     began = time.perf_counter()
     for step in range(settings.steps):
         if step % every == 0:
-            run.accuracy_steps.append(step)
-            run.accuracies.append(accuracy(model, digits))
+            run.accuracies[step] = accuracy(model, digits)
         chosen = torch.randint(0, len(digits.train_labels), (BATCH,), generator=batches)
         loss = F.cross_entropy(model(digits.train_images[chosen]), digits.train_labels[chosen])
         optimizer.zero_grad()
@@ -189,8 +180,7 @@ def train(name: str, schedule: Schedule, settings: Settings, digits: Digits, adv
         schedule.step()
         run.losses.append(loss.detach().item())
         advance(name, 1)
-    run.accuracy_steps.append(settings.steps)
-    run.accuracies.append(accuracy(model, digits))
+    run.accuracies[settings.steps] = accuracy(model, digits)
     run.seconds = time.perf_counter() - began
     return run
 
@@ -207,8 +197,9 @@ def accuracy(model: nn.Module, digits: Digits) -> float:
 
 def results(run: Run) -> tuple[str, ...]:
     """Return a run's line of the results table, but for the name. Costs are relative to static q_max."""
-    cost, saving = f"{run.relative_cost:.3f}", f"{100 * (1 - run.relative_cost):.1f} %"
-    return (f"{100 * run.accuracy:.2f} %", f"{run.mean_bits:.2f}", cost, saving, f"{run.seconds:.1f}")
+    cost = relative_cost(run.schedule, Q_MAX)
+    bits = f"{mean_costs(run.schedule).mean_bits:.2f}"
+    return f"{100 * run.accuracy:.2f} %", bits, f"{cost:.3f}", f"{100 * (1 - cost):.1f} %", f"{run.seconds:.1f}"
 
 
 def write_report(
@@ -237,68 +228,49 @@ def write_report(
         f"one small net: a single test image is {image:.2f} %, so a difference of a few tenths says little. Low "
         "precision is simulated: BitOps are counted by the published formula, and the seconds do not show the saving."
     )
-    sections = [
-        table(HEADINGS, [(run.name, *results(run)) for run in runs]),
-        *_charts(runs, settings),
-        graph,
-    ]
+    sections = [table(HEADINGS, [(run.name, *results(run)) for run in runs]), curves(runs, settings), graph]
     path = folder / "index.html"
     path.write_text(page("Cyclic precision training, a demonstration", lead, sections, foot), encoding="utf-8")
     return path
 
 
-def _charts(runs: tuple[Run, Run], settings: Settings) -> list[str]:
+def curves(runs: tuple[Run, Run], settings: Settings) -> str:
     """Draw both runs: bits, losses and accuracies over the steps."""
-    window = max(settings.steps // 40, 1)
-    # The climb from chance would flatten all that follows: the axis starts at what is left to tell apart.
-    settled = [100 * value for run in runs for value in run.accuracies[len(run.accuracies) // 4 :]]
-    floor = 5 * (min(settled) // 5)
-    edges = list(range(settings.steps + 1))
-
-    def bits(ax: Axes, run: Run, colour: str) -> None:
-        style = "-" if run is runs[0] else "--"
-        ax.stairs(run.schedule.trajectory()[:, 0], edges, baseline=None, color=colour, linestyle=style, label=run.name)
-        ax.set_ylim(Q_MIN - 0.6, Q_MAX + 0.6)
-        ax.set_yticks(range(Q_MIN, Q_MAX + 1))
-
-    def loss(ax: Axes, run: Run, colour: str) -> None:
-        ax.plot(edges[1:], run.losses, color=colour, alpha=0.28, linewidth=0.8)
-        ax.plot(edges[1:], smooth(run.losses, window), color=colour, label=run.name)
-        ax.set_yscale("log")
-        ax.yaxis.set_major_formatter("{x:g}")
-        ax.yaxis.set_minor_formatter("")
-
-    def accuracy(ax: Axes, run: Run, colour: str) -> None:
-        ax.plot(run.accuracy_steps, [100 * value for value in run.accuracies], color=colour, label=run.name)
-        ax.set_ylim(floor, 100.5)
-
-    return [
-        _chart("Bits", "bits", "The width of weights and activations at each step. Gradients have "
-               f"{Q_MAX} bits in both runs. Vertical lines: where a cycle starts.", bits, runs, settings),
-        _chart("Training loss", "loss", f"Cross entropy, on a logarithmic scale: the mean of {window} steps, and "
-               "faintly that of each batch.", loss, runs, settings),
-        _chart("Test accuracy", "accuracy, %", f"On images not trained on, always evaluated at {Q_MAX} bits, "
-               f"with batch norm's statistics at that width. The axis starts at {floor:g} %.", accuracy,
-               runs, settings),
-    ]  # fmt: skip
-
-
-def _chart(
-    title: str, label: str, note: str, draw: Callable[[Axes, Run, str], None], runs: tuple[Run, Run], settings: Settings
-) -> str:
     import matplotlib
 
+    window = max(settings.steps // 40, 1)
+    edges = range(settings.steps + 1)
+    # The climb from chance would flatten all that follows: the axis starts at what is left to tell apart.
+    settled = [100 * value for run in runs for step, value in run.accuracies.items() if 4 * step >= settings.steps]
+    floor = 5 * (min(settled) // 5)
     with matplotlib.rc_context(figures.STYLE):
-        figure, (ax,) = figures.new(1, height=2.5)
-        for cycle in range(1, CYCLES):
-            ax.axvline(settings.steps * cycle / CYCLES, color=MARK, linewidth=1, zorder=0.9)
-        for run, colour in zip(runs, _COLOURS, strict=False):
-            draw(ax, run, colour)
-        ax.set(xlabel="step", ylabel=label, xlim=(0, settings.steps))
-        ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0)
+        figure, (bits, loss, accuracy) = figures.new(3, height=2.5)
+        for run, colour, style in zip(runs, _COLOURS, ("-", "--"), strict=False):
+            bits.stairs(run.schedule.trajectory()[:, 0], edges, baseline=None, color=colour, linestyle=style,
+                        label=run.name)  # fmt: skip
+            loss.plot(edges[1:], run.losses, color=colour, alpha=0.28, linewidth=0.8)
+            loss.plot(edges[1:], smooth(run.losses, window), color=colour, label=run.name)
+            shares = [100 * value for value in run.accuracies.values()]
+            accuracy.plot(list(run.accuracies), shares, color=colour, label=run.name)
+        bits.set(title="Bits", ylabel="bits", ylim=(Q_MIN - 0.6, Q_MAX + 0.6), yticks=range(Q_MIN, Q_MAX + 1))
+        loss.set(title="Training loss", ylabel="loss", yscale="log")
+        loss.yaxis.set_major_formatter("{x:g}")
+        loss.yaxis.set_minor_formatter("")
+        accuracy.set(title="Test accuracy", ylabel="accuracy, %", ylim=(floor, 100.5), xlabel="step")
+        for ax in (bits, loss, accuracy):
+            for cycle in range(1, CYCLES):
+                ax.axvline(settings.steps * cycle / CYCLES, color=MARK, linewidth=1, zorder=0.9)
+            ax.set_xlim(0, settings.steps)
+            ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0)
         svg = figures.save(figure, "svg").decode()
-    svg = inlined(svg, title.lower().replace(" ", "-"), title, VARIABLES | _COLOURS)
-    return f'<figure><figcaption><h2>{title}</h2></figcaption>\n{svg}<p class="note">{escape(note)}</p></figure>'
+    svg = inlined(svg, "curves", "Bits, training loss and test accuracy over the steps", VARIABLES | _COLOURS)
+    note = (
+        f"Bits: the width of weights and activations at each step. Gradients have {Q_MAX} bits in both runs. Vertical "
+        f"lines: where a cycle starts. Loss: cross entropy, on a logarithmic scale: the mean of {window} steps, and "
+        f"faintly that of each batch. Accuracy: on images not trained on, always evaluated at {Q_MAX} bits, with batch "
+        f"norm's statistics at that width. The axis starts at {floor:g} %."
+    )
+    return f'<figure>{svg}<p class="note">{note}</p></figure>'
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:

@@ -4,19 +4,19 @@
 `record[32 + b]` the relative rounding error seen there, in parts per billion. Levels and error are measured on a
 sample, the first time a quantizer runs at a width, and only where that needs no synchronisation with a device.
 At 32 bits there is no error, and `record[ARMED]` says of a gradient quantizer whether a forward pass went through it: 1
-where no gradient was to be expected, 2 once it waited for one. `record[SKIPPED]` counts batches that were not finite,
-from which a running range has learned nothing; it is negative where a sparse tensor was passed on as it is.
+where no gradient was to be expected, 2 once it waited for one, `DIFFERENTIATED` once that came with a graph of its own.
+`record[SKIPPED]` counts batches that were not finite, from which a running range has learned nothing; it is negative
+where a sparse tensor was passed on as it is.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from cpt_fx import native
 from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.numerics import Grid, reduced_dims
 from cpt_fx.widths import is_free
@@ -24,6 +24,7 @@ from cpt_fx.widths import is_free
 RECORD_LENGTH = 2 + 2 * FULL_PRECISION
 ARMED = 2 * FULL_PRECISION
 SKIPPED = ARMED + 1
+DIFFERENTIATED = 3
 SPARSE = -(2**32)
 """Added there for each sparse tensor: more than batches will ever be counted."""
 SAMPLE = 8192
@@ -66,17 +67,10 @@ def witness(record: Tensor, x: Tensor, result: Tensor, bits: int, keep: tuple[in
 def _measured(before: Tensor, after: Tensor) -> tuple[int, int] | None:
     """Return the number of levels and the error in parts per billion; None where a value is not finite.
 
-    In one call, where a kernel can read the memory of both: a width is new to every quantizer at once.
+    By NumPy, which sorts ten times as fast as torch: a width is new to every quantizer at once.
     """
-    library = native.load("witness.cpp")
-    if library is not None and all(native.reads(one) and one.is_contiguous() for one in (before, after)):
-        levels, error = ctypes.c_int64(), ctypes.c_int64()
-        written = map(ctypes.byref, (levels, error))
-        finite = library.cpt_fx_witness(before.data_ptr(), after.data_ptr(), before.numel(), *written)
-        return (levels.value, error.value) if finite else None
-    before, after = before.double(), after.double()
-    if not bool(after.isfinite().all()):
+    was, now = before.double().numpy(), after.double().numpy()
+    if not np.isfinite(now).all():
         return None
-    spread = before.norm()
-    error = (after - before).norm() / spread if bool(spread > 0) else spread
-    return after.unique().numel(), int((error * 1e9).round())
+    spread = np.linalg.norm(was)
+    return np.unique(now).size, round(float(np.linalg.norm(now - was) / spread) * 10**9) if spread > 0 else 0

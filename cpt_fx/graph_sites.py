@@ -55,11 +55,11 @@ def elementwise_spec(node: fx.Node, recipe: Recipe, weights: set[fx.Node], train
     if len(tensors) != 2:
         return None
     parameters = sum(tensor in weights for tensor in tensors)
-    if _is(node, MULTIPLIES) and recipe.bias_add is not None and parameters == 1 and _summed(node) is not None:
+    if is_one_of(node, MULTIPLIES) and recipe.bias_add is not None and parameters == 1 and _summed(node) is not None:
         return EDGE_SCORE
-    if _is(node, ADDS) and recipe.bias_add is not None and parameters == 1:
+    if is_one_of(node, ADDS) and recipe.bias_add is not None and parameters == 1:
         return BIAS_ADD
-    if _is(node, MULTIPLIES) and parameters == 0:
+    if is_one_of(node, MULTIPLIES) and parameters == 0:
         if aggregates and any(_is_weighted_sum(user, weights) for user in node.users):
             return WEIGHTED_MESSAGES
         if aggregates and _is_weighted_message(node, trained):
@@ -110,9 +110,9 @@ def normalizes_softmax(node: fx.Node, spec: Row) -> bool:
         return False
     readers = _readers(node)
     if _called(value, "exp"):
-        return any(_is(reader, DIVIDES) and reader.args[0] is value for reader in readers)
+        return any(is_one_of(reader, DIVIDES) and reader.args[0] is value for reader in readers)
     scores = _source(value)
-    lowered = [reader for reader in readers if _is(reader, SUBTRACTS) and _source(reader.args[0]) is scores]
+    lowered = [reader for reader in readers if is_one_of(reader, SUBTRACTS) and _source(reader.args[0]) is scores]
     return any(_called(user, "exp") for reader in lowered for user in reader.users)
 
 
@@ -135,7 +135,7 @@ def _summed(node: fx.Node) -> fx.Node | None:
 def mean_after(node: fx.Node) -> fx.Node:
     """Return the division that makes a sum over neighbours their mean, if that is its only use, else the sum."""
     users = [user for user in node.users if not _reads_size(user, node)]
-    if len(users) == 1 and _is(users[0], DIVIDES) and users[0].args and users[0].args[0] is node:
+    if len(users) == 1 and is_one_of(users[0], DIVIDES) and users[0].args and users[0].args[0] is node:
         return users[0]
     return node
 
@@ -210,10 +210,10 @@ def _is_weighted_sum(node: fx.Node, weights: set[fx.Node]) -> bool:
         return False
     product = node.args[0]
     factors = [arg for arg in product.args[:2] if isinstance(arg, fx.Node)]
-    return _is(product, MULTIPLIES) and len(factors) == 2 and not any(factor in weights for factor in factors)
+    return is_one_of(product, MULTIPLIES) and len(factors) == 2 and not any(factor in weights for factor in factors)
 
 
-def _is(node: fx.Node, table: frozenset[Any]) -> bool:
+def is_one_of(node: fx.Node, table: frozenset[Any]) -> bool:
     """Whether a node calls one of these; `x += y` is recorded as a function of our own, under the operator's name."""
     ours = getattr(node.target, "__module__", "") == "cpt_fx.capture.in_place"
     return node.target in table or (ours and getattr(node.target, "__name__", "") in table)

@@ -18,6 +18,8 @@ SITE = "cpt_fx_site"
 """On an operator: the `Site` that annotate decided."""
 LEFT = "cpt_fx_left"
 """On an operator of the table that stays as it is: why. One that has neither was never looked at."""
+BY_DECISION = "annotate left it as it is"
+"""What stands there where the reason is in the report of annotate alone."""
 QUANTIZER = "cpt_fx_quantizer"
 """On a quantize node: the `Quantizer` it is."""
 PASS = "cpt_fx_pass"
@@ -193,12 +195,16 @@ def around(node: fx.Node) -> list[tuple[str, type[nn.Module] | None]]:
 def get_attribute(root: nn.Module, path: str) -> Any:
     """Follow a dotted path from a module to whatever stands at its end."""
     value: Any = root
-    *holders, last = path.split(".")
-    for name in holders:
+    for name in path.split("."):
         # Past nn.Module.__getattr__, which is slow: passes look at every node of a graph many times.
-        inside = value._modules.get(name) if isinstance(value, nn.Module) else None
-        value = getattr(value, name) if inside is None else inside
-    return getattr(value, last)
+        places = (value._modules, value._parameters, value._buffers) if isinstance(value, nn.Module) else ()
+        for place in places:
+            if name in place:
+                value = place[name]
+                break
+        else:
+            value = getattr(value, name)
+    return value
 
 
 def attribute_or_none(root: nn.Module, path: str) -> Any:

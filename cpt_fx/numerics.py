@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cpt_fx.formats import FULL_PRECISION, Rounding, Scheme, Specials
+from cpt_fx.formats import FULL_PRECISION, Format, Range, Rounding, Scheme, Specials
 from cpt_fx.noise import new_seed, uniform
 from cpt_fx.transformed import is_transformed, outside
 from cpt_fx.widths import is_watched
@@ -43,6 +43,13 @@ class Grid(NamedTuple):
         if self.scheme is Scheme.AFFINE and not self.floored:
             options["floored"] = False
         return options
+
+
+def keywords_of(format: Format, groups: tuple[tuple[int, ...], tuple[int, ...] | None]) -> dict[str, Any]:
+    """Return the keywords of an op that quantizes to a format. That of learned ranges has no floor."""
+    floored = format.floored or format.range is Range.LEARNED
+    grid = Grid(*groups, format.scheme, format.rounding, format.exponent, format.specials, format.block, floored)
+    return grid.keywords()
 
 
 class Extent(NamedTuple):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,14 @@ import torch
 from torch import Tensor
 
 from cpt_fx import numerics
-from cpt_fx.evidence import ARMED, SKIPPED, SPARSE
+from cpt_fx.evidence import DIFFERENTIATED, SKIPPED, SPARSE
 from cpt_fx.formats import FULL_PRECISION, Range
 from cpt_fx.frames import skip_frame
 from cpt_fx.native.simulate import Running
 from cpt_fx.numerics import Extent, Grid, extent_of, percentile_extent
 from cpt_fx.saving import is_recomputing, keep_sources
-from cpt_fx.straight_through import Identity, by_kernel, count, grid_of, note, straight_through
-from cpt_fx.transformed import are_gradients, each, is_transformed, outside, plain, write
+from cpt_fx.straight_through import Identity, arm, by_kernel, count, grid_of, note, passes, straight_through
+from cpt_fx.transformed import are_gradients, each, is_transformed, plain, write
 from cpt_fx.widths import host_value, on_device
 
 _GRID = (
@@ -118,6 +117,8 @@ def _fake_quantize(
 
 def _quantized_gradient(bits: Tensor, grid: Grid, record: Tensor | None, gradient: Tensor) -> Tensor:
     """Quantize a gradient on its way back."""
+    if record is not None and torch.is_grad_enabled() and (plain(gradient).requires_grad or not is_transformed()):
+        arm(record, DIFFERENTIATED)
     if gradient.layout is not torch.strided:
         return gradient
     if are_gradients(gradient):
@@ -130,8 +131,7 @@ def _quantized_gradient(bits: Tensor, grid: Grid, record: Tensor | None, gradien
 
 def _quantize_gradient(x: Tensor, bits: Tensor, *, record: Tensor | None = None, **options: Any) -> Tensor:
     if record is not None:
-        with outside() if is_transformed() else nullcontext():
-            plain(record).select(0, ARMED).clamp_(min=1 + x.requires_grad)
+        arm(record, 1 + x.requires_grad)
     if not (x.requires_grad or is_transformed()):
         return x
     bits = on_device(bits, x.device)
@@ -256,7 +256,9 @@ class LearnedRange(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, zero_point: Tensor, range: Tensor, bits: Tensor, grid: Grid) -> Tensor:
-        """Quantize."""
+        """Quantize. At full precision, where that is known, no random numbers are drawn."""
+        if passes(bits):
+            return x.view_as(x)  # not a copy: products have other last bits where an operand lies otherwise in memory
         return numerics.quantize_or_pass(x, bits.to(torch.int64), grid, Extent(zero_point, range))
 
     @staticmethod

@@ -138,7 +138,7 @@ class Pipeline:
         reports = []
         for step in self:
             reports.append(step.apply(module))
-            Verify(after=step.name).apply(module)
+            Verify(after=step.name).run(module)
         recompile(module)
         return tuple(reports)
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-from torch import fx
+from torch import fx, nn
 
 from cpt_fx.bodies import outermost
 
 if TYPE_CHECKING:
     from cpt_fx.standalone import Result
 
+_HOOKS = ("ward_hooks", "ward_pre_hooks")
 NOT_PROVEN = "captured, not proven: call `verify(*inputs)`"
 
 
@@ -27,13 +28,15 @@ def resting(graphs: Sequence[fx.GraphModule]) -> Iterator[set[int]]:
         rested.discard(number)
         return forward(*args, **kwargs)
 
+    before = [module.__dict__.copy() for module in graphs]
     for module in graphs:
         module.__dict__["forward"] = partial(run, id(module), module.forward)
     try:
         yield rested
     finally:
-        for module in graphs:
-            module.__dict__.pop("forward", None)
+        for module, known in zip(graphs, before, strict=True):
+            del module.__dict__["forward"]
+            module.__dict__.update({name: own for name, own in known.items() if name == "forward"})
 
 
 class Proof:
@@ -42,8 +45,8 @@ class Proof:
     def __init__(self, of: Result, covers: str, rested: set[int]) -> None:
         self.covers = covers
         awake = (one for one in of.graphs() if rested.isdisjoint((id(one), id(outermost(one)))))
-        self.graphs = [(ref(one), _text(one.graph)) for one in awake]
-        self.layers = {name: ref(module) for name, module in of.root.named_modules()}
+        self.graphs = [(ref(one), _text(one)) for one in awake]
+        self.layers = {name: (ref(module), _look(module)) for name, module in of.root.named_modules()}
         schedule = of.state.schedule
         self.schedule = None if schedule is None else ref(schedule)
 
@@ -52,19 +55,26 @@ class Proof:
         known = {id(module): text for held, text in self.graphs if (module := held()) is not None}
         modules = dict(enumerate(of.graphs(), first))
         new = [place for place, module in modules.items() if id(module) not in known]
-        edited = [at for at, module in modules.items() if known.get(id(module), "") not in ("", _text(module.graph))]
+        edited = [at for at, module in modules.items() if known.get(id(module), "") not in ("", _text(module))]
         if new:
             yield f"{_graphs(new)} no part of the proof"
         if edited:
             yield f"{_graphs(edited)} edited since"
         now = {name: module for name, module in of.root.named_modules()}
-        others = [name for name, module in now.items() if name not in self.layers or self.layers[name]() is not module]
+        others = [
+            name for name, module in now.items() if name not in self.layers or self.layers[name][0]() is not module
+        ]
         others += [name for name in self.layers if name not in now]
         if others:
-            named = ", ".join(repr(name) for name in others[:3]) + ", ..." * (len(others) > 3)
-            yield f"{named} {'were' if others[1:] else 'was'} replaced since"
-        if of.state.schedule is not (self.schedule and self.schedule()):
+            yield f"{_named(others)} replaced since"
+        changed = [name for name in now if name not in others and self.layers[name][1] != _look(now[name])]
+        if changed:
+            yield f"{_named(changed)} changed since"
+        schedule = of.state.schedule
+        if schedule is not (self.schedule and self.schedule()):
             yield "another schedule was bound since"
+        elif schedule is not None and of.state not in schedule._controllers:
+            yield "the schedule was unbound since"
 
 
 def proven_state(parts: Sequence[tuple[str, Result]], outside: Iterable[str] = ()) -> str:
@@ -82,9 +92,23 @@ def proven_state(parts: Sequence[tuple[str, Result]], outside: Iterable[str] = (
     return f"proven: {covers}" + (f"; outside of what was transformed: {named}" if named else "")
 
 
-def _text(graph: fx.Graph) -> str:
+def _text(module: fx.GraphModule) -> str:
     """Return all that a graph says; edits change it."""
-    return "\n".join(f"{node.name} {node.op} {node.target} {node.args} {node.kwargs}" for node in graph.nodes)
+    lines = [f"{node.name} {node.op} {node.target} {node.args} {node.kwargs}" for node in module.graph.nodes]
+    return "\n".join((*lines, str(module.__dict__.get("forward", ""))))
+
+
+def _look(module: nn.Module) -> tuple[Any, ...]:
+    """Return what a layer is besides its numbers: its class, its own forward, its hooks, what it holds."""
+    own = {name: value for name, value in module.__dict__.items() if name == "forward" or name.endswith(_HOOKS)}
+    hooks = tuple(tuple(map(id, value.values())) if isinstance(value, Mapping) else id(value) for value in own.values())
+    held = {**module._parameters, **module._buffers}
+    return type(module), hooks, {name: one if one is None else (one.shape, one.dtype) for name, one in held.items()}
+
+
+def _named(layers: list[str]) -> str:
+    named = ", ".join(repr(name) if name else "(root)" for name in layers[:3]) + ", ..." * (len(layers) > 3)
+    return f"{named} {'were' if layers[1:] else 'was'}"
 
 
 def _graphs(places: list[int]) -> str:

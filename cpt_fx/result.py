@@ -22,8 +22,7 @@ from torch.nn.utils import parametrize
 from cpt_fx.frames import is_one_graph_demanded, skip_frame
 from cpt_fx.layer_state import PREFIX, forget, is_range, moved, own
 from cpt_fx.operators import HIDING
-from cpt_fx.watched import MARK as MARK
-from cpt_fx.watched import OF, look_of, own_function, watched_method
+from cpt_fx.watched import OF, look_of, own_function, runs_here, runs_plain, watched_method
 from cpt_fx.watched import PART as PART
 
 if TYPE_CHECKING:
@@ -150,7 +149,6 @@ class Transformed(nn.Module):
         if theirs is not None:
             super().__setstate__(theirs)  # type: ignore[no-untyped-call]
         self.__dict__[PART] = part
-        self.__dict__.pop(MARK, None)
         object.__setattr__(self, "__class__", derived(type(self)))
 
 
@@ -227,7 +225,7 @@ def plain_layer(layer: nn.Module) -> nn.Module:
 
 def _body(cls: type[nn.Module]) -> dict[str, Any]:
     body: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    body |= {OF: cls, "forward": _forward_of(cls), MARK: ""}
+    body |= {OF: cls, "forward": _forward_of(cls)}
     if issubclass(cls, fx.GraphModule):
         body.update(_of_graph_modules(cls))
     elif not hasattr(cls, "graph"):
@@ -242,27 +240,14 @@ def _body(cls: type[nn.Module]) -> dict[str, Any]:
     return body
 
 
-RUNNING = "nobody"
-"""The mark of the session whose model Dynamo runs at this moment."""
-
-
-def mark(session: Session) -> None:
-    """Mark what belongs to a session, and has no forward of its own: Dynamo goes on there without asking more."""
-    for module in session.root.modules():
-        part: Part | None = module.__dict__.get(PART)
-        if part is not None and part.session is session and part.forward is None:
-            module.__dict__[MARK] = session.mark
-
-
 def _forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() and self._cpt_fx_part_of == RUNNING:
+        if runs_plain(self):
             return cls.forward(self, *args, **kwargs)
         part: Part = self.__dict__[PART]
+        if part.forward is not None and runs_here(self):
+            return part.forward(*args, **kwargs)
         session = part.session
-        # A compiler that comes by cannot ask for threads; it runs in the one that holds the engine, if any does.
-        if session.running if torch.compiler.is_dynamo_compiling() else session.runs_here():
-            return cls.forward(self, *args, **kwargs) if part.forward is None else part.forward(*args, **kwargs)
         if torch.compiler.is_dynamo_compiling() and is_one_graph_demanded():
             view = session.views.get((id(self), False))
             if view is not None:
@@ -326,7 +311,6 @@ def _deepcopy_of(cls: type[nn.Module]) -> Callable[..., Any]:
             self.__dict__[PART] = part
         memo[id(self)] = new
         new.__dict__[PART] = copy.deepcopy(part, memo)
-        new.__dict__.pop(MARK, None)
         object.__setattr__(new, "__class__", derived(type(new)))
         return new
 
@@ -382,8 +366,9 @@ def adopt(tree: nn.Module, session: Session) -> bool:
             found |= adopt(child, session)
     if part is not None:
         # A layer out of another result, or the copy of one, becomes ours.
+        if part.session is not session:
+            part.session.capture_anew()
         part.session = session
-        tree.__dict__.pop(MARK, None)
     elif may_multiply(tree):
         tree.__dict__[PART] = Part(session, tree.__dict__.pop("forward", None))
         object.__setattr__(tree, "__class__", derived(type(tree)))

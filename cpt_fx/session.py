@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +20,7 @@ from cpt_fx.frames import has_proxies, imported_aside, is_compiler_around, refus
 from cpt_fx.graph_module import QuantizedGraphModule
 from cpt_fx.history import LOGGER, History, check_coverage
 from cpt_fx.layer_state import forget, place_for_widths
-from cpt_fx.meta import CALLED, ENTRY, Uncovered
+from cpt_fx.meta import CALLED, ENTRY, Uncovered, around
 from cpt_fx.names import Names
 from cpt_fx.overrides import SELECTED, Patterns, Selected, check_before_capture
 from cpt_fx.pass_base import Report, unique
@@ -29,14 +28,12 @@ from cpt_fx.pipeline import Pipeline, no_collection
 from cpt_fx.proof import Proof
 from cpt_fx.regions import ModesOf
 from cpt_fx.reminders import Reminder
-from cpt_fx.result import PART, adopt, mark, part_of, plain_class
+from cpt_fx.result import PART, adopt, part_of, plain_class
 from cpt_fx.runtime import Precision, Widths
 
 if TYPE_CHECKING:
     from cpt_fx.dynamo.engine import Engine
 
-
-_NUMBERS = count()
 
 ACTIVE: list[Session] = []
 """The results whose own code runs at this moment: what it multiplies, in whichever thread, they see to."""
@@ -67,6 +64,8 @@ class Session:
         self.strict = strict
         self.examples = False
         """Whether this call is that of the examples given to transform."""
+        self.fixed: dict[str, object] | None = None
+        """The plain arguments of those examples: a new trace is for the same."""
         self.looking = False
         """Whether this call only looks at the model, as a proof does."""
         self.state = Precision(root)
@@ -86,10 +85,6 @@ class Session:
         self._start()
 
     def _start(self) -> None:
-        self.mark = f"session {next(_NUMBERS)}"
-        """What its modules are marked with: a string, since Dynamo looks at those in no time."""
-        self.running = False
-        """Whether Dynamo runs the model's own code at this moment, in whichever thread."""
         self.watching = 0
         """How many methods of the model run at this moment: what they multiply is seen to."""
         self.moving = 0
@@ -108,7 +103,7 @@ class Session:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process."""
-        derived = ("mark", "running", "watching", "views", "_engine", "_evaluates", "trained_at", "told_norms", "proof",
+        derived = ("watching", "views", "_engine", "_evaluates", "trained_at", "told_norms", "proof",
                    "reminder")  # fmt: skip
         state = {key: value for key, value in self.__dict__.items() if key not in derived}
         # What has changed since it was traced is traced again by the copy.
@@ -158,13 +153,18 @@ class Session:
 
     def module_types(self) -> dict[str, type[nn.Module]]:
         """Return the class of every module, by all of its paths."""
-        return {path: plain_class(type(module)) for path, module in self.root.named_modules(remove_duplicate=False)}
+        # Of the layers that a graph was made of, its nodes know more than the modules that hold their parameters.
+        nodes = self.root.graph.nodes if isinstance(self.root, fx.GraphModule) else ()
+        made_of = {path: kind for node in nodes for path, kind in around(node) if kind is not None}
+        modules = self.root.named_modules(remove_duplicate=False)
+        return {path: plain_class(type(module)) for path, module in modules} | made_of
 
     def check_patterns(self) -> None:
         """Refuse names and types that select nothing, as far as that is known before there is a graph."""
+        types = self.module_types()
         for step in self.pipeline:
             for argument in ("exclude", "overrides"):
-                check_before_capture(Patterns(getattr(step, argument, None) or (), argument), self.module_types())
+                check_before_capture(Patterns(getattr(step, argument, None) or (), argument), types)
 
     def judge_patterns(self) -> None:
         """Raise for patterns that select nothing, note those that have no effect, now that the graphs are known."""
@@ -288,8 +288,14 @@ class Session:
     def rewrite(self, view: QuantizedGraphModule) -> tuple[Report, ...]:
         """Run the passes on a graph."""
         view.meta[SELECTED] = self.selected
+        before = self.state.schedule
         with nets_asleep():
             reports = self.pipeline.run(view)
+        found = self.state.schedule
+        if found is not before and before is not None:
+            before.bind(self.state)
+        elif found not in (before, self.pipeline.settings.schedule) and not self.pipeline.binds:
+            raise TransformError(f"a pass binds {found}, and no schedule that was given to transform drives anything")
         self.state.pin()
         return reports
 
@@ -328,7 +334,11 @@ class Session:
     def look_again(self) -> None:
         """Look at the ranges once more at the next evaluation: there are layers that have learned nothing."""
         self._evaluates = False
-        mark(self)
+
+    def capture_anew(self) -> None:
+        """Let Dynamo look at the model's code again: a layer of it belongs to another result now."""
+        if self._engine is not None:
+            self._engine.forget_calls()
 
     def lose_ranges(self) -> None:
         """Note that there are parameters without the ranges that belong to them: the next evaluation warns of it."""

@@ -8,6 +8,7 @@ general way to look up a module's attributes would take most of the time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -28,13 +29,17 @@ from cpt_fx.meta import (
     attribute_or_none,
     get_attribute,
 )
+from cpt_fx.numerics import Grid, keywords_of
 from cpt_fx.operators import OPENED, form_of, row_of
+from cpt_fx.operators.groups import gradient_groups
+from cpt_fx.operators.table import writes
 from cpt_fx.ops import OP_OF_RANGE, QUANTIZE_GRADIENT, QUANTIZERS
 from cpt_fx.pass_base import STAGES
 from cpt_fx.runtime import Precision
 
 Violations = Iterator[str]
 
+_GRID = frozenset({*Grid._fields})
 _VERBS = {"get_attr": "reads", "call_module": "calls"}
 """What a node does with the part of the model that it names."""
 
@@ -90,12 +95,13 @@ def _normalized(module: fx.GraphModule) -> Violations:
             if isinstance(layer, OPENED) and CALLED not in node.meta:
                 yield f"{node.name} still calls the layer {node.target} ({type(layer).__name__})"
         elif node.op in ("call_function", "call_method") and (form := form_of(node.target)) is not None:
-            if form.target not in (None, node.target) and not form.first:
+            stays = form.first or writes(form, node.kwargs)
+            if form.target not in (None, node.target) and not stays:
                 kind = "the method " if node.op == "call_method" else ""
                 yield f"{node.name} still calls {kind}{node.target}, another name of {form.target}"
             for name in {form.row.arguments[index] for index, _ in form.row.operands} & node.kwargs.keys():
                 yield f"{node.name} takes its operand {name} by keyword, where no decision can reach it"
-        elif node.op == "get_attr":
+        elif node.op == "get_attr" and not str(node.target).startswith(f"{STATE}."):
             value = get_attribute(module, str(node.target))
             if isinstance(value, nn.Parameter) and read.setdefault(id(value), node.name) != node.name:
                 yield f"{node.name} and {read[id(value)]} read the same parameter"
@@ -142,6 +148,10 @@ def _site(node: fx.Node, site: Site, nodes: dict[str, fx.Node], given: dict[fx.N
         elif quantizer.dial != site.dial(operand.role):
             wanted_dial = site.dial(operand.role)
             yield f"{site.layer}: operand {operand.name} follows {quantizer.dial.name}, not {wanted_dial.name}"
+        elif value.target is not TO_INTEGER and not _is_grid(
+            value, keywords_of(operand.format, (operand.keep, operand.over))
+        ):
+            yield f"{site.layer}: operand {operand.name} is rounded on another grid than that of {operand.format}"
     quantizer = node.meta.get(QUANTIZER)
     if site.gradient is None or (node.target in INTEGER_PRODUCTS and quantizer and quantizer.role == "gradient"):
         return
@@ -153,6 +163,15 @@ def _site(node: fx.Node, site: Site, nodes: dict[str, fx.Node], given: dict[fx.N
         others = [user.name for user in output.users if user not in users]
         who = ", ".join(others) or "a second quantizer"
         yield f"{site.layer}: {who} bypasses the gradient quantizer of {output.name}"
+    elif not _is_grid(users[0], keywords_of(site.gradient, gradient_groups(site.gradient))):
+        yield f"{site.layer}: the gradient of {output.name} is rounded on another grid than that of {site.gradient}"
+
+
+def _is_grid(node: fx.Node, keywords: dict[str, Any]) -> bool:
+    """Whether a quantizer is called with what its format says; one that makes codes knows the rest by itself."""
+    given = {name: value for name, value in node.kwargs.items() if name in _GRID}
+    wanted = {name: keywords[name] for name in given if name in keywords} if node.target is TO_INTEGER else keywords
+    return given == wanted
 
 
 def _bound(module: fx.GraphModule) -> Violations:

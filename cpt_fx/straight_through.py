@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cpt_fx.evidence import LOOKING, show, witness
+from cpt_fx.evidence import ARMED, LOOKING, show, witness
 from cpt_fx.formats import FULL_PRECISION, Rounding, Scheme, Specials
 from cpt_fx.frames import skip_frame
 from cpt_fx.native import simulate
@@ -50,7 +50,7 @@ def straight_through(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None,
     if served is not None:
         return served
     # Under torch.func a record can only be written inside an autograd function.
-    if not is_transformed() and _passes(bits):
+    if not is_transformed() and passes(bits):
         if record is not None:
             count(record)
         return x
@@ -152,7 +152,7 @@ skip_frame(Identity.backward.__code__, inside=True)
 
 def _by_torch(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None, record: Tensor | None) -> Tensor:
     """Return a new tensor: `x` on the grid of its width."""
-    if x.numel() == 0 or _passes(bits):
+    if x.numel() == 0 or passes(bits):
         result = x.clone()
     elif host_value(bits) is None:
         # Measured before: a range is a few numbers, and kept.
@@ -165,7 +165,7 @@ def _by_torch(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None, record
     return result
 
 
-def _passes(bits: Tensor) -> bool:
+def passes(bits: Tensor) -> bool:
     """Whether a width is known to leave a tensor alone."""
     width = host_value(bits)
     return width is not None and not 0 < width < FULL_PRECISION
@@ -179,7 +179,7 @@ def note(record: Tensor | None, x: Tensor, result: Tensor, bits: Tensor, grid: G
         # Under vmap a sample differs from element to element of the batch, and nothing can be counted.
         if width is not None and x.numel() and not is_transformed():
             witness(record, x, result, width, grid.keep, grid.over, grid.block)
-    if LOOKING and not _passes(bits):
+    if LOOKING and not passes(bits):
         show(result, width, grid, record)
 
 
@@ -188,3 +188,9 @@ def count(record: Tensor, place: int = 0, more: Tensor | int = 1) -> None:
     with outside() if is_transformed() else nullcontext():
         # What `record[place]` comes to, by a name that fake tensors know as well.
         plain(record).select(0, place).add_(plain(more).sum() if isinstance(more, Tensor) else more)
+
+
+def arm(record: Tensor, state: int) -> None:
+    """Note what a gradient quantizer waits for, or has got."""
+    with outside() if is_transformed() else nullcontext():
+        plain(record).select(0, ARMED).clamp_(min=state)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from cpt_fx.capture.memory import run_aside, unchanged
+from cpt_fx.errors import TransformError
 from cpt_fx.layer_state import own
 from cpt_fx.result import sessions_in
 
@@ -67,7 +68,8 @@ def trial(model: nn.Module) -> Iterator[None]:
                 # In the containers as they are: others may hold on to them.
                 for name, buffer in buffers.items():
                     if buffer is not None:
-                        module._buffers[name] = copies.setdefault(id(buffer), buffer.detach().clone())
+                        copied = buffer.detach().clone().requires_grad_(buffer.requires_grad and buffer.is_leaf)
+                        module._buffers[name] = copies.setdefault(id(buffer), copied)
             yield
         finally:
             for module, buffers, training in modules:
@@ -101,6 +103,8 @@ def called(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     call = nn.Module.__call__ if isinstance(model, fx.GraphModule) else type(model).__call__
     try:
         return run_aside(call, (model, *args), kwargs)
+    except TransformError:
+        raise  # a refusal: the sentence is ours
     except Exception as error:
         if len(args) == 1 and not kwargs and isinstance(args[0], (tuple, list)):
             raise TypeError("verify takes the model's arguments themselves: verify(x), not verify((x,))") from None

@@ -12,13 +12,30 @@ import torch
 from torch import nn
 from torch._guards import TracingContext
 
+from cpt_fx.frames import skip_frame
+
 if TYPE_CHECKING:
     from cpt_fx.session import Session
 
 PART = "_cpt_fx_part"
 """Attribute of a module that runs rewritten graphs: the `Part` it is."""
-MARK = PART + "_of"
-"""Attribute of such a module: the mark of its session, once that has met Dynamo."""
+
+
+def runs_here(module: nn.Module) -> bool:
+    """Whether Dynamo runs a module's model in this very thread: inside of it, the user's own code is called."""
+    part = module.__dict__.get(PART)
+    return part is not None and part.session.runs_here()
+
+
+def runs_plain(module: nn.Module) -> bool:
+    """Whether a call of a module is to run the forward of the user's class."""
+    return runs_here(module) and module.__dict__[PART].forward is None
+
+
+for _asked in (runs_here, runs_plain):
+    # Dynamo asks while it captures, and takes the answer for a constant of that module: to trace it takes far longer.
+    _asked._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    skip_frame(_asked.__code__)
 
 
 def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,11 +59,13 @@ def watched_method(cls: Any, name: str) -> Callable[..., Any]:
 
 
 def _run(module: nn.Module, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if runs_here(module):
+        return function(*args, **kwargs)
     part = module.__dict__.get(PART)
     if part is None:
         return function(*args, **kwargs)
     session: Session = part.session
-    if session.running if torch.compiler.is_dynamo_compiling() else session.watching > 0 or session.runs_here():
+    if session.watching > 0 and not torch.compiler.is_dynamo_compiling():
         return function(*args, **kwargs)
     return session.watch(function, args, kwargs)
 

@@ -18,11 +18,13 @@ from cpt_fx.graph_sites import (
     bag_spec,
     carries_no_message,
     elementwise_spec,
+    is_one_of,
     normalizes_softmax,
     parametrization_of,
     result_of,
 )
 from cpt_fx.meta import (
+    BY_DECISION,
     CALLED,
     FAMILY,
     LEFT,
@@ -37,7 +39,7 @@ from cpt_fx.meta import (
     module_stack,
 )
 from cpt_fx.names import NAMES, Names, NamesOfOneGraph, frames_of
-from cpt_fx.operators import HIDING, MULTIPLY, Index, Row, form_of, row_of, why_left
+from cpt_fx.operators import HIDING, MULTIPLY, Index, Row, form_of, returns_one_tensor, row_of, why_left
 from cpt_fx.operators.around import ADDS
 from cpt_fx.operators.groups import einsum_group, group_of
 from cpt_fx.overrides import SELECTED, Aliases, Choices, Pattern, Selected
@@ -51,6 +53,7 @@ from cpt_fx.values import Values, is_read
 
 MAKES_A_WEIGHT = "part of a parametrization: it makes a weight, which is quantized where a layer multiplies it"
 BETWEEN = "it multiplies its operands one after the other: what it makes in between stays in full precision"
+NOT_ONE = "it does not return one tensor: its gradients stay in full precision"
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 OF_SOFTMAX = "part of a softmax over neighbours, which stays in full precision: it sums scores, not messages"
 
@@ -114,7 +117,7 @@ class _Walk:
         for node in module.graph.nodes:
             self.visit(node)
             if SITE not in node.meta and row_of(node):
-                node.meta.setdefault(LEFT, f"{Annotate.name} left it as it is")
+                node.meta.setdefault(LEFT, BY_DECISION)
             for call in calls_of(module, node):
                 self.values.enter(call)
                 if call.body not in self._walked:
@@ -214,6 +217,10 @@ class _Walk:
         if added is not None and rule.bias is not None:
             index = 0 if added.args[1] is node else 1
             operands.append(Operand(index, "bias", "bias", rule.bias, (), None, added.name))
+        gradient = None if self.regions.infers else rule.gradient
+        if gradient is not None and not returns_one_tensor(node.target):
+            self.uncovered.append(Uncovered(layer, spec.name, NOT_ONE, "gradient"))
+            gradient = None
         if not operands and rule.gradient is None:
             return
         aggregates = family == "aggregation" or rule.messages_only
@@ -228,7 +235,7 @@ class _Walk:
             op=spec.name,
             family=family,
             operands=tuple(operands),
-            gradient=None if self.regions.infers else rule.gradient,
+            gradient=gradient,
             dials=tuple(dials.items()),
             gradient_name=output.name,
             return_quantized=rule.return_quantized,
@@ -239,7 +246,7 @@ class _Walk:
     def _bias_after(self, node: fx.Node) -> fx.Node | None:
         """Return the addition of a vector of parameters that completes a product to a linear layer, if it is one."""
         users = list(node.users)
-        if self.recipe.bias_add is not None or len(users) != 1 or users[0].target not in ADDS or users[0].kwargs:
+        if self.recipe.bias_add is not None or len(users) != 1 or not is_one_of(users[0], ADDS) or users[0].kwargs:
             return None
         others = [arg for arg in users[0].args if arg is not node]
         other = others[0] if len(others) == 1 else None
@@ -253,8 +260,11 @@ class _Walk:
         """List the tensors an operator multiplies, as (index, name, kind)."""
         found: list[tuple[Index, str, str]] = []
         for index, kind in spec.operands:
-            if index < len(node.args) and isinstance(node.args[index], fx.Node):
-                found.append((index, spec.arguments[index], kind))
+            given, name = node.args[index] if index < len(node.args) else None, spec.arguments[index]
+            if isinstance(given, (list, tuple)):
+                found += [((index, place), f"{name}{place}", kind) for place in range(len(given))]
+            elif isinstance(given, fx.Node):
+                found.append((index, name, kind))
         if spec.variadic is not None:
             places: Iterable[Index] = range(spec.variadic, len(node.args))
             first = node.args[spec.variadic] if places else ()

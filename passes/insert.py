@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import fx
 
+from cpt_fx.aliasing import overwritten
 from cpt_fx.bodies import OUTER, free_name, given_quantized, has_quantizers, nodes_of, outermost, state_of
 from cpt_fx.formats import Format, Range
 from cpt_fx.layer_state import PARTS, add_range
 from cpt_fx.meta import QUANTIZER, SITE, STATE, Dial, Operand, Quantizer, Site, read_before, source_of
-from cpt_fx.numerics import Grid
+from cpt_fx.numerics import keywords_of
 from cpt_fx.operators.groups import gradient_groups
-from cpt_fx.operators.row import Groups
 from cpt_fx.ops import OP_OF_RANGE, QUANTIZE_GRADIENT
 from cpt_fx.pass_base import Pass, Report
 from cpt_fx.runtime import Precision
@@ -66,12 +67,12 @@ class _Editor:
     def quantize_operand(self, node: fx.Node, site: Site, operand: Operand) -> None:
         """Put a quantizer between an operator and one of its operands."""
         value = operand.value(node)
-        options = _options(operand.format, (operand.keep, operand.over))
+        options = keywords_of(operand.format, (operand.keep, operand.over))
         name = _identifier(f"{site.layer}_{operand.name}_q")
         dial = site.dial(operand.role)
         ranges = ""
         with self.graph.inserting_before(node):
-            made = self.graph.create_node("call_function", OP_OF_RANGE[operand.format.range], (value,), name=name)
+            made = self.graph.create_node("call_function", OP_OF_RANGE[operand.format.range], name=name)
         if operand.format.range is not Range.DYNAMIC:
             learned = operand.format.range is Range.LEARNED
             root = outermost(self.module)
@@ -101,12 +102,30 @@ class _Editor:
         assert site.gradient is not None
         name = _identifier(f"{site.layer}_gradient_q")
         with self.graph.inserting_after(node):
-            made = self.graph.create_node("call_function", QUANTIZE_GRADIENT, (), name=name)
+            made = self.graph.create_node("call_function", QUANTIZE_GRADIENT, name=name)
         node.replace_all_uses_with(made)
+        if node is at and node.args[0] in overwritten(node, {}):
+            self._write_afterwards(node, made)
         dial = site.dial("gradient")
         made.args = (node, self._bits(dial.role))
-        options = _options(site.gradient, gradient_groups(site.gradient))
+        options = keywords_of(site.gradient, gradient_groups(site.gradient))
         self._finish(made, options, at, site, "gradient", "gradient", site.gradient)
+
+    def _write_afterwards(self, node: fx.Node, made: fx.Node) -> None:
+        """Let an operator that overwrites a tensor do so with what has gone through its gradient quantizer.
+
+        If the tensor is a view, gradients come back by what it is a view of, and go around whatever reads the result.
+        """
+        written = node.args[0]
+        with self.graph.inserting_before(node):
+            aside = self.graph.call_method("clone", (written,))
+        with self.graph.inserting_after(made):
+            back = self.graph.call_method("copy_", (written,))
+        node.update_arg(0, aside)
+        made.replace_all_uses_with(back)
+        back.args = (written, made)
+        for new in (aside, back):
+            new.meta |= {key: value for key, value in node.meta.items() if key == "val"} | source_of(node)
 
     def _finish(
         self, made: fx.Node, options: dict[str, Any], at: fx.Node, site: Site, operand: str, role: str,
@@ -116,7 +135,7 @@ class _Editor:
         record = self._record(made.name, site.layer)
         made.kwargs = {**options, "record": self._read(record, made)}
         what = Quantizer((site.layer,), site.op, operand, role, format, site.dial(role), record, ranges)
-        made.meta |= {**source_of(at), QUANTIZER: what}
+        made.meta.update(source_of(at), **{QUANTIZER: what})
         value = made.args[0]
         if isinstance(value, fx.Node) and "val" in value.meta:
             made.meta["val"] = value.meta["val"]
@@ -155,13 +174,6 @@ def _replace_argument(node: fx.Node, operand: Operand, value: fx.Node) -> None:
     node.args = tuple(args)
 
 
-def _options(format: Format, groups: Groups) -> dict[str, Any]:
-    """Return the keywords of a quantize op. Learned ranges are never floored: their op has no such option."""
-    floored = format.floored or format.range is Range.LEARNED
-    grid = Grid(*groups, format.scheme, format.rounding, format.exponent, format.specials, format.block, floored)
-    return grid.keywords()
-
-
 def _outward(module: fx.GraphModule) -> str:
     """Return the beginning of a path that leads from a body to the outermost graph."""
     return f"{OUTER}.{_outward(module.__dict__[OUTER])}" if OUTER in module.__dict__ else ""
@@ -181,4 +193,4 @@ def _training_flag(module: fx.GraphModule, node: fx.Node) -> str:
 
 
 def _identifier(text: str) -> str:
-    return "".join(character if character.isalnum() else "_" for character in text)
+    return re.sub(r"\W", "_", text)

@@ -170,8 +170,10 @@ def test_plot_without_matplotlib_names_the_extra(capsys: Capture, monkeypatch: p
         (["cost", "--q-min", "three"], "invalid int value: 'three'"),
         (["demo", "--schedule", "static"], "got 'static'"),
         (["inspect"], "required: REFERENCE"),
-        (["inspect", "cli_models"], "a reference looks like package.module:callable, got 'cli_models'"),
-        (["inspect", "cli_models.py:make"], "a reference looks like"),
+        (
+            ["inspect", "cli_models"],
+            "a reference looks like file.py:callable or package",
+        ),
         (["range-test", "cli_models:to_train", "--widths", "8", "2"], "lowest width first, got 8 2"),
         (["range-test", "cli_models:to_train", "--threshold", "90"], "at most 1, got 90.0"),
         (
@@ -193,6 +195,7 @@ def test_wrong_usage_is_code_2(arguments: list[str], message: str, capsys: Captu
     [
         ("no_such_module:make", "there is no module no_such_module"),
         ("cli_models.deeper:make", "there is no module cli_models.deeper"),
+        ("no_such_file.py:make", "there is no file"),
         ("cli_models:mak", "cli_models has no 'mak'. Did you mean \"make\"?"),
         ("cli_models:fails", "cli_models:fails raised KeyError: 'no data'"),
         ("cli_models:needs", "raised TypeError: needs() missing 1 required positional argument"),
@@ -247,13 +250,14 @@ def test_inspect_proves_with_inputs(reference: str, capsys: Capture, models: Pat
     found = data(capsys, "inspect", reference)
     proof = found["proof"]
     assert (proof["proven"], proof["quantizers"], proof["widths"]) == (True, 8, [2])
-    assert proof["runs"] == sum(row["runs"] for row in found["quantizers"]) == 8
+    assert proof["runs"] == sum(row["times_run"] for row in found["quantizers"]) == 8
     assert all(set(row["levels"]) == {"2"} for row in found["quantizers"])
     assert (models / "a.svg").read_text().lstrip().startswith("<svg")
 
 
 def test_a_model_is_taken_as_it_is(capsys: Capture, models: Path) -> None:
-    assert len(data(capsys, "inspect", "cli_models:ready")["quantizers"]) == 8
+    for reference in ("cli_models:ready", "cli_models.py:make"):
+        assert len(data(capsys, "inspect", reference)["quantizers"]) == 8
 
 
 def test_range_test_prints_what_it_measured(capsys: Capture, models: Path) -> None:

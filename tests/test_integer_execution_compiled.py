@@ -178,8 +178,8 @@ def test_the_operators_keep_the_rules_of_torch() -> None:
         left, right = (list(operands.QUANTIZE(value, bits, None, [], None, "nearest", None)) for value in (x, w))
         table = torch.zeros(COUNTS, dtype=torch.int64)
         check(operands.MULTIPLY, ("linear_forward", left, right, None, [4, 8], [], torch.float32, torch.float32, table))
-        check(operands.DEQUANTIZE, (*left, torch.float32))
-        check(operands.SUM, (*left, [16], torch.float32, -1))
+        check(operands.DEQUANTIZE, (left, torch.float32))
+        check(operands.SUM, (left, [16], torch.float32, -1))
 
 
 class Watching(TorchDispatchMode):

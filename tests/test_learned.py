@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import cpt_fx
-from cpt_fx.formats import Format
+from cpt_fx.formats import Format, Rounding
 from cpt_fx.numerics import Grid, percentile_extent
 from cpt_fx.ops import LearnedRange
 from cpt_fx.recipes import Recipe, default
@@ -52,6 +53,33 @@ def test_full_precision_trains_no_range(bits: int) -> None:
     assert torch.equal(x.grad, torch.ones(20))  # type: ignore[arg-type]
     assert low.grad == 0
     assert width.grad == 0
+    # Products round another way where an operand lies otherwise in memory.
+    turned = torch.randn(6, 8).narrow(-1, 0, 2).t()
+    passed = quantized(turned, low, width, bits)
+    assert (passed.stride(), passed.data_ptr()) == (turned.stride(), turned.data_ptr())
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "observer", "percentile", "learned"])
+@pytest.mark.parametrize("bits", [0, 32])
+def test_full_precision_draws_no_random_numbers(bits: int, kind: str) -> None:
+    recipe = with_input(kind)
+    rule = recipe.linear
+    assert rule is not None
+    assert rule.input is not None
+    recipe = recipe.with_rule("linear", input=dataclasses.replace(rule.input, rounding=Rounding.STOCHASTIC))
+    x = torch.randn(5, 8)
+    model = cpt_fx.transform(nn.Linear(8, 4), Static(bits), recipe=recipe, example_inputs=(x,), prove=False)
+    state = torch.get_rng_state()
+    model(x)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_learned_range_is_no_change_of_the_model(caplog: pytest.LogCaptureFixture) -> None:
+    model = cpt_fx.transform(nn.Linear(8, 4), Static(4), recipe=with_input("learned"), capture="symbolic")
+    (graph,) = cpt_fx.graphs(model)
+    model(torch.randn(5, 8))
+    assert cpt_fx.graphs(model) == [graph]
+    assert "captured again" not in caplog.text
 
 
 def with_input(kind: str) -> Recipe:

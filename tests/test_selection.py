@@ -354,3 +354,13 @@ def test_widths_may_be_lists_and_offsets_text(value: Any) -> None:
     model = cpt_fx.transform(net, Static(Bits(5, 5, 5)), overrides={"1": value})
     found = {view.role: view.bits for view in cpt_fx.inspect(model).quantizers if view.layer == "1"}
     assert found == {"weight": 7, "activation": 7, "bias": 7, "gradient": 7 if value == {"offset": "+2"} else 6}
+
+
+def test_a_program_knows_the_types_of_its_layers() -> None:
+    program = torch.export.export(nn.Sequential(nn.Conv1d(2, 2, 1), nn.Linear(4, 4)), (torch.randn(3, 2, 4),))
+    result = cpt_fx.transform(program, Static(4), exclude="0", overrides={nn.Conv1d: 6})
+    assert quantized(result) == {"1"}
+    note = "overrides 'Conv1d' selects modules in which nothing is quantized: no effect"
+    assert note in history_of(result).notes
+    with pytest.raises(ValueError, match=r"exclude: no module is a LSTM\. Types: Conv1d, GraphModuleImpl, Linear"):
+        cpt_fx.transform(program, Static(4), exclude=nn.LSTM)

@@ -227,6 +227,19 @@ def test_an_optional_argument_is_the_one_of_the_example() -> None:
         causal(x, causal=False)
 
 
+def test_a_changed_model_is_captured_for_the_same_arguments() -> None:
+    def forward(self: Any, x: Tensor, deep: bool = True) -> Tensor:
+        result: Tensor = self.fc(self.fc(x)) if deep else self.fc(x)
+        return result
+
+    fc, x = nn.Linear(4, 4), torch.randn(2, 4)
+    model = model_of(forward, fc=fc)
+    result = captured(model, example_inputs=(x,), example_kwargs={"deep": False})
+    for layer in (fc, result.get_submodule("fc")):
+        layer.register_parameter("bias", None)
+    assert torch.equal(result(x, deep=False), model(x, deep=False))
+
+
 def test_what_the_code_branches_on_is_told_with_its_place() -> None:
     result = cpt_fx.transform(model_of(_attend, fc=nn.Linear(4, 4)), Static(8))
     place = f"{__file__}:{_attend.__code__.co_firstlineno}"

@@ -16,7 +16,7 @@ def counts(trainee: Trainee) -> Counts:
     """Return how often everything ran that is counted: quantizers, and products on integers."""
     if trainee.schedule is None:
         return {}
-    found = {f"{view.graph}/{view.node}": view.runs for view in views_in(trainee.plain)}
+    found = {f"{view.graph}/{view.node}": view.times_run for view in views_in(trainee.plain)}
     integer = (view.integer for view in products_in(trainee.plain))
     forward, *backward = (sum(column) for column in zip(*integer, strict=True))
     return found | {"forward": forward, "backward": sum(backward)}

@@ -16,7 +16,7 @@ from cpt_fx.graph_module import ROOT, QuantizedGraphModule, blank, take_tensors
 from cpt_fx.layer_state import own
 from cpt_fx.meta import STATE, VIEW, attribute_or_none, get_attribute
 from cpt_fx.names import NAMES, Names
-from cpt_fx.result import CALL_HOOKS, MARK, PART, plain_class
+from cpt_fx.result import CALL_HOOKS, PART, plain_class
 from cpt_fx.runtime import Precision
 
 
@@ -64,7 +64,8 @@ def clone_tree(module: nn.Module, clones: dict[int, nn.Module], session: object 
             f"{type(module).__name__} is TorchScript: its code is compiled and cannot be rewritten. "
             "Transform the Python module it was scripted from"
         )
-    if any(nn.parameter.is_lazy(tensor) for tensor in (*module.parameters(False), *module.buffers(False))):
+    held = (*module._parameters.values(), *module._buffers.values())
+    if any(nn.parameter.is_lazy(tensor) for tensor in held if tensor is not None):
         raise CaptureError(
             f"{type(module).__name__} does not know the shapes of its parameters yet: run the model once, then "
             "transform it"
@@ -73,8 +74,7 @@ def clone_tree(module: nn.Module, clones: dict[int, nn.Module], session: object 
     new = object.__new__(plain_class(type(module)))
     clones[id(module)] = new
     new.__dict__ = {key: value.copy() if key in MODULE_OWN else value for key, value in module.__dict__.items()}
-    for ours in (PART, MARK):
-        new.__dict__.pop(ours, None)
+    new.__dict__.pop(PART, None)
     if session is EVERY:
         for name in own(module):
             new._parameters.pop(name, None)

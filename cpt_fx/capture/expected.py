@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 from torch import fx, nn
 
+from cpt_fx.bodies import state_of
 from cpt_fx.capture.base import over
 from cpt_fx.capture.tree import Places
 from cpt_fx.errors import TransformError
-from cpt_fx.formats import FULL_PRECISION
+from cpt_fx.formats import FULL_PRECISION, Range
 from cpt_fx.history import LOGGER
-from cpt_fx.layer_state import ranges
-from cpt_fx.meta import QUANTIZER
+from cpt_fx.layer_state import add_range, ranges
+from cpt_fx.meta import QUANTIZER, SITE, Site
 from cpt_fx.names import Names
 from cpt_fx.operators import OPENED
 from cpt_fx.overrides import SELECTED, Selected
@@ -38,23 +39,33 @@ def expect_ranges(session: Session) -> None:
     view = over(session.root, Precision(session.root), Names())
     view.meta[SELECTED] = Selected()
     graph = fx.Graph()
-    called, places = [], Places(session.root)
+    x, called, places = graph.placeholder("x"), [], Places(session.root)
     for path, layer in session.root.named_modules():
         if isinstance(layer, OPENED) and path and PART in layer.__dict__:
-            inputs = [graph.placeholder(f"x{len(graph.nodes)}") for _ in range(1 + isinstance(layer, nn.Bilinear))]
-            called.append(graph.call_module(path, tuple(inputs)))
+            called.append(graph.call_module(path, (x, x) if isinstance(layer, nn.Bilinear) else (x,)))
             called[-1].meta["nn_module_stack"] = {name: (name, kind) for name, kind in places.ancestors(path)}
     graph.output(tuple(called))
     view._graph = graph
     graph.owning_module = view
     try:
         for step in session.pipeline:
-            step.apply(view)
             if step.reaches == "inserted":
+                _add_ranges(view)
                 break
+            step.apply(view)
     except TransformError as error:
         # Perhaps a pass of the user's own that wants the whole model: the first call makes what there is to make.
         LOGGER.warning("%s: running ranges are made at the first call, not before: %s", session.kind, error)
+
+
+def _add_ranges(view: fx.GraphModule) -> None:
+    """Make the ranges that the quantizers decided about will have."""
+    sites: list[Site] = [node.meta[SITE] for node in view.graph.nodes if SITE in node.meta]
+    for site in sites:
+        for operand in site.operands:
+            if operand.format.range is not Range.DYNAMIC:
+                learned = operand.format.range is Range.LEARNED
+                add_range(view, site.layer, operand.name, state_of(view).device, learned=learned)
 
 
 def look_at_ranges(session: Session) -> None:

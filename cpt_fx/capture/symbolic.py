@@ -76,7 +76,9 @@ def trace_symbolic(session: Session, entry: Entry, examples: Examples | None = N
             "it after the transform, or write it into the class"
         )
     optional = _optional_arguments(module)
-    fixed = optional if examples is None else _constants_of(module, examples)
+    if examples is not None:
+        session.fixed = _constants_of(module, examples)
+    fixed = optional if entry.path or session.fixed is None else session.fixed
     # Code may branch on a plain argument. Where leaving it open gives the same graph, it is open; otherwise the graph
     # is the one for its value, and says so when it is given another.
     traced = _both_modes(session, entry, fixed)

@@ -152,10 +152,8 @@ def is_hooked(module: nn.Module) -> bool:
 def _presence(module: nn.Module) -> tuple[Any, ...]:
     """Return which tensors there are: code asks whether it has a bias."""
     held = module.__dict__
-    return (
-        *[(name, value is None) for name, value in held["_parameters"].items()],
-        *[(name, value is None) for name, value in held["_buffers"].items() if not name.startswith("cpt_fx_")],
-    )
+    tensors = (*held["_parameters"].items(), *held["_buffers"].items())
+    return tuple((name, value is None) for name, value in tensors if not name.startswith("cpt_fx_"))
 
 
 def _is_of_the_model(kind: type[nn.Module]) -> bool:

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from cpt_fx.cli import common
 from cpt_fx.cli.common import Commands, UsageError, build_schedule, command, print_json, print_table
-from cpt_fx.study.training import imported, named
+from cpt_fx.study.training import find
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from cpt_fx.inspection import Inspection, Verification
 
 RECIPE = "default"
 FAST_STEPS = 80
@@ -52,7 +50,7 @@ def add(commands: Commands) -> None:
 
 def add_model(parser: argparse.ArgumentParser, *, scheduled: bool = True) -> None:
     """Add the reference to a model, the options of its transformation, and --json."""
-    place = "package.module:callable, from the current folder or installed"
+    place = "file.py:callable, or package.module:callable from the current folder or installed"
     parser.add_argument("model", metavar="REFERENCE", help=place)
     if scheduled:
         common.add_schedule(parser)
@@ -121,7 +119,7 @@ def run_inspect(options: argparse.Namespace) -> None:
             write(path)
             print(f"wrote {path}", file=sys.stderr)
     if options.json:
-        print_json(_plain(inspection, proof))
+        print_json(inspection.to_dict() | {"proof": None if proof is None else proof.to_dict()})
         return
     common.show(inspection)
     if proof is not None:
@@ -162,10 +160,9 @@ def run_range_test(options: argparse.Namespace) -> None:
 
 def load(reference: str) -> Any:
     """Return what a reference leads to: a model as it is, anything else called."""
-    module_name, colon, path = reference.partition(":")
-    if not colon or not path or "/" in module_name or module_name.endswith(".py"):
-        raise UsageError(f"a reference looks like package.module:callable, got {reference!r}")
-    found = named(imported(module_name, reference), path, module_name)
+    if not all(reference.rpartition(":")):
+        raise UsageError(f"a reference looks like file.py:callable or package.module:callable, got {reference!r}")
+    found, _ = find(reference)
     from torch import nn
 
     # Of a module every instance is callable; only its class is meant to be called.
@@ -189,22 +186,6 @@ def model_and_inputs(reference: str, made: Any) -> tuple[nn.Module, tuple[Any, .
     if inputs is not None and not isinstance(inputs, tuple):
         raise ValueError(f"{reference} must return example_inputs as a tuple, got {_kind(inputs)}")
     return model, inputs
-
-
-def _plain(inspection: Inspection, proof: Verification | None) -> dict[str, object]:
-    from cpt_fx.inspection.views import fields
-
-    return {
-        "model": inspection.name,
-        "state": inspection.state,
-        "capture": inspection.capture.frontend,
-        "quantizers": [
-            fields(view, "node", "layer", "role", "op", "operand", "format", "group", "bits", "runs", "levels", "error")
-            for view in inspection.quantizers
-        ],
-        "uncovered": [str(item) for item in inspection.uncovered],
-        "proof": None if proof is None else proof.to_dict(),
-    }
 
 
 def _kind(value: object) -> str:

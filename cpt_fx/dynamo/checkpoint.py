@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, fx
+from torch._dynamo.exc import unimplemented
+from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
 from torch.utils import checkpoint as home
 
 from cpt_fx.capture.base import patched
@@ -54,6 +57,31 @@ def quantized_again(engine: Engine) -> Iterator[None]:
 
     with patched({(home, _OTHER): generator, (_REENTRANT, "apply"): staticmethod(apply)}):
         yield
+
+
+def _call(self: CheckpointHigherOrderVariable, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Put a checkpoint into a graph, unless it is a reentrant one that is to have gradients.
+
+    Its code runs without gradients first, which it may ask about, and has none where no argument does. A graph would
+    run it with gradients.
+    """
+    reentrant = kwargs.get("use_reentrant")
+    if torch.is_grad_enabled() and (reentrant is None or reentrant.as_python_constant() is not False):
+        unimplemented(
+            gb_type="a reentrant checkpoint",
+            context="use_reentrant=True",
+            explanation="torch.utils.checkpoint with use_reentrant=True runs its code without gradients first",
+            hints=["Use use_reentrant=False."],
+        )
+    return _IN_A_GRAPH(self, tx, args, kwargs)
+
+
+_IN_A_GRAPH = CheckpointHigherOrderVariable._call_function
+
+
+def reentrant_apart() -> AbstractContextManager[None]:
+    """Let reentrant checkpoints run between the graphs, as torch runs them."""
+    return patched({(CheckpointHigherOrderVariable, "_call_function"): _call})
 
 
 def _remembering(engine: Engine, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,13 +19,12 @@ from torch._dynamo import eval_frame
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.eval_frame import skip_code
 
-from cpt_fx import result
 from cpt_fx.capture.base import resolves
 from cpt_fx.capture.captured import AsItIs, Capture
 from cpt_fx.capture.expected import look_at_ranges
 from cpt_fx.capture.tree import Places
 from cpt_fx.dynamo.backend import Backend, Compiler, why_broken
-from cpt_fx.dynamo.checkpoint import quantized_again
+from cpt_fx.dynamo.checkpoint import quantized_again, reentrant_apart
 from cpt_fx.dynamo.net import Net, noticed_scripts
 from cpt_fx.errors import TransformError
 from cpt_fx.graph_module import QuantizedGraphModule
@@ -111,7 +110,6 @@ class Engine:
         self.root = session.root
         self.state = session.state
         self.names = session.names
-        result.mark(session)
         self.running = False
         self._thread = 0
         self.runs = 0
@@ -168,6 +166,10 @@ class Engine:
         self._renewals += 1
         self.outdated = self._renewals <= RENEWALS
 
+    def forget_calls(self) -> None:
+        """Let go of all that was compiled."""
+        self._calls.clear()
+
     def forget_last(self) -> None:
         """Take back the last capture: it never ran."""
         self.session.found.pop()
@@ -175,24 +177,19 @@ class Engine:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Let the model run in this thread: its own calls of itself go on, Dynamo is quiet about its tracing."""
-        with _ONE_AT_A_TIME, _QUIET, ModesOf(), ExitStack() as stack:
+        with _ONE_AT_A_TIME, _QUIET, ModesOf(), reentrant_apart(), ExitStack() as stack:
             # A transformed model inside another one has its own quantizers, and is none of the other one's business.
             for other in ACTIVE:
                 if other is not self.session:
                     stack.enter_context(other.engine.net.asleep())
-            before = self.running, self._thread, result.RUNNING
-            self._note(True, threading.get_ident(), self.session.mark)
+            before = self.running, self._thread
+            self.running, self._thread = True, threading.get_ident()
             ACTIVE.append(self.session)
             try:
                 yield
             finally:
                 ACTIVE.remove(self.session)
-                self._note(*before)
-
-    def _note(self, running: bool, thread: int, mark: str) -> None:
-        self.running = self.session.running = running
-        self._thread = thread
-        result.RUNNING = mark
+                self.running, self._thread = before
 
     def run(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: Compiler | None = None,
@@ -205,7 +202,7 @@ class Engine:
         session = self.session
         with self.entered():
             if self.outdated:
-                self._calls.clear()
+                self.forget_calls()
                 self.outdated = False
                 session.adopt_new()
             result = self._call(module, args, kwargs, compiler, whole)

@@ -17,22 +17,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.function import FunctionCtx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from cpt_fx.evidence import LOOKING
 from cpt_fx.frames import skip_frame
 from cpt_fx.inspection.levels import Grids
-from cpt_fx.inspection.places import Kind, Place, Places, is_changed_by_a_hook, operands_at
-from cpt_fx.meta import Uncovered
+from cpt_fx.inspection.places import Kind, Place, Places, applied, is_changed_by_a_hook, operands_at
+from cpt_fx.inspection.views import OF_A_SECOND
+from cpt_fx.meta import BY_DECISION, LEFT, Uncovered
 from cpt_fx.numerics import Grid
-from cpt_fx.operators import factors, form_of
+from cpt_fx.operators import factors, form_of, why_left
 from cpt_fx.result import sessions_in
+from cpt_fx.standalone import transformed_in
 from cpt_fx.transformed import plain
 from cpt_fx.widths import LOOKS_ON
 
-OF_A_SECOND = "a product of a second backward pass: gradients of gradients are not quantized"
 INSIDE = "the code of this operator multiplies what it has computed itself: that stays in full precision"
+OF_INTEGERS = "a product of integers, which no quantizer rounds"
+NO_GRADIENT = "nothing quantizes the gradient of its result"
 HOOKED = "a hook of the model's own changes it after it was quantized"
 _LEVELS = 4
 """Nodes of autograd that one operator may have under transforms of torch.func."""
@@ -57,7 +61,8 @@ class Unknown:
     def __str__(self) -> str:
         """Name it in one line."""
         shapes = " and ".join("x".join(map(str, shape)) or "a number" for shape in self.shapes)
-        which = " and ".join(("first", "second", "third", "fourth", "fifth")[number] for number in self.operands)
+        words = ("first", "second", "third")
+        which = " and ".join(words[at] if at < len(words) else f"{at + 1}th" for at in self.operands)
         often = f", {self.times} times" if self.times > 1 else ""
         return (
             f"{self.place or '(root)'}: {self.op} of {shapes} in the {self.direction} pass{often}: its {which} operand "
@@ -79,7 +84,16 @@ def census(model: nn.Module) -> Iterator[Seen]:
 
 
 def list_what_runs(model: nn.Module, seen: Seen) -> None:
-    """List products that only a run can show with what stays in full precision."""
+    """List products that only a run can show with what stays in full precision, and hold others to what is listed."""
+    said = [item for _, part in transformed_in(model) for item in part.history().uncovered]
+    places, reasons = {(item.layer, item.op) for item in said}, {BY_DECISION, *(item.reason for item in said)}
+    for (layer, op), found in seen.undecided.items():
+        if (layer, op) not in places:
+            seen.unknown.append(found)
+    for place in seen.left.values():
+        assert place.node is not None
+        if place.node.meta[LEFT] not in reasons:
+            seen.put_down(place, place.op, place.node.meta[LEFT], "")
     for item, graph in seen.listed.items():
         for _, session in sessions_in(model):
             known = graph is None or any(module.graph is graph for module in session.graphs())
@@ -118,12 +132,14 @@ class _Watch(TorchDispatchMode):
         if is_composite:
             with self:
                 return func.decompose(*args, **kwargs)
-        if func.namespace not in _CLOSED and not positions:
-            return self._opened(func, args, kwargs)
         with torch._C.DisableTorchFunction():
             if positions and self.seen.is_open:
                 self.seen.product(func, [args[place] for place in positions if place < len(args)])
-            result = func(*args, **kwargs)
+            if func.namespace not in _CLOSED and not positions:
+                self.seen.operator(func)
+                result = self._opened(func, args, kwargs)
+            else:
+                result = func(*args, **kwargs)
             for place in writes:
                 written = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
                 self.seen.grids.forget(written)
@@ -179,12 +195,18 @@ class Seen:
     is_open: bool = True
     products: int = 0
     listed: dict[Uncovered, fx.Graph | None] = field(default_factory=dict)
-    """Products on a way back that nothing quantizes: of a second backward pass, or behind a hook. With their graph."""
+    """Products that nothing quantizes for a reason: of a second backward pass, of integers, ... With their graph."""
+    undecided: dict[tuple[str, str], Unknown] = field(default_factory=dict)
+    """By layer and operator, products of nodes that have factors about which nothing was decided."""
+    left: dict[fx.Node, Place] = field(default_factory=dict)
+    """Nodes that multiplied something on no grid, and are marked as left."""
     grids: Grids = field(default_factory=Grids)
     unknown: list[Unknown] = field(default_factory=list)
     """Products of which nobody knows."""
     problems: list[str] = field(default_factory=list)
     """Quantizers that show more levels than their width allows in one of their ranges."""
+    values: dict[int, int] = field(default_factory=dict)
+    """By the identity of its record, how many values a quantizer has rounded: none where nothing was chosen."""
     _outside: dict[str, set[str]] = field(default_factory=dict)
     _made: dict[int, tuple[Place, int]] = field(default_factory=dict)
     """By its number in autograd, where a product was made, and how many of its operands were on no grid."""
@@ -210,6 +232,8 @@ class Seen:
 
     def quantized(self, result: Tensor, bits: int | None, grid: Grid, record: Tensor | None) -> None:
         """Take note of the result of a quantizer."""
+        if record is not None:
+            self.values[id(record)] = self.values.get(id(record), 0) + result.numel()
         with torch._C.DisableTorchFunction(), torch.no_grad(), _nobody():
             fits = self.grids.add(plain(result), bits, grid)
         if not fits:
@@ -221,6 +245,7 @@ class Seen:
         keeps_graph = torch.is_grad_enabled()
         with torch.no_grad():
             if not any(isinstance(one, (list, tuple)) or _counts(one) for one in operands):
+                self._aside(func, OF_INTEGERS)
                 return
             self.products += 1
             loose = tuple(number for number, operand in enumerate(operands) if not self.grids.hold(operand))
@@ -230,19 +255,37 @@ class Seen:
             elif loose or keeps_graph:
                 self._backward(func, operands, loose, self.places.now(), node._sequence_nr(), keeps_graph)
 
+    def operator(self, func: Any) -> None:
+        """Look at somebody else's operator, whose own code may be hidden."""
+        if reason := why_left(func):
+            self._aside(func, reason)
+
+    def _aside(self, func: Any, reason: str) -> None:
+        """List what runs, and is nothing to quantize, where its node does not say so."""
+        place = self.places.now()
+        if place.kind in (Kind.SITE, Kind.NOWHERE):
+            self.put_down(place, _short(func), reason, "")
+
     def _forward(self, func: Any, operands: list[Any], loose: tuple[int, ...], place: Place) -> None:
-        kept = replace(place, frame=None)
+        kept = replace(place, frame=None, applied=applied())
         number = _sequence() - 1
         for level in range(_LEVELS if place.transformed else 1):
             self._made.setdefault(number - level, (kept, len(loose)))
-        if not loose or place.kind is Kind.LEFT:
+        if not loose:
+            return
+        if place.kind is Kind.LEFT:
+            if place.node is not None:
+                self.left.setdefault(place.node, place)
             return
         if place.kind is Kind.SITE and all(map(self.grids.hold, known := operands_at(place))):
             assert place.site is not None
             if place.is_registered:
-                self._list(place, place.site.op, INSIDE, "")
+                self.put_down(place, place.site.op, INSIDE, "")
             if len(operands) <= len(known):  # its recipe leaves no factor
                 self._inside.add(place.node)
+            elif all(getattr(operands[number], "layout", None) is torch.strided for number in loose):
+                found = self._unknown(func, operands, loose, place, "forward")
+                self.undecided.setdefault((place.site.layer, place.site.op), found)
             return
         self._report(func, operands, loose, place, "forward")
 
@@ -254,21 +297,28 @@ class Seen:
             return
         came, allowed = place, 0
         if place.kind is Kind.BACKWARD:
-            came, allowed = self._made.get(number, (Place(Kind.NOWHERE, place.name or _name_of_node()), 0))
+            unknown = Place(Kind.NOWHERE, place.name or _name_of_node()), 0
+            came, allowed = self._made.get(number, unknown)
+            if isinstance(torch._C._current_autograd_node(), FunctionCtx) and not came.applied:
+                came, allowed = unknown  # what was made next, not inside of it, has its number
             if keeps_graph:
                 second = came if came.kind is Kind.LEFT else Place(Kind.SECOND, came.name, came.node)
                 self._made.setdefault(_sequence() - 1, (second, 0))
         if not loose or came.kind is Kind.LEFT:
             return
         if came.kind is Kind.SECOND or is_changed_by_a_hook(came):
-            self._list(came, _short(func), OF_A_SECOND if came.kind is Kind.SECOND else HOOKED)
+            op = _short(func) if came.site is None else came.site.op
+            self.put_down(came, op, OF_A_SECOND if came.kind is Kind.SECOND else HOOKED)
         elif came.site is None or len(loose) > self._allowed(came, allowed):
             if came.site is not None and came.is_registered:
-                self._list(came, came.site.op, INSIDE)
+                self.put_down(came, came.site.op, INSIDE)
             else:
                 self._report(func, operands, loose, came, "backward")
+        elif came.site.gradient is None:
+            self.put_down(came, came.site.op, NO_GRADIENT)
 
-    def _list(self, place: Place, op: str, reason: str, operand: str = "gradient") -> None:
+    def put_down(self, place: Place, op: str, reason: str, operand: str = "gradient") -> None:
+        """List a product that nothing quantizes for a reason."""
         graph = None if place.node is None else place.node.graph
         self.listed[Uncovered(place.name, op, reason, operand, by_choice=True)] = graph
 
@@ -286,12 +336,16 @@ class Seen:
         if place.kind is Kind.OUTSIDE:
             self._outside.setdefault(place.name, set()).add(_short(func))
             return
-        shapes = tuple(tuple(operand.shape) for operand in operands if isinstance(operand, Tensor))
-        found = Unknown(_short(func), place.name, direction, shapes, loose)
+        found = self._unknown(func, operands, loose, place, direction)
         if found in self.unknown:
             self.unknown[self.unknown.index(found)].times += 1
         else:
             self.unknown.append(found)
+
+    def _unknown(self, func: Any, operands: list[Any], loose: tuple[int, ...], place: Place, direction: str) -> Unknown:
+        dense = (operand for operand in operands if isinstance(operand, Tensor) and not operand.is_nested)
+        shapes = tuple(tuple(operand.shape) for operand in dense)
+        return Unknown(_short(func), place.name, direction, shapes, loose)
 
 
 def _sequence() -> int:

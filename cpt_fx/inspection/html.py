@@ -11,7 +11,7 @@ from cpt_fx.formats import most_levels
 from cpt_fx.inspection import boxes
 from cpt_fx.inspection.layout import GAP_X, GAP_Y, LANE, PORT_Y, TIGHT, arrivals, place, plan
 from cpt_fx.inspection.svg import BACK, DARK, LIGHT, PAD, drawing, levels_of, resource, variables
-from cpt_fx.inspection.table import cells, what, width_text, widths_by_role
+from cpt_fx.inspection.table import cells, counts, what, width_text, widths_by_role
 from cpt_fx.inspection.tree import Item, build
 from cpt_fx.inspection.views import HEADS, QuantizerView
 
@@ -33,6 +33,7 @@ def page(inspection: Inspection) -> str:
                   "bar": boxes.TITLE_BAR, "back": BACK},
         "items": {item.id: _item(item) for item in root.walk()},
     }  # fmt: skip
+    legend, legend_width = boxes.keys(list(widths_by_role(views)))
     parts = {
         "title": escape(inspection.name),
         "state": escape(inspection.state),
@@ -40,8 +41,12 @@ def page(inspection: Inspection) -> str:
         "dark": variables(DARK),
         "style": resource("page.css") + resource("graph.css"),
         "script": resource("page.js"),
-        "stats": _stats(inspection, views),
-        "legend": _legend(list(widths_by_role(views))),
+        "stats": "".join(
+            f'<div class="stat {kind}"><b>{escape(value)}</b><span>{escape(label)}</span></div>'
+            for label, value, kind in counts(inspection)
+        ),
+        "legend": legend,
+        "legend_width": boxes.number(legend_width),
         "uncovered": _uncovered(inspection),
         "products": _products(inspection),
         "passes": _passes(inspection),
@@ -114,28 +119,6 @@ def follows(view: QuantizerView) -> str:
         return f"fixed at {dial.fixed}"
     source = "" if dial.schedule is None else f" of {dial.schedule!r}"
     return f"{dial.role} bits{source}{f' {dial.offset:+d}' if dial.offset else ''}"
-
-
-def _stats(inspection: Inspection, views: tuple[QuantizerView, ...]) -> str:
-    left = len([item for item in inspection.uncovered if not item.by_choice])
-    silent = sum(not view.times_run for view in views)
-    found = [
-        ("quantizers", str(len(views)), ""),
-        *((f"{role} bits", width_text(bits), role) for role, bits in widths_by_role(views).items()),
-        ("uncovered", str(left), "warn" if left else ""),
-        ("excluded", str(len(inspection.uncovered) - left), ""),
-        ("never ran", str(silent), "warn" if silent else ""),
-    ]
-    return "".join(
-        f'<div class="stat {kind}"><b>{escape(value)}</b><span>{escape(label)}</span></div>'
-        for label, value, kind in found
-    )
-
-
-def _legend(roles: list[str]) -> str:
-    entries = [(role, role) for role in roles] + [("op", "operator"), ("value", "parameter"), ("end", "input, output"),
-                                                  ("folded", "module (click to open)")]  # fmt: skip
-    return "".join(f'<span class="key"><i class="{kind}"></i>{escape(label)}</span>' for kind, label in entries)
 
 
 def _uncovered(inspection: Inspection) -> str:

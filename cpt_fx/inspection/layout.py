@@ -262,28 +262,18 @@ def _settle(row: list[str], wanted: list[float], width: dict[str, float], x: dic
 
 
 def in_columns(plan: Plan, placed: Placed, boxes: Boxes) -> Placed:
-    """Return coordinates in as many columns as make the drawing fit a page best; as they are if it is not long."""
-    if placed.height <= TALL or plan.back:
-        return placed
-    heights = [_broken(plan, placed, boxes, placed.height / count).height for count in range(1, MOST + 1)]
-    # Again with the height of the highest column: what now fits below needs no column of its own.
-    candidates = [_broken(plan, placed, boxes, height) for height in heights]
-    lower = [found for found in candidates if found.height < 0.8 * placed.height]
-    return min(lower, key=lambda found: abs(math.log(found.width / found.height / RATIO)), default=placed)
+    """Return coordinates in as many columns as make the drawing fit a page best; as they are if it is not long.
 
-
-def _broken(plan: Plan, placed: Placed, boxes: Boxes, height: float) -> Placed:
-    """Start a new column at the last possible row before each would become higher than `height`."""
-    possible = _bridges(plan)
-    starts = [0]
-    for row in range(1, len(plan.rows)):
-        if placed.row_top[row] + placed.row_height[row] - placed.row_top[starts[-1]] > height * 1.02:
-            cuts = [place for place in possible if starts[-1] < place <= row]
-            starts += cuts[-1:]
-    return _stacked(plan, boxes, placed.x, starts)
-
-
-def _bridges(plan: Plan) -> list[int]:
-    """Return the rows that only one value enters, for one box."""
+    A column may start at rows that only one value enters, for one box: at those nearest to equal heights.
+    """
     entering = [[node for node in row for _ in plan.links.pred[node]] for row in plan.rows]
-    return [place for place, nodes in enumerate(entering) if len(nodes) == 1 and "~" not in nodes[0]]
+    possible = [row for row, nodes in enumerate(entering) if len(nodes) == 1 and "~" not in nodes[0]]
+    if placed.height <= TALL or plan.back or not possible:
+        return placed
+    fitting = []
+    for count in range(2, MOST + 1):
+        heights = [placed.height * part / count for part in range(1, count)]
+        starts = {min(possible, key=lambda row: abs(placed.row_top[row] - height)) for height in heights}
+        fitting.append(_stacked(plan, boxes, placed.x, sorted({0, *starts})))
+    lower = [found for found in fitting if found.height < 0.8 * placed.height]
+    return min(lower, key=lambda found: max(found.width / RATIO, found.height), default=placed)

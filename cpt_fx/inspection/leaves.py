@@ -20,6 +20,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, 
 _CLOSED = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, torch.Generator)
 """Nothing inside of these comes out of a run."""
 _DEPTH, _ITEMS = 8, 1000
+"""How far to look into objects of somebody's, and how many things beside tensors to look at in one."""
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ABSENT: Any = object()
 """In the place of a leaf that is not there."""
@@ -29,6 +30,8 @@ SMALL = 0.01
 """Some gradients are nothing but rounding, such as that of a key's bias: this part of the largest one measures them."""
 _MOVED, _ECHO = 1e-6, 5.0
 """How much everything is scaled for that, and how many times what it does is rounding."""
+_WANDERS = 100
+"""How many times as far as a few runs of the plain model another one may be, where no two are equal."""
 GRADIENT = "the gradient of "
 
 Found = dict[tuple[int, str], str]
@@ -43,7 +46,8 @@ def leaves(value: Any, path: str, known: frozenset[int] = frozenset()) -> Iterat
         yield path, value
         return
     yield path, plain_class(type(value)) if isinstance(value, nn.Module) else type(value)
-    if id(value) in known or len(known) > _DEPTH or isinstance(value, (nn.Module, *_CLOSED)):
+    is_deep = len(known) > _DEPTH and not isinstance(value, (list, tuple, Mapping))
+    if id(value) in known or is_deep or isinstance(value, (nn.Module, *_CLOSED)):
         return
     for name, item in _items(value):
         yield from leaves(item, path + name, known | {id(value)})
@@ -62,7 +66,7 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
         slots = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
         held = {name: getattr(value, name, None) for name in slots} | getattr(value, "__dict__", {})
         pairs = [(f".{name}", item) for name, item in held.items() if not name.startswith("__")]
-    yield from pairs[:_ITEMS]
+    yield from (pair for place, pair in enumerate(pairs) if place < _ITEMS or isinstance(pair[1], Tensor))
     if len(pairs) > _ITEMS:
         yield " (items)", len(pairs)
 
@@ -200,6 +204,18 @@ def echoed_in(found: Found, ours: Runs, theirs: Runs, moved: Sequence[Runs], com
             echo = max(apart(one, other)[0] for one in more)
             near |= {(place, name): how} if apart(mine, other)[0] <= min(limits[place], _ECHO * echo) else {}
     return near
+
+
+def unsteady_in(found: Found, ours: Runs, theirs: Runs, again: Sequence[Runs]) -> Found:
+    """Return the differences in what is another one in each run of the plain model, and not farther off than that."""
+    unsteady: Found = {}
+    for (place, name), how in found.items():
+        mine, other, *more = values = [runs[place].get(name, ABSENT) for runs in (ours, theirs, *again)]
+        differs = any(one is not other and difference(one, other) for one in more)
+        if differs and _is_dense(other) and all(_is_alike(one, other) for one in values):
+            differs = apart(mine, other)[0] <= _WANDERS * max(apart(one, other)[0] for one in more)
+        unsteady |= {(place, name): how} if differs else {}
+    return unsteady
 
 
 def scaled(tensors: Iterable[Tensor], seed: int) -> None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from cpt_fx import native
 from cpt_fx.formats import most_levels
 from cpt_fx.numerics import Grid, reduced_dims
 from cpt_fx.transformed import plain
 
 _FITS = (torch.float32, torch.float16, torch.bfloat16, torch.int8)
-"""What a kernel reads: all of it is exact in single precision."""
+"""What is exact in single precision."""
 _HALF = (torch.float16, torch.bfloat16)
 _FEW = 64
 """Levels that a tensor in half precision may hold of several quantizers: with more, hardly a value is none of them."""
@@ -38,28 +38,27 @@ def ranges_of(x: Tensor, grid: Grid) -> Tensor:
 
 def levels_in(rows: Tensor, most: int) -> tuple[int, Tensor]:
     """Return how many levels a row shows at most, `most` + 1 standing for more, and which there are in all rows."""
-    library = native.load("witness.cpp")
-    if library is not None and rows.is_cpu and rows.dtype in _FITS:
-        rows = rows.to(torch.float32).contiguous()
-        found = torch.empty(rows.shape[0], most)
-        count = library.cpt_fx_levels(rows.data_ptr(), *rows.shape, most, found.data_ptr())
-        return count, found.view(-1)
-    ordered = rows.sort(1).values
+    # On a CPU NumPy sorts several times as fast as torch.
+    ordered = torch.from_numpy(np.sort(_exact(rows).numpy(), 1)) if rows.is_cpu else rows.sort(1).values
     is_new = torch.ones_like(ordered, dtype=torch.bool)
     is_new[:, 1:] = ordered[:, 1:] > ordered[:, :-1]
-    is_new &= ordered.isfinite() & (is_new.cumsum(1) <= most + 1)
-    return int(is_new.sum(1).max()), ordered[is_new]
+    is_new &= ordered.isfinite()
+    return min(int(is_new.sum(1).max()), most + 1), ordered[is_new]
 
 
 def holds(x: Tensor, levels: Tensor) -> bool:
     """Whether a tensor holds nothing but levels, which are sorted, and zeros. What is not finite has none."""
     levels = levels.to(x.device, x.dtype)
-    library = native.load("witness.cpp")
-    if library is not None and x.is_cpu and x.dtype in _FITS:
-        values, levels = x.to(torch.float32).contiguous(), levels.to(torch.float32)
-        return bool(library.cpt_fx_holds(values.data_ptr(), values.numel(), levels.data_ptr(), levels.numel()))
-    nearest = levels[torch.searchsorted(levels, x.contiguous()).clamp_max(levels.numel() - 1)]
-    return bool(((nearest == x) | x.isnan()).all())
+    if x.is_cpu:
+        is_level = torch.from_numpy(np.isin(_exact(x).numpy(), _exact(levels).numpy()))
+    else:
+        is_level = torch.isin(x, levels)
+    return bool((is_level | x.isnan()).all())
+
+
+def _exact(x: Tensor) -> Tensor:
+    """Return the same numbers in a type that NumPy has."""
+    return x.float() if x.dtype in _FITS else x
 
 
 @dataclass
@@ -115,11 +114,12 @@ class Grids:
         value = plain(value).detach()
         if self._is_unread(value):
             return True
-        if value.layout is not torch.strided:
+        if value.layout is not torch.strided or value.is_nested:
             return False
         if value.untyped_storage()._cdata in self._grids:
             return True
-        found = self._holds_levels(torch.view_as_real(value.resolve_conj()) if value.is_complex() else value)
+        numbers = value.float() if value.dtype.itemsize == 1 else value
+        found = self._holds_levels(torch.view_as_real(value.resolve_conj()) if value.is_complex() else numbers)
         if found and value.untyped_storage().nbytes() == value.numel() * value.element_size():
             self._keep(value)
         return found

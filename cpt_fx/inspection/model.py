@@ -17,7 +17,7 @@ from cpt_fx.inspection.html import page
 from cpt_fx.inspection.svg import drawing
 from cpt_fx.inspection.tree import digraph
 from cpt_fx.inspection.verification import Verification, verify
-from cpt_fx.inspection.views import ProductView, QuantizerView, fields, products_in, views_in
+from cpt_fx.inspection.views import OF_A_SECOND, ProductView, QuantizerView, fields, products_in, views_in
 from cpt_fx.meta import Uncovered
 from cpt_fx.pass_base import Report
 from cpt_fx.proof import proven_state
@@ -70,12 +70,12 @@ class Inspection:
     @property
     def uncovered(self) -> tuple[Uncovered, ...]:
         """Everything that multiplies and stays in full precision, with the reason."""
-        sparse = (
-            Uncovered(view.layer, view.op, "a sparse operand is passed on as it is", view.operand)
+        came = (
+            Uncovered(view.layer, view.op, view.left, view.operand, by_choice=view.left == OF_A_SECOND)
             for view in self.quantizers
-            if view.passed_on
+            if view.left
         )
-        return tuple(dict.fromkeys((*history_of(self.model).uncovered, *sparse)))
+        return tuple(dict.fromkeys((*history_of(self.model).uncovered, *came)))
 
     @property
     def passes(self) -> tuple[Report, ...]:
@@ -140,8 +140,10 @@ class Inspection:
         }  # fmt: skip
 
     def table(self) -> Table:
-        """Return the quantizers as a rich table, grouped by layer."""
-        return table.quantizer_table(self.quantizers)
+        """Return the quantizers as a rich table, grouped by layer, and below it whether they were proven."""
+        quantizers = table.quantizer_table(self.quantizers)
+        quantizers.caption, quantizers.caption_justify = self.state, "left"
+        return quantizers
 
     def networkx(self) -> Any:
         """Return the rewritten graph as a `networkx.DiGraph`.

@@ -2,10 +2,9 @@
 (() => {
 const data = JSON.parse(document.getElementById("data").textContent);
 const { items, sizes: S } = data;
-const stage = document.getElementById("stage"), panel = document.getElementById("panel");
-const hover = document.getElementById("hover"), found = document.getElementById("found");
+const stage = document.getElementById("stage"), panel = document.getElementById("panel"), found = document.getElementById("found");
 const opened = new Set(data.open);
-let view = { x: 0, y: 0, k: 1 }, selected = null, hits = new Set(), total = { w: 1, h: 1 };
+let scale = 1, selected = null, hits = new Set(), total = { w: 1, h: 1 };
 const text = value => String(value).replace(/[&<>"]/g, c => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" }[c]));
 const n = value => Math.round(value * 10) / 10;
 const isOpen = id => opened.has(id) && items[id].kids;
@@ -80,10 +79,11 @@ function inside(item) {
   let markup = item.chains.map((chain, i) => edge(chain, item.asides[i], p, boxes)).join("");
   markup += item.back.map(pair => back(pair, p, boxes)).join("");
   for (const [id, b] of boxes) {
-    const open = isOpen(id), name = `${items[id].l}${items[id].kids ? (open ? ", open" : ", folded") : ""}`;
-    markup += `<g class="${open ? "frame" : items[id].c}" data-id="${text(id)}" tabindex="0" role="button" ` +
-      `${items[id].kids ? `aria-expanded="${!!open}" ` : ""}aria-label="${text(name)}" ` +
-      `transform="translate(${n(p.x.get(id) - b.w / 2)} ${n(p.top.get(id))})">${b.m}</g>`;
+    const { t, f, l, c, kids } = items[id], open = isOpen(id);
+    const told = open ? t : [t, ...f.slice(0, 10).map(fact => fact.join(": "))].join("\n");
+    markup += `<g class="${open ? "frame" : c}" data-id="${text(id)}" tabindex="0" role="button" ` +
+      `${kids ? `aria-expanded="${!!open}" ` : ""}aria-label="${text(l)}" ` +
+      `transform="translate(${n(p.x.get(id) - b.w / 2)} ${n(p.top.get(id))})"><title>${text(told)}</title>${b.m}</g>`;
   }
   return { markup, p, width: p.width + (item.back.length ? S.back : 0) };
 }
@@ -105,10 +105,16 @@ function box(id) {
 
 function draw() {
   const { markup, p, width } = inside(items[data.root]);
-  total = { w: width, h: p.height };
-  stage.innerHTML = `<svg class="graph" xmlns="http://www.w3.org/2000/svg" role="group" aria-label="Rewritten graph"><g id="world">${markup}</g></svg>`;
+  total = { w: width + 48, h: p.height + 48 };
+  stage.innerHTML = `<svg class="graph" xmlns="http://www.w3.org/2000/svg" role="group" aria-label="Rewritten graph" ` +
+    `viewBox="-24 -24 ${n(total.w)} ${n(total.h)}">${markup}</svg>`;
   mark();
-  move();
+  resize();
+}
+
+function resize() {
+  stage.firstChild.setAttribute("width", n(total.w * scale));
+  stage.firstChild.setAttribute("height", n(total.h * scale));
 }
 
 function mark() {
@@ -119,23 +125,19 @@ function mark() {
   }
 }
 
-function move() {
-  document.getElementById("world").setAttribute("transform", `translate(${n(view.x)} ${n(view.y)}) scale(${view.k.toFixed(4)})`);
-}
-
 function fit(whole) {
-  const { clientWidth: w, clientHeight: h } = stage;
-  const k = Math.min((w - 48) / total.w, (h - 48) / total.h, 1.15);
-  view.k = whole ? k : Math.max(k, Math.min(0.85, (w - 48) / total.w));
-  view.x = (w - total.w * view.k) / 2;
-  view.y = Math.max(24, (h - total.h * view.k) / 2);
-  move();
+  const { clientWidth: w, clientHeight: h } = stage, all = Math.min(w / total.w, h / total.h, 1.15);
+  scale = whole ? all : Math.max(all, Math.min(0.85, w / total.w));
+  resize();
+  stage.scrollTo((total.w * scale - w) / 2, 0);
 }
 
+// Enlarge the drawing; what is at a point of the stage stays there.
 function zoom(factor, x = stage.clientWidth / 2, y = stage.clientHeight / 2) {
-  const k = Math.min(3, Math.max(0.02, view.k * factor));
-  view = { k, x: x - (x - view.x) * k / view.k, y: y - (y - view.y) * k / view.k };
-  move();
+  const before = scale, { scrollLeft, scrollTop } = stage;
+  scale = Math.min(3, Math.max(0.02, scale * factor));
+  resize();
+  stage.scrollTo((scrollLeft + x) * scale / before - x, (scrollTop + y) * scale / before - y);
 }
 
 function show(id) {
@@ -154,7 +156,7 @@ const shown = id => stage.querySelector(`[data-id="${CSS.escape(id)}"]`);
 // The middle of a box on the screen, of the title of an opened module, and its upper edge.
 function onScreen(id) {
   const { left, top, width, height } = shown(id).querySelector(".body").getBoundingClientRect();
-  return { x: left + width / 2, y: top + (isOpen(id) ? S.bar * view.k : height) / 2, top };
+  return { x: left + width / 2, y: top + (isOpen(id) ? S.bar * scale : height) / 2, top };
 }
 
 function toggle(id) {
@@ -162,9 +164,7 @@ function toggle(id) {
   opened.has(id) ? opened.delete(id) : opened.add(id);
   draw();
   const after = onScreen(id);
-  view.x += before.x - after.x;
-  view.y += before.top - after.top;
-  move();
+  stage.scrollBy(after.x - before.x, after.top - before.top);
 }
 
 function activate(id) {
@@ -173,66 +173,36 @@ function activate(id) {
   shown(id).focus({ preventScroll: true });
 }
 
-// Move a box to the middle of the stage.
-function centre(id) {
-  const at = onScreen(id), r = stage.getBoundingClientRect();
-  view.x += r.left + r.width / 2 - at.x;
-  view.y += r.top + r.height / 2 - at.y;
-  move();
-}
-
+// Open the modules around a box, and move it to the middle of the stage.
 function reveal(id) {
   for (let up = items[id].p; up; up = items[up].p) opened.add(up);
-  view.k = Math.max(view.k, 0.8);
+  scale = Math.max(scale, 0.8);
   draw();
-  centre(id);
+  const at = onScreen(id), r = stage.getBoundingClientRect();
+  stage.scrollBy(at.x - r.left - r.width / 2, at.y - r.top - r.height / 2);
 }
 
-const idAt = event => event.target.closest?.("[data-id]")?.dataset.id;
-let drag = null, quiet = false;
-stage.addEventListener("pointerdown", event => { drag = { x: event.clientX, y: event.clientY, from: { ...view }, moved: false, id: event.pointerId }; });
+let drag = null;
+stage.addEventListener("pointerdown", event => { if (event.pointerType === "mouse") drag = { x: event.clientX, y: event.clientY, moved: false }; });
 addEventListener("pointermove", event => {
-  if (!drag) return;
-  const dx = event.clientX - drag.x, dy = event.clientY - drag.y;
-  if (!drag.moved && Math.hypot(dx, dy) > 4) { drag.moved = true; stage.setPointerCapture(drag.id); hover.hidden = true; }
-  if (drag.moved) { view.x = drag.from.x + dx; view.y = drag.from.y + dy; move(); }
+  if (!drag || !event.buttons) return;
+  const dx = drag.x - event.clientX, dy = drag.y - event.clientY;
+  if (!drag.moved && Math.hypot(dx, dy) <= 4) return;
+  stage.scrollBy(dx, dy);
+  drag = { x: event.clientX, y: event.clientY, moved: true };
 });
-addEventListener("pointerup", () => { if (drag?.moved) addEventListener("click", e => e.stopPropagation(), { capture: true, once: true }); setTimeout(() => { drag = null; }); });
-addEventListener("pointercancel", () => { drag = null; });
 stage.addEventListener("click", event => {
-  const id = idAt(event);
-  hover.hidden = quiet = true;
-  if (!id) return show(null);
-  const inFrame = event.target.closest("[data-id]").classList.contains("frame");
-  if (inFrame && !event.target.closest(".bar, .fold, text")) return show(id);
-  activate(id);
+  if (drag?.moved) return;
+  const box = event.target.closest("[data-id]");
+  if (!box) return show(null);
+  if (box.classList.contains("frame") && !event.target.closest(".bar, .fold, text")) return show(box.dataset.id);
+  activate(box.dataset.id);
 });
 stage.addEventListener("wheel", event => {
   event.preventDefault();
   const r = stage.getBoundingClientRect();
   zoom(Math.exp(-event.deltaY * (event.deltaMode ? 0.05 : 0.0015)), event.clientX - r.left, event.clientY - r.top);
 }, { passive: false });
-stage.addEventListener("pointerover", event => {
-  const id = idAt(event);
-  if (!id || quiet || drag?.moved || isOpen(id)) { hover.hidden = true; return; }
-  const item = items[id];
-  hover.innerHTML = `<b>${text(item.t)}</b>${item.f.slice(0, 10).map(([k, v]) => `${text(k)}: ${text(v)}`).join("<br>")}`;
-  hover.hidden = false;
-  beside(event);
-});
-// Below and to the right of the pointer, on its other side where there is no room: always inside, never under it.
-function beside(event) {
-  const spot = (at, size, room) => Math.max(8, at + 14 + size + 8 <= room ? at + 14 : Math.min(at - 14, room - 8) - size);
-  hover.style.left = hover.style.top = "0";
-  hover.style.left = `${spot(event.clientX, hover.offsetWidth, innerWidth)}px`;
-  hover.style.top = `${spot(event.clientY, hover.offsetHeight, innerHeight)}px`;
-}
-stage.addEventListener("pointermove", event => {
-  // What a click has opened or shown in the panel stays free until the pointer goes to another box.
-  if (event.movementX || event.movementY) quiet = false;
-  if (!hover.hidden) beside(event);
-});
-stage.addEventListener("pointerleave", () => { hover.hidden = true; });
 
 const search = document.getElementById("search");
 search.addEventListener("input", () => {
@@ -265,33 +235,24 @@ addEventListener("keydown", event => {
   else if (event.key === "+" || event.key === "=") zoom(1.25);
   else if (event.key === "-") zoom(0.8);
   else if (event.key === "0") fit(true);
-  else if (event.key.startsWith("Arrow") && stage.contains(event.target)) {
-    event.preventDefault();
-    const step = { ArrowUp: [0, 60], ArrowDown: [0, -60], ArrowLeft: [60, 0], ArrowRight: [-60, 0] }[event.key];
-    view.x += step[0]; view.y += step[1]; move();
-  }
 });
-stage.addEventListener("focusin", event => {
-  const id = idAt(event);
-  if (!id || !event.target.matches(":focus-visible")) return;
-  const at = onScreen(id), r = stage.getBoundingClientRect();
-  if (at.x < r.left || at.y < r.top || at.x > r.right || at.y > r.bottom) centre(id);
-});
-document.getElementById("fold").addEventListener("click", () => { opened.clear(); opened.add(data.root); draw(); fit(); });
-document.getElementById("unfold").addEventListener("click", () => {
-  const next = [...stage.querySelectorAll("[data-id]")].map(box => box.dataset.id).filter(id => items[id].kids && !isOpen(id));
-  next.forEach(id => opened.add(id));
-  draw();
-  fit();
-});
-document.getElementById("larger").addEventListener("click", () => zoom(1.25));
-document.getElementById("smaller").addEventListener("click", () => zoom(0.8));
-document.getElementById("fit").addEventListener("click", () => fit(true));
-document.getElementById("theme").addEventListener("click", () => {
-  const root = document.documentElement, now = root.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
-  root.dataset.theme = now === "dark" ? "light" : "dark";
-});
-addEventListener("resize", () => move());
+const pressed = {
+  fold: () => { opened.clear(); opened.add(data.root); draw(); fit(); },
+  unfold: () => {
+    const shut = [...stage.querySelectorAll("[data-id]")].map(box => box.dataset.id).filter(id => items[id].kids && !isOpen(id));
+    shut.forEach(id => opened.add(id));
+    draw();
+    fit();
+  },
+  larger: () => zoom(1.25),
+  smaller: () => zoom(0.8),
+  fit: () => fit(true),
+  theme: () => {
+    const root = document.documentElement, now = root.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+    root.dataset.theme = now === "dark" ? "light" : "dark";
+  },
+};
+for (const [id, act] of Object.entries(pressed)) document.getElementById(id).addEventListener("click", act);
 draw();
 fit();
 show(null);

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.autograd import graph as engine
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import Function, FunctionCtx
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils import checkpoint
 
@@ -27,6 +27,7 @@ from cpt_fx.result import PART
 
 _OURS, _TORCH = (str(Path(str(module.__file__)).parent) for module in (sys.modules["cpt_fx"], torch))
 _TESTED = str(Path(_OURS).parent / "passes")
+_APPLY: CodeType = vars(Function)["apply"].__func__.__code__
 GENERATED = "<eval_with_key>"
 _LISTING = ("net.py", "call")
 """Functions that list what they run as it is: a local variable of theirs, `reason`, says why."""
@@ -57,11 +58,20 @@ class Place:
     """Whether it runs under a transform of torch.func: each level of that has a node of its own for one operator."""
     recomputes: bool = False
     """Whether this is no backward pass, but a forward pass that runs inside of one."""
+    applied: bool = False
+    """Whether it is inside of a `torch.autograd.Function`, whose number in autograd is the latest one."""
 
     @property
     def site(self) -> Site | None:
         """What was decided about the node."""
         return None if self.node is None else self.node.meta.get(SITE)
+
+    @property
+    def op(self) -> str:
+        """The name of the node's operator."""
+        target = None if self.node is None else self.node.target
+        form = form_of(target)
+        return str(getattr(target, "__name__", target)) if form is None else form.row.name
 
     @property
     def is_registered(self) -> bool:
@@ -172,6 +182,14 @@ def frames() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def applied() -> bool:
+    """Whether who calls is inside of a `torch.autograd.Function` that generated code, if any, has called."""
+    for frame in frames():
+        if frame.f_code is _APPLY or frame.f_code.co_filename.startswith(GENERATED):
+            return frame.f_code is _APPLY
+    return False
 
 
 def nodes_by_line(module: fx.GraphModule) -> dict[int, fx.Node]:

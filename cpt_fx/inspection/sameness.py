@@ -22,7 +22,18 @@ from cpt_fx.capture.tree import plain_tree
 from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.history import History
 from cpt_fx.inspection.asking import GRADIENTS, TRAINING, asked
-from cpt_fx.inspection.leaves import ABSENT, GRADIENT, Found, close_in, difference, echoed_in, kept, leaves, scaled
+from cpt_fx.inspection.leaves import (
+    ABSENT,
+    GRADIENT,
+    Found,
+    close_in,
+    difference,
+    echoed_in,
+    kept,
+    leaves,
+    scaled,
+    unsteady_in,
+)
 from cpt_fx.layer_state import PREFIX
 from cpt_fx.result import PART, plain_class, sessions_in
 from cpt_fx.trial import called, eager_model, tensors_in, trial
@@ -30,7 +41,7 @@ from cpt_fx.trial import called, eager_model, tensors_in, trial
 TOLD = 10
 """Differences that are told one by one."""
 TURNS = 3
-"""How often to ask what rounding does: by chance one number may stay as it is."""
+"""How often to ask what rounding does, or another run: by chance one number may stay as it is."""
 _CONTAINERS = (list, dict, set, deque)
 
 
@@ -128,8 +139,7 @@ def _judged(ours: list[Run], theirs: list[Run], source: nn.Module, call: Call, k
         found = _without(found, close)
         _note(notes, "at 32 bits {} as in the plain model up to float rounding, not to the bit", close)
     if found:
-        with trial(source):
-            unstable = _differences(_runs(source, call, modes), theirs)
+        unstable = unsteady_in(found, *came, [_again(source, call, modes) for _ in range(TURNS)])
         found = _without(found, unstable)
         _note(notes, "two runs of the plain model itself differ: {} could not be compared", unstable)
     left = [f"at 32 bits, {modes[place]}: {how}" for (place, _), how in found.items()]
@@ -192,6 +202,11 @@ def _moved(source: nn.Module, call: Call, modes: list[Mode]) -> list[list[dict[s
             scaled(trained or copied, turn)
             moved.append([run.found for run in _runs(source, given, modes)])
     return moved
+
+
+def _again(source: nn.Module, call: Call, modes: list[Mode]) -> list[dict[str, Any]]:
+    with trial(source):
+        return [run.found for run in _runs(source, call, modes)]
 
 
 def _alone(source: nn.Module, call: Call, modes: list[Mode]) -> list[Run]:
@@ -323,11 +338,10 @@ def _gradients(model: nn.Module, outputs: list[Any], given: Any) -> dict[str, An
     weights are random because the gradient of a plain sum is one number, on which nothing can be seen.
     """
     inputs = [leaf for _, leaf in leaves(given, "") if isinstance(leaf, Tensor) and leaf.requires_grad]
-    wanted: dict[str, Tensor] = {
-        f"{GRADIENT}{name}": one for name, one in model.named_parameters() if one.requires_grad
-    }
-    wanted |= {f"{GRADIENT}input {place}": one for place, one in enumerate(inputs)}
-    wanted = {name: one for name, one in wanted.items() if PREFIX not in name}
+    held = (*model.named_parameters(), *model.named_buffers(), *_held(model).items())
+    named = [(name, one) for name, one in held if PREFIX not in name]
+    named += [(f"input {place}", one) for place, one in enumerate(inputs)]
+    wanted = {f"{GRADIENT}{name}": one for name, one in named if isinstance(one, Tensor) and one.requires_grad}
     ends = list({id(out): out for out in _ends(outputs)}.values())
     if not ends or not wanted:
         return {}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from cpt_fx.errors import check_int
 from cpt_fx.inspection.boxes import TITLE_BAR, Box, box_of, classes, frame_of, keys, label_of, number, text, title_width
 from cpt_fx.inspection.layout import Boxes, Placed, arrivals, in_columns, place, plan
-from cpt_fx.inspection.table import ROLES, width_text, widths_by_role
+from cpt_fx.inspection.table import ROLES, counts, widths_by_role
 from cpt_fx.inspection.tree import IN, OUT, Item, build
 
 if TYPE_CHECKING:
@@ -35,24 +35,19 @@ READABLE = 120
 HIGH = 3000.0
 PAD = 14.0
 BACK = 26.0
-TURN, ROUND = 16.0, 8.0
+TURN = 16.0
 
 
 def drawing(inspection: Inspection, depth: int | None) -> str:
     """Return the SVG of a model, with a heading and a legend."""
     if depth is not None:
         check_int("depth", depth, 0)
-    views = inspection.quantizers
-    root = build(inspection.graphs, views, inspection.name)
+    root = build(inspection.graphs, inspection.quantizers, inspection.name)
     body, placed = _painted(root, depth)
-    widths = [f"{role} {width_text(bits)} bits" for role, bits in widths_by_role(views).items()]
-    left = len([item for item in inspection.uncovered if not item.by_choice])
-    subtitle = " · ".join(
-        [f"{len(views)} quantizers", *widths, f"{left} uncovered, {len(inspection.uncovered) - left} excluded"]
-    )
+    subtitle = " · ".join(f"{value} {label}" for label, value, _ in counts(inspection))
     state = inspection.state
     label = escape(f"{inspection.name}: {subtitle}; {state}")
-    legend, legend_width = keys([*widths_by_role(views)])
+    legend, legend_width = keys([*widths_by_role(inspection.quantizers)])
     width = max(placed.width + 48, max(len(subtitle), len(state)) * 6.6 + 48, legend_width + 48)
     height = placed.height + 168
     return (
@@ -146,7 +141,9 @@ def _edge(chain: list[str], aside: float, placed: Placed, boxes: Boxes) -> str:
         if node == last:
             target += end.port[0] if end and end.port else aside
         if row in placed.cuts:
-            path.append(_around(x, bottom, placed.cuts[row], target, top))
+            # From the foot of a column to the head of the next one.
+            path.append(f"V{number(bottom + TURN)}H{number(placed.cuts[row])}V{number(top - TURN)}H{number(target)}")
+            path.append(f"V{number(top)}")
         elif abs(target - x) < 0.05:
             path.append(f"V{number(top)}")
         else:
@@ -168,18 +165,6 @@ def _back(a: str, b: str, placed: Placed, boxes: Boxes) -> str:
     far = number(placed.width + BACK)
     path = f"M{x} {y}C{far} {y} {far} {to_y} {to_x} {to_y}"
     return f'<path class="edge back" d="{path}"/><path class="tip" d="M{to_x} {to_y}l6 -3.5v7z"/>'
-
-
-def _around(x: float, bottom: float, gutter: float, target: float, top: float) -> str:
-    """Return the way from the foot of a column to the head of the next one."""
-    low, high = bottom + TURN, top - TURN
-    corner = [
-        f"V{number(low - ROUND)}Q{number(x)} {number(low)} {number(x + ROUND)} {number(low)}",
-        f"H{number(gutter - ROUND)}Q{number(gutter)} {number(low)} {number(gutter)} {number(low - ROUND)}",
-        f"V{number(high + ROUND)}Q{number(gutter)} {number(high)} {number(gutter + ROUND)} {number(high)}",
-        f"H{number(target - ROUND)}Q{number(target)} {number(high)} {number(target)} {number(high + ROUND)}",
-    ]
-    return "".join([*corner, f"V{number(top)}"])
 
 
 def resource(name: str) -> str:

@@ -82,6 +82,20 @@ def widths_by_role(views: Iterable[QuantizerView]) -> dict[str, list[int]]:
     return {role: sorted(found[role]) for role in ROLES if role in found}
 
 
+def counts(inspection: Inspection) -> list[tuple[str, str, str]]:
+    """Return what a drawing says of all of it: label, number, and a role or a warning that colours it."""
+    views = inspection.quantizers
+    left = len([item for item in inspection.uncovered if not item.by_choice])
+    silent = sum(not view.times_run for view in views)
+    return [
+        ("quantizers", str(len(views)), ""),
+        *((f"{role} bits", width_text(bits), role) for role, bits in widths_by_role(views).items()),
+        ("uncovered", str(left), "warn" if left else ""),
+        ("excluded", str(len(inspection.uncovered) - left), ""),
+        ("never ran", str(silent), "warn" if silent else ""),
+    ]
+
+
 def width_text(widths: list[int]) -> str:
     """Write a set of widths: `8`, or `3–8` where several are in use."""
     return str(widths[0]) if len(widths) == 1 else f"{widths[0]}–{widths[-1]}"

@@ -15,7 +15,7 @@ import networkx as nx
 import torch
 from torch import fx, nn
 
-from cpt_fx.inspection.views import QuantizerView, named_below
+from cpt_fx.inspection.views import QuantizerView
 from cpt_fx.layer_state import is_range
 from cpt_fx.meta import PASS, SITE, STATE, get_attribute, module_path
 
@@ -44,8 +44,6 @@ class Item:
     children: list[Item] = field(default_factory=list)
     edges: dict[tuple[str, str], None] = field(default_factory=dict)
     """Between children, by id, in order; `IN` and `OUT` stand for the module's own border."""
-    container: bool = False
-    """A module that is never called itself, only its members are (a ModuleList)."""
     order: int = 0
     """Position in the graph of the first thing inside."""
 
@@ -67,20 +65,15 @@ def build(modules: list[fx.GraphModule], views: tuple[QuantizerView, ...], name:
     for index, module in enumerate(modules):
         top = root if len(modules) == 1 else _child(root, f"m/g{index}", f"graph {index}", "")
         mine = {view.node: view for view in views if view.graph == index}
-        uses += _plant(module, mine, top, f"{index}.", set())
+        uses += _plant(module, mine, top, f"{index}.")
     _simplify(root)
     _gather(root)
-    for item in root.walk():
-        item.edges = {}
     _connect(uses)
     return root
 
 
-def _plant(
-    module: fx.GraphModule, views: dict[str, QuantizerView], top: Item, prefix: str, dissolved: set[str]
-) -> list[tuple[Item, Item]]:
-    """Fill `top`, without boxes for the modules that are `dissolved`; return which node uses which."""
-    top.children, top.edges = [], {}
+def _plant(module: fx.GraphModule, views: dict[str, QuantizerView], top: Item, prefix: str) -> list[tuple[Item, Item]]:
+    """Fill `top` and return which node uses which."""
     known: Modules = dict(module.named_modules(remove_duplicate=False))
     groups: dict[str, Item] = {top.id: top}
     leaves: dict[fx.Node, Item] = {}
@@ -88,7 +81,7 @@ def _plant(
         kind = kind_of(module, node, views.get(node.name))
         if kind == "state":
             continue
-        parent = _group(node, top, groups, known, dissolved)
+        parent = _group(node, top, groups, known)
         leaf = _leaf(module, node, kind, views.get(node.name), known, prefix)
         leaf.order, leaf.parent = order, parent
         parent.children.append(leaf)
@@ -96,24 +89,7 @@ def _plant(
     for item in reversed(list(top.walk())):
         if item.children:
             item.order = min(child.order for child in _movers(item.children))
-    uses = [(leaves[used], leaf) for node, leaf in leaves.items() for used in node.all_input_nodes if used in leaves]
-    _connect(uses)
-    more = _taking_turns(top)
-    return _plant(module, views, top, prefix, dissolved | more) if more else uses
-
-
-def _taking_turns(top: Item) -> set[str]:
-    """Return the containers that nobody calls and whose members take turns with what is outside them.
-
-    Folded, such a container (`self.convs` beside `self.norms`) would stand before and after its own surroundings.
-    """
-    found = set()
-    for item in top.walk():
-        inside = {child.id: child for child in item.children}
-        for a, b in item.edges:
-            if a in inside and b in inside and inside[a].order > inside[b].order:
-                found |= {end for end in (a, b) if inside[end].container}
-    return found
+    return [(leaves[used], leaf) for node, leaf in leaves.items() for used in node.all_input_nodes if used in leaves]
 
 
 def _movers(children: list[Item]) -> list[Item]:
@@ -121,31 +97,25 @@ def _movers(children: list[Item]) -> list[Item]:
     return [child for child in children if child.kind not in ("parameter", "buffer", "constant")] or children
 
 
-def _group(node: fx.Node, top: Item, groups: dict[str, Item], known: Modules, dissolved: set[str]) -> Item:
-    """Return the box of the module a node belongs to. Every call of a module has a box of its own."""
+def _group(node: fx.Node, top: Item, groups: dict[str, Item], known: Modules) -> Item:
+    """Return the box of the module a node belongs to. Every call of a module has a box of its own.
+
+    What is never called itself (a ModuleList) has none: its members may take turns with what is outside of it.
+    """
     stack = [(str(call), str(path)) for call, (path, _) in (node.meta.get("nn_module_stack") or {}).items() if path]
     path = module_of(node, known)
     if path and (not stack or stack[-1][1] != path):
         stack = [*((call, outer) for call, outer in stack if f"{path}.".startswith(f"{outer}.")), (path, path)]
     current, here = top, ""
     for call, outer in stack:
-        reached = here if outer.startswith(f"{here}.") else ""
-        names = outer.removeprefix(f"{reached}.").split(".")
-        lead = ""
-        for place, name in enumerate(names):
-            reached = named_below(reached, name)
-            number = call.rpartition("@")[2] if place == len(names) - 1 and "@" in call else ""
-            key = f"{current.id}/{lead}{name}" + (f"@{number}" if number else "")
-            if key in dissolved:
-                lead += f"{name}."
-                continue
-            if key not in groups:
-                title = f"{lead}{name} (call {int(number) + 1})" if number.isdigit() else f"{lead}{name}"
-                groups[key] = _child(current, key, title, reached)
-                groups[key].subtitle = _class_name(known, reached)
-                groups[key].container = place < len(names) - 1
-            current, lead = groups[key], ""
-        here = outer
+        name = outer.removeprefix(f"{here}.")
+        number = call.rpartition("@")[2] if "@" in call else ""
+        key = f"{current.id}/{name}" + (f"@{number}" if number else "")
+        if key not in groups:
+            title = f"{name} (call {int(number) + 1})" if number.isdigit() else name
+            groups[key] = _child(current, key, title, outer)
+            groups[key].subtitle = _class_name(known, outer)
+        current, here = groups[key], outer
     return current
 
 

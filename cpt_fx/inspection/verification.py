@@ -23,10 +23,10 @@ from cpt_fx.inspection.places import Places
 from cpt_fx.inspection.sameness import MODES, TOLD, Call, Mode, Sameness, compare, run_in
 from cpt_fx.inspection.views import QuantizerView, fields, quantizer_nodes, views_in
 from cpt_fx.meta import get_attribute
-from cpt_fx.passes.verify import Verify
+from cpt_fx.pass_base import STAGES, stage_of
 from cpt_fx.proof import Proof, resting
 from cpt_fx.session import Session
-from cpt_fx.spec import SpecError
+from cpt_fx.spec import SpecError, check
 from cpt_fx.standalone import Standalone, transformed_in
 from cpt_fx.trial import eager_model, is_sharded, trial
 
@@ -78,8 +78,9 @@ class Verification:
         """Why this is no proof; nothing where it is one."""
         if not self.quantizers:
             return "there is no quantizer: nothing is quantized"
-        if self.quantizers == len(self.idle):
-            return "no quantizer had anything to do"
+        inputs = [view.node for view in self.views if view.role == "activation"]
+        if self.quantizers == len(self.idle) or (inputs and not set(inputs) - set(self.idle)):
+            return "no quantizer of an input had anything to do"
         if self.unwitnessed:
             return f"nobody counted the levels of {len(self.unwitnessed)} quantizers"
         return "" if self.widths else "no quantizer has rounded anything yet"
@@ -124,7 +125,7 @@ def verify(
         modules = graphs(model)
         wrong = (*same.problems, *_faults(modules, views, PROBE), *seen.problems, *map(str, seen.unknown))
         problems += [problem for problem in wrong if problem not in problems]
-        rested |= {id(modules[view.graph]) for view in unreached}
+        rested |= {id(modules[view.graph]) for view in unreached if not view.times_run}
     # Where the plain model, too, has nothing to go back from, no gradient is to be expected.
     expected = gradients and (backward or not same.modes)
     working, idle = _parted(modules, [view for view in views if view not in unreached], expected, backward)
@@ -146,7 +147,7 @@ def verify(
         idle=tuple(sorted(view.node for view in (*idle, *unreached))),
         products=seen.products,
         outside=seen.outside,
-        notes=(*_notes(working, idle, unreached, blind, gradients), *same.notes, *seen.notes, *outside),
+        notes=(*_notes(working, idle, unreached, blind, gradients), *_held(model), *same.notes, *seen.notes, *outside),
         compared=same.modes,
         views=views,
     )
@@ -200,8 +201,20 @@ def _try(
                 modes += sorted(others)[:1]
             backward = run_in(inner, Call(args, kwargs, dict.fromkeys(modes[1:])), modes)
         views, modules = views_in(model, rested), graphs(model)
-        unreached = tuple(view for view in views if not view.times_run and id(modules[view.graph]) in rested)
+        empty = {(index, node) for index, module in enumerate(modules) for node in _without_values(module, seen)}
+        unreached = tuple(
+            view
+            for view in views
+            if (view.graph, view.node) in empty or (not view.times_run and id(modules[view.graph]) in rested)
+        )
     return backward, views, unreached, seen
+
+
+def _without_values(module: fx.GraphModule, seen: Seen) -> Iterator[str]:
+    """Name the quantizers that ran on nothing but empty tensors, as those of an expert that nothing is sent to."""
+    for node, quantizer in quantizer_nodes(module.graph):
+        if seen.values.get(id(get_attribute(module, quantizer.record))) == 0:
+            yield node.name
 
 
 def _is_one_graph(model: nn.Module) -> bool:
@@ -213,8 +226,11 @@ def _is_one_graph(model: nn.Module) -> bool:
 def _broken_promises(modules: list[fx.GraphModule]) -> Iterator[str]:
     """Check the graph as it is now: a quantizer that runs, but that nothing reads, has a record as any other."""
     for module in modules:
+        stage = stage_of(module)
+        # Whoever binds in the place of bind keeps its promises.
+        is_bound = STAGES.index(stage) < STAGES.index("bound") and quantizer_nodes(module.graph)
         try:
-            Verify()(module)
+            check(module, "bound" if is_bound else stage)
         except SpecError as error:
             yield str(error).replace("\n", "\n  ")
 
@@ -223,12 +239,18 @@ def _undriven(model: nn.Module) -> Iterator[str]:
     """Look whether `schedule.step()` changes the widths that run."""
     for path, part in transformed_in(model):
         state, where = part.state, f"{part.kind} at {path}" if path else part.kind
-        if not state.dials or state.forced is not None:
+        if not state.dials or state.forced is not None:  # by `at_bits`, as a note says
             continue
         if state.schedule is None:
             yield f"no schedule drives {where}: no pass binds one, and its widths stay at 32; schedule.bind(model) does"
-        elif all(one is not state for one in state.schedule._controllers):
+        elif state not in state.schedule._controllers:
             yield f"no schedule drives {where}: it was unbound, and its widths stay as they are"
+
+
+def _held(model: nn.Module) -> Iterator[str]:
+    for _, part in transformed_in(model):
+        if part.state.forced is not None:
+            yield f"`at_bits` holds the widths of {part.kind} at {part.state.forced}: no schedule drives them meanwhile"
 
 
 def _faults(modules: list[fx.GraphModule], views: Views, asked: int | None = None) -> Iterator[str]:

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from cpt_fx.bodies import outermost, state_of
-from cpt_fx.evidence import ARMED, SKIPPED, SPARSE
+from cpt_fx.evidence import ARMED, DIFFERENTIATED, SKIPPED, SPARSE
 from cpt_fx.formats import FULL_PRECISION, Format
 from cpt_fx.integer.counts import COUNTS, DIRECTIONS, RATIO, REASONS, Outcome
 from cpt_fx.integer.ops import INTEGER_PRODUCTS
@@ -23,6 +23,8 @@ from cpt_fx.meta import QUANTIZER, SIMULATED, SITE, STATE, Dial, Quantizer, Site
 from cpt_fx.operators import MULTIPLY
 from cpt_fx.standalone import transformed_in
 
+OF_A_SECOND = "a product of a second backward pass: gradients of gradients are not quantized"
+SPARSE_OPERAND = "a sparse operand is passed on as it is"
 HEADS = ("layer", "product", *DIRECTIONS, "in floating point because")
 
 
@@ -56,23 +58,14 @@ class QuantizerView:
     range: tuple[float, float] | None
     """The running (lowest, highest) value, where the format has an observer that has seen something."""
     waited: int = 0
-    """Of a gradient quantizer: 1 once a forward pass went through it, 2 once it waited for a gradient."""
+    """Of a gradient quantizer: 1 once a forward pass went through it, 2 once it waited for a gradient, 3 once that may
+    have been differentiated itself."""
     skipped: int = 0
     """How many batches its running range learned nothing from, since they were not finite."""
-    passed_on: bool = False
-    """Whether a sparse tensor came, which has no levels: it went on as it is."""
+    left: str = ""
+    """Why something that came stays in full precision."""
     graph: int = 0
     """Index of its graph in `cpt_fx.graphs(result)`."""
-
-    @property
-    def current_bits(self) -> int:
-        """The current width."""
-        return self.bits
-
-    @property
-    def runs(self) -> int:
-        """How often it ran."""
-        return self.times_run
 
     @property
     def seen(self) -> int | None:
@@ -173,6 +166,7 @@ def _view(path: str, index: int, module: fx.GraphModule, node: fx.Node, quantize
     layers = tuple(named_below(path, layer) for layer in quantizer.layers)
     record = _record(module, quantizer)
     levels = {bits: record[bits] for bits in range(1, FULL_PRECISION) if record[bits]}
+    waited = record[ARMED] if quantizer.role == "gradient" else 0
     return QuantizerView(
         node=node.name,
         layer=layers[0],
@@ -185,9 +179,9 @@ def _view(path: str, index: int, module: fx.GraphModule, node: fx.Node, quantize
         bits=width_read_by(module, node, quantizer),
         dial=quantizer.dial,
         times_run=record[0],
-        waited=record[ARMED] if quantizer.role == "gradient" else 0,
+        waited=waited,
         skipped=record[SKIPPED] % -SPARSE,
-        passed_on=record[SKIPPED] < 0,
+        left=SPARSE_OPERAND if record[SKIPPED] < 0 else OF_A_SECOND if waited == DIFFERENTIATED else "",
         levels=levels,
         error={bits: record[FULL_PRECISION + bits] / 1e9 for bits in levels},
         range=_range(module, quantizer),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cpt_fx.formats import Rounding, Scheme
+from cpt_fx.formats import Rounding
 from cpt_fx.native import simulate
 from cpt_fx.numerics import Grid, extent_of, reduced_dims, symmetric_codes, working_dtype
 
@@ -53,42 +53,19 @@ class Codes(NamedTuple):
 
 
 @torch.no_grad()
-def quantize_codes(
-    x: Tensor,
-    bits: int,
-    *,
-    rounding: str = "nearest",
-    seed: Tensor | None = None,
-    keep: tuple[int, ...] = (),
-    over: tuple[int, ...] | None = None,
-) -> Codes:
-    """Quantize to the symmetric grid of 1 to 8 bits, with the range of the whole tensor or of each of its groups."""
+def quantize_codes(x: Tensor, bits: int, grid: Grid, seed: Tensor | None = None) -> Codes:
+    """Quantize to a symmetric grid of 1 to 8 bits. Noise is that of a seed, or of one that is drawn."""
     if not 1 <= bits <= WIDEST:
         raise ValueError(f"codes of int8 have 1 to {WIDEST} bits, got bits={bits}")
-    if rounding not in (Rounding.NEAREST, Rounding.STOCHASTIC):
-        raise ValueError(f"rounding must be 'nearest' or 'stochastic', got {rounding!r}")
-    if rounding == Rounding.STOCHASTIC and seed is None:
-        raise ValueError("stochastic rounding needs a seed: cpt_fx.noise.new_seed(device)")
     if not x.numel():
         return Codes(torch.empty_like(x, dtype=torch.int8), torch.zeros((), dtype=working_dtype(x), device=x.device))
-    x, seed = x.detach(), seed if rounding == Rounding.STOCHASTIC else None
-    grid = Grid(keep, over, Scheme.SYMMETRIC, Rounding(rounding))
+    x = x.detach()
     scales = torch.empty(scale_shape(grid, x.shape), dtype=torch.float32, device=x.device)
-    if not (x.is_contiguous() or (seed is None and not scales.ndim and _is_dense(x))):
+    if not (x.is_contiguous() or (grid.rounding is Rounding.NEAREST and not scales.ndim and _is_dense(x))):
         # Noise belongs to an element's place in the tensor, and so does a group's range.
         x = x.contiguous()
     if simulate.serves(x, grid, as_stored=True):
         return Codes(simulate.quantize(x, bits, grid, seed=seed, scales=scales).values, scales)
-    return _quantize(x, bits, seed, grid)
-
-
-def scale_shape(grid: Grid, shape: torch.Size) -> list[int]:
-    """Return the shape that the scales of a tensor have."""
-    dims = reduced_dims(len(shape), grid.keep, grid.over)
-    return [] if len(dims) == len(shape) else [1 if dim in dims else size for dim, size in enumerate(shape)]
-
-
-def _quantize(x: Tensor, bits: int, seed: Tensor | None, grid: Grid) -> Codes:
     width, values = torch.tensor(bits, device=x.device), x.to(working_dtype(x))
     extent = extent_of(x, grid.keep, grid.over)
     codes, half, scale = symmetric_codes(values, width, grid.rounding, extent, seed)
@@ -98,3 +75,9 @@ def _quantize(x: Tensor, bits: int, seed: Tensor | None, grid: Grid) -> Codes:
     # Finite numbers over an infinite scale come out of the simulated quantizer as 0 * inf: NaN, like everything else.
     finite = scale.isfinite()
     return Codes(codes.where(finite, 0.0).to(torch.int8), scale.where(finite, torch.nan))
+
+
+def scale_shape(grid: Grid, shape: torch.Size) -> list[int]:
+    """Return the shape that the scales of a tensor have."""
+    dims = reduced_dims(len(shape), grid.keep, grid.over)
+    return [] if len(dims) == len(shape) else [1 if dim in dims else size for dim, size in enumerate(shape)]

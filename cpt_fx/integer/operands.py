@@ -33,6 +33,8 @@ from cpt_fx.transformed import is_transformed
 from cpt_fx.widths import host_value, is_free
 
 R = TypeVar("R")
+Operand = Sequence[Tensor]
+"""Floating point numbers alone; codes and their scale; in a graph that is being compiled codes, scale and numbers."""
 Dtypes = tuple[torch.dtype, torch.dtype]
 """Of floating point arithmetic, and of the result."""
 _SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
@@ -40,6 +42,8 @@ _RAW = torch.uint32
 """What the floating point numbers of a compiled graph, float32 all of them, are declared as. Compilers let a buffer
 that nobody reads any more hold the next value of its type. That must not happen to a blank, and no other value of a
 model has this type."""
+_TRACED = 3
+"""The length of an operand of which only the run will tell what it is."""
 _NOT_CODES = -1.0
 """A scale that says: look at the floating point numbers. Those of codes are not negative."""
 
@@ -47,26 +51,6 @@ _NOT_CODES = -1.0
 def symmetric(options: dict[str, Any], rounding: str) -> Grid:
     """Return the grid that the options of an operator speak of: which elements share a scale, how they are rounded."""
     return grid_of({**options, "scheme": "symmetric"}, rounding)
-
-
-class Operand(NamedTuple):
-    """Codes with their scale, or floating point numbers; in a graph that is being compiled all three."""
-
-    codes: Tensor | None
-    scale: Tensor | None
-    wide: Tensor | None
-
-    @property
-    def shape(self) -> torch.Size:
-        """The shape of the tensor that was quantized."""
-        part = self.wide if self.codes is None else self.codes
-        assert part is not None
-        return part.shape
-
-    @property
-    def traced(self) -> bool:
-        """Whether only the run will tell which of the two it is."""
-        return self.codes is not None and self.wide is not None
 
 
 def is_supported(x: Tensor) -> bool:
@@ -89,47 +73,37 @@ def has_no_codes(x: Tensor, bits: Tensor) -> bool:
 def quantized(x: Tensor, bits: Tensor, grid: Grid, record: Tensor | None) -> Operand:
     """Quantize a tensor to what its width says; what is not multiplied by codes is what simulated execution has."""
     if has_no_codes(x, bits):
-        return exact(_simulated(x, bits, grid, record))
+        return (_simulated(x, bits, grid, record),)
     width = host_value(bits)
     if width is None:
         seed = new_seed(x.device) if grid.rounding is Rounding.STOCHASTIC else None
-        over = None if grid.over is None else list(grid.over)
-        return Operand(*QUANTIZE(x, bits, seed, list(grid.keep), over, grid.rounding.value, record))
-    return Operand(*_codes(x, width, grid, None, record), None)
+        return QUANTIZE(x, bits, seed, grid.keep, grid.over, grid.rounding.value, record)
+    codes = _codes(x, width, grid, None, record)
+    if isinstance(x, torch.nn.Parameter) and grid.rounding is Rounding.NEAREST:
+        setattr(codes.values, _WEIGHT, Weight(x.detach(), x._version, width, grid))
+    return codes
 
 
 class Weight(NamedTuple):
-    """A parameter that codes were made of: backward makes them again, which is cheaper than to keep them."""
+    """A parameter that codes were made of in eager execution: backward makes them again, instead of keeping them."""
 
     parameter: Tensor
     version: int
     width: int
     grid: Grid
 
-    def again(self) -> Operand:
+    def again(self) -> Codes:
         """Return the codes once more."""
         check_unchanged(self.parameter, self.version)
-        return Operand(*_codes(self.parameter, self.width, self.grid, None, None), None)
+        return _codes(self.parameter, self.width, self.grid, None, None)
 
 
 _WEIGHT = "_cpt_fx_weight"
 
 
-def remember_weight(operand: Operand, x: Tensor, bits: Tensor, grid: Grid) -> None:
-    """Note on codes in eager execution that they are those of a parameter."""
-    width = host_value(bits)
-    if isinstance(x, torch.nn.Parameter) and width is not None and grid.rounding is Rounding.NEAREST:
-        setattr(operand.codes, _WEIGHT, Weight(x.detach(), x._version, width, grid))
-
-
 def weight_of(operand: Operand) -> Weight | None:
     """Return the parameter that an operand is made of, where that is noted."""
-    return getattr(operand.codes, _WEIGHT, None)
-
-
-def exact(x: Tensor) -> Operand:
-    """Return a tensor that is not quantized as an operand."""
-    return Operand(None, None, x)
+    return getattr(operand[0], _WEIGHT, None)
 
 
 def _simulated(x: Tensor, bits: Tensor, grid: Grid, record: Tensor | None) -> Tensor:
@@ -138,9 +112,7 @@ def _simulated(x: Tensor, bits: Tensor, grid: Grid, record: Tensor | None) -> Te
 
 
 def _codes(x: Tensor, width: int, grid: Grid, seed: Tensor | None, record: Tensor | None) -> Codes:
-    if seed is None and grid.rounding is Rounding.STOCHASTIC:
-        seed = new_seed(x.device)
-    codes = quantize_codes(x, width, rounding=grid.rounding, seed=seed, keep=grid.keep, over=grid.over)
+    codes = quantize_codes(x, width, grid, seed)
     if record is not None:
         record[0].add_(1)
         if is_free(record) and not int(record[width]):
@@ -188,15 +160,13 @@ def _quantize_shapes(
 
 def revealed(operand: Operand) -> Codes | Tensor:
     """Return what an operand is, now that the graph runs."""
-    codes, scale, wide = operand
-    if codes is None or scale is None:
-        assert wide is not None
-        return wide
-    if wide is None:
-        return Codes(codes, scale)
-    if not wide.numel() or float(scale.view(-1)[0]) == _NOT_CODES:
-        return wide.view(torch.float32)
-    return Codes(codes, scale)
+    first, *rest = operand
+    if not rest:
+        return first
+    scale, *wide = rest
+    if wide and (not first.numel() or float(scale.view(-1)[0]) == _NOT_CODES):
+        return wide[0].view(torch.float32)
+    return Codes(first, scale)
 
 
 def value_of(factor: Codes | Tensor, dtype: torch.dtype) -> Tensor:
@@ -207,26 +177,23 @@ def value_of(factor: Codes | Tensor, dtype: torch.dtype) -> Tensor:
     return value
 
 
-def _dequantize_at_run_time(codes: Tensor, scale: Tensor, wide: Tensor, dtype: torch.dtype) -> Tensor:
-    value = value_of(revealed(Operand(codes, scale, wide)), dtype)
-    return value.clone() if value.data_ptr() == wide.data_ptr() else value
+def _dequantize_at_run_time(operand: Operand, dtype: torch.dtype) -> Tensor:
+    value = value_of(revealed(operand), dtype)
+    return value.clone() if value.data_ptr() == operand[-1].data_ptr() else value
 
 
 def dequantized(operand: Operand, dtype: torch.dtype) -> Tensor:
     """Return an operand as the tensor that simulated execution has."""
-    if operand.traced:
-        return DEQUANTIZE(*operand, dtype)
-    return value_of(revealed(operand), dtype)
+    return DEQUANTIZE(operand, dtype) if len(operand) == _TRACED else value_of(revealed(operand), dtype)
 
 
 def summed(operand: Operand, shape: Sequence[int], dtype: torch.dtype, channel: int) -> Tensor:
     """Add an operand up to the shape of a bias; one of a single dim belongs to the channels."""
-    if operand.traced:
-        return SUM(*operand, shape, dtype, channel)
-    return _summed(revealed(operand), shape, dtype, channel)
+    return (SUM if len(operand) == _TRACED else _summed)(operand, shape, dtype, channel)
 
 
-def _summed(factor: Codes | Tensor, shape: Sequence[int], dtype: torch.dtype, channel: int) -> Tensor:
+def _summed(operand: Operand, shape: Sequence[int], dtype: torch.dtype, channel: int) -> Tensor:
+    factor = revealed(operand)
     values = factor.values if isinstance(factor, Codes) else factor
     if len(shape) != 1 or shape[0] != values.shape[channel]:
         return value_of(factor, dtype).sum_to_size(tuple(shape))
@@ -236,18 +203,11 @@ def _summed(factor: Codes | Tensor, shape: Sequence[int], dtype: torch.dtype, ch
     return (factor.sum(dims) if dims else factor.clone()).to(dtype)
 
 
-def _sum_at_run_time(
-    codes: Tensor, scale: Tensor, wide: Tensor, shape: list[int], dtype: torch.dtype, channel: int
-) -> Tensor:
-    return _summed(revealed(Operand(codes, scale, wide)), shape, dtype, channel)
-
-
 def multiply(name: str, call: Call, a: Operand, b: Operand, dtypes: Dtypes, counts: Tensor | None) -> Tensor:
     """Return a product, by its name in `products`, and count how it was made."""
-    if a.traced or b.traced:
-        parts = ([part for part in operand if part is not None] for operand in (a, b))
+    if _TRACED in (len(a), len(b)):
         geometry = [number for pair in call.geometry for number in pair]
-        return MULTIPLY(name, *parts, call.bias, call.shape, geometry, *dtypes, counts)
+        return MULTIPLY(name, a, b, call.bias, call.shape, geometry, *dtypes, counts)
     return _multiply(name, call, revealed(a), revealed(b), dtypes, counts)
 
 
@@ -285,10 +245,9 @@ def _multiply_at_run_time(
     name: str, a: list[Tensor], b: list[Tensor], bias: Tensor | None, shape: list[int], geometry: list[int],
     arithmetic: torch.dtype, dtype: torch.dtype, counts: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    left, right = (revealed(exact(*parts) if len(parts) == 1 else Operand(*(*parts, None)[:3])) for parts in (a, b))
     call = Call(bias, tuple(shape), Geometry(*zip(geometry[::2], geometry[1::2], strict=True)))
     # What a compiler was told: a tensor of this shape, in this order.
-    return _multiply(name, call, left, right, (arithmetic, dtype), counts).reshape(shape).contiguous()
+    return _multiply(name, call, revealed(a), revealed(b), (arithmetic, dtype), counts).reshape(shape).contiguous()
 
 
 def _opaque(schema: str, run: Callable[..., R], shapes: Callable[..., Any]) -> Callable[..., R]:
@@ -305,14 +264,14 @@ QUANTIZE = _opaque(
     _quantize_shapes,
 )
 DEQUANTIZE = _opaque(
-    "_dequantize(Tensor codes, Tensor scale, Tensor wide, ScalarType dtype) -> Tensor",
+    "_dequantize(Tensor[] operand, ScalarType dtype) -> Tensor",
     _dequantize_at_run_time,
-    lambda codes, scale, wide, dtype: codes.new_empty(codes.shape, dtype=dtype),
+    lambda operand, dtype: operand[0].new_empty(operand[0].shape, dtype=dtype),
 )
 SUM = _opaque(
-    "_sum(Tensor codes, Tensor scale, Tensor wide, SymInt[] shape, ScalarType dtype, int channel) -> Tensor",
-    _sum_at_run_time,
-    lambda codes, scale, wide, shape, dtype, channel: codes.new_empty(shape, dtype=dtype),
+    "_sum(Tensor[] operand, SymInt[] shape, ScalarType dtype, int channel) -> Tensor",
+    _summed,
+    lambda operand, shape, dtype, channel: operand[0].new_empty(shape, dtype=dtype),
 )
 MULTIPLY = _opaque(
     "_multiply(str name, Tensor[] a, Tensor[] b, Tensor? bias, SymInt[] shape, int[] geometry, ScalarType arithmetic, "

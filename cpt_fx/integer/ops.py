@@ -1,9 +1,9 @@
 """The operators of a lowered graph: `torch.ops.cpt_fx.to_integer`, `integer_linear`, `integer_matmul`, `integer_conv`.
 
 `to_integer` stands for the quantizer of an operand. It returns a list for the products that read it: a tensor that
-carries the gradient, and the operand: codes and scale in eager execution, all that an `Operand` has in a graph that is
-being compiled. A list of one tensor is an operand in simulated form: above 8 bits in eager execution, and where a
-tensor cannot have codes. Two such operands are multiplied by the operators of simulated execution.
+carries the gradient, and the operand: codes and scale in eager execution, numbers too in a graph that is being
+compiled. A list of one tensor is an operand in simulated form: above 8 bits in eager execution, and where a tensor
+cannot have codes. Two such operands are multiplied by the operators of simulated execution.
 
 A product quantizes the gradient of its result once, and multiplies it with both operands.
 """
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cpt_fx.evidence import ARMED
+from cpt_fx.evidence import DIFFERENTIATED
 from cpt_fx.frames import skip_frame
 from cpt_fx.integer import operands
 from cpt_fx.integer.counts import Outcome
@@ -28,10 +28,13 @@ from cpt_fx.integer.operands import Operand
 from cpt_fx.integer.products import Call
 from cpt_fx.numerics import Grid
 from cpt_fx.ops import FAKE_QUANTIZE, QUANTIZE_GRADIENT, define
+from cpt_fx.straight_through import arm
 from cpt_fx.transformed import are_gradients, each, is_transformed
 
 _GRID = "int[] keep=[], int[]? over=None, str rounding='{rounding}'"
 _PRODUCT = _GRID.format(rounding="stochastic") + ", Tensor(a!)? record=None, Tensor(b!)? counts=None) -> Tensor"
+_STILL = Geometry()
+"""Of a product whose operands do not move, and of the dims in which a filter does not."""
 
 
 class _Kind(NamedTuple):
@@ -79,14 +82,14 @@ _CONV = _Kind(
 def _geometry_of(dims: int, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> Geometry:
     """Return the geometry of a convolution in one or two dims: one in one dim has images of height 1."""
     given = (tuple(values) * dims if len(values) == 1 else tuple(values) for values in (stride, padding, dilation))
-    return Geometry(*((*still[: 2 - dims], *moved) for still, moved in zip(Geometry(), given, strict=True)))
+    return Geometry(*((*still[: 2 - dims], *moved) for still, moved in zip(_STILL, given, strict=True)))
 
 
 def _as_images(operand: Operand, ndim: int, dims: int) -> Operand:
     """Give what a convolution multiplies four dims. `ndim` is how many it has, `dims` how many the filter moves in."""
     places = [0] * (ndim < dims + 2) + [2] * (dims == 1)
     for place in places:
-        operand = Operand(*(part.unsqueeze(place) if part is not None and part.ndim else part for part in operand))
+        operand = [part.unsqueeze(place) if part.ndim else part for part in operand]
     return operand
 
 
@@ -101,9 +104,7 @@ class _Quantize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bits: Tensor, grid: Grid, record: Tensor | None) -> tuple[Tensor, ...]:
-        made = operands.quantized(x, bits, grid, record)
-        operands.remember_weight(made, x, bits, grid)
-        operand = [part for part in made if part is not None]
+        operand = operands.quantized(x, bits, grid, record)
         ctx.mark_non_differentiable(*operand)
         ctx.set_materialize_grads(False)
         # Not the tensor itself: its place in the autograd graph changes when it is overwritten later.
@@ -143,19 +144,17 @@ class _Multiply(torch.autograd.Function):
         ctx: Any, left_edge: Tensor, right_edge: Tensor, bias: Tensor | None, left: Operand, right: Operand, job: _Job
     ) -> Tensor:
         needs_left, needs_right = ctx.needs_input_grad[:2]
-        nothing = Operand(None, None, None)
         ctx.weights = operands.weight_of(left), operands.weight_of(right)
-        kept = [
-            part if needed and weight is None else nothing
-            for part, needed, weight in zip((left, right), (needs_right, needs_left), ctx.weights, strict=True)
-        ]
-        ctx.save_for_backward(*kept[0], *kept[1])
+        kept_left = left if needs_right and ctx.weights[0] is None else ()
+        kept_right = right if needs_left and ctx.weights[1] is None else ()
+        ctx.save_for_backward(*kept_left, *kept_right)
+        ctx.split = len(kept_left)
         # Held, not saved: a schedule may write the width before backward, which then has the new one.
         ctx.job, ctx.edges = job, (left_edge, right_edge)
         ctx.bias = None if bias is None else (bias.shape, bias.dtype)
         left, right = _images(ctx, left, right)
-        ctx.factors = left.shape, right.shape
-        shape = job.kind.shape(left.shape, right.shape, job.geometry)
+        ctx.factors = left[0].shape, right[0].shape
+        shape = job.kind.shape(left[0].shape, right[0].shape, job.geometry)
         call = Call(bias, shape, job.geometry)
         result = operands.multiply(job.kind.names[0], call, left, right, (job.dtype, job.dtype), job.counts)
         if job.kind is _CONV:
@@ -169,15 +168,15 @@ class _Multiply(torch.autograd.Function):
         job: _Job = ctx.job
         saved = ctx.saved_tensors  # once: checkpointing counts how often it is asked for
         left, right = (
-            weight.again() if weight is not None and needed else Operand(*parts)
+            weight.again() if weight is not None and needed else parts
             for weight, needed, parts in zip(
-                ctx.weights, (ctx.needs_input_grad[1], ctx.needs_input_grad[0]), (saved[:3], saved[3:]), strict=True
+                ctx.weights, ctx.needs_input_grad[1::-1], (saved[: ctx.split], saved[ctx.split :]), strict=True
             )
         )
         if torch.is_grad_enabled():
             found, factor = _differentiable(ctx, gradient, left, right)
         else:
-            factor = operands.exact(gradient)
+            factor = (gradient,)
             if job.bits is not None:
                 factor = operands.quantized(gradient, job.bits, job.grid, job.record)
             found = _gradients(ctx, factor, left, right, gradient.dtype)
@@ -223,12 +222,13 @@ def _differentiable(
     """Return what backward returns, as simulated execution computes it: with a graph of its own."""
     job: _Job = ctx.job
     if job.bits is not None:
+        if job.record is not None:
+            arm(job.record, DIFFERENTIATED)
         gradient = FAKE_QUANTIZE(gradient, job.bits, **job.grid.keywords(), record=job.record)
     values = []
     for edge, operand in zip(ctx.edges, (left, right), strict=True):
         # An operand that was not kept is a factor of no gradient that is asked for.
-        absent = operand.codes is None and operand.wide is None
-        value = torch.zeros_like(edge) if absent else _Dequantize.apply(edge, operand)  # type: ignore[no-untyped-call]
+        value = _Dequantize.apply(edge, operand) if operand else torch.zeros_like(edge)  # type: ignore[no-untyped-call]
         values.append(value if value.requires_grad else value.requires_grad_())
     result = job.kind.simulated(values[0].to(job.dtype), values[1].to(job.dtype), None, job.geometry)
     needed = [which for which in (0, 1) if ctx.needs_input_grad[which]]
@@ -236,7 +236,7 @@ def _differentiable(
     if job.counts is not None:
         _count(job.counts, [1 + which for which in needed], Outcome.DIFFERENTIATED)
     found = dict(zip(needed, made, strict=True))
-    return (found.get(0), found.get(1)), operands.exact(gradient)
+    return (found.get(0), found.get(1)), (gradient,)
 
 
 def _no_view(result: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -265,10 +265,10 @@ for _function in (_Quantize, _Multiply, _Dequantize):
 
 
 def _product(
-    kind: _Kind, left: list[Tensor], bits: Tensor | None, right: list[Tensor], bias: Tensor | None, geometry: Geometry,
-    options: dict[str, Any],
+    kind: _Kind, left: list[Tensor], bits: Tensor | None, right: list[Tensor], bias: Tensor | None = None,
+    geometry: Geometry = _STILL, *, record: Tensor | None = None, counts: Tensor | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
-    edges, record, counts = (left[0], right[0]), options.pop("record", None), options.pop("counts", None)
+    edges = left[0], right[0]
     simulated = len(left) == len(right) == 1
     supported = all(len(part) > 1 or operands.is_supported(part[0]) for part in (left, right))
     device = edges[0].device.type
@@ -280,15 +280,13 @@ def _product(
         return _simulated(job, values, bias)
     result: Tensor = _Multiply.apply(*edges, bias, _operand(left), _operand(right), job)  # type: ignore[no-untyped-call]
     if record is not None:
-        record[ARMED].clamp_(min=1 + result.requires_grad)
+        arm(record, 1 + result.requires_grad)
     return result
 
 
 def _operand(parts: list[Tensor]) -> Operand:
     """Return the operand in a list: a tensor in simulated form is one that is not codes."""
-    if len(parts) == 1:
-        return operands.exact(parts[0].detach())
-    return Operand(parts[1], parts[2], parts[3] if len(parts) > 3 else None)
+    return parts[1:] or [parts[0].detach()]
 
 
 def _simulated(job: _Job, values: list[Tensor], bias: Tensor | None) -> Tensor:
@@ -315,19 +313,12 @@ def _count(counts: Tensor, directions: list[int], outcome: Outcome) -> None:
         counts[direction, outcome].add_(1)
 
 
-def _matrices(
-    kind: _Kind, left: list[Tensor], bits: Tensor | None, right: list[Tensor], added: Tensor | None = None,
-    **options: Any,
-) -> Tensor:  # fmt: skip
-    return _product(kind, left, bits, right, added, Geometry(), options)
-
-
 def _integer_conv(
     input: list[Tensor], bits: Tensor | None, weight: list[Tensor], bias: Tensor | None = None,
     stride: Sequence[int] = (1,), padding: Sequence[int] = (0,), dilation: Sequence[int] = (1,), **options: Any,
 ) -> Tensor:  # fmt: skip
     geometry = _geometry_of(weight[0].ndim - 2, stride, padding, dilation)
-    return _product(_CONV, input, bits, weight, bias, geometry, options)
+    return _product(_CONV, input, bits, weight, bias, geometry, **options)
 
 
 TO_INTEGER = define(
@@ -336,11 +327,11 @@ TO_INTEGER = define(
 )
 INTEGER_LINEAR = define(
     f"integer_linear(Tensor[] input, Tensor? bits, Tensor[] weight, Tensor? bias=None, *, {_PRODUCT}",
-    partial(_matrices, _LINEAR),
+    partial(_product, _LINEAR),
 )
 INTEGER_MATMUL = define(
     f"integer_matmul(Tensor[] input, Tensor? bits, Tensor[] other, Tensor? addend=None, *, {_PRODUCT}",
-    partial(_matrices, _MATMUL),
+    partial(_product, _MATMUL),
 )
 INTEGER_CONV = define(
     "integer_conv(Tensor[] input, Tensor? bits, Tensor[] weight, Tensor? bias=None, int[] stride=[1], "

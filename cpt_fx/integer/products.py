@@ -1,9 +1,9 @@
 """Products of two factors: linear, matmul and convolution, forward and for both gradients.
 
 Factors are codes, or the floating point numbers that simulated execution multiplies. Products of codes sum in integers
-and multiply by the scales once. Where there is no kernel of ours, torch has one for matrices, and float64 holds every
-sum of codes exactly. The result is the product of the dequantized operands up to the rounding of its own
-type, and exactly `scale * integer` where the integer is below 2**24.
+and multiply by the scales once. Where there is no kernel of ours, float64 holds every sum of codes exactly; torch's own
+product of int8 matrices does not, on processors without VNNI. The result is the product of the dequantized operands up
+to the rounding of its own type, and exactly `scale * integer` where the integer is below 2**24.
 """
 
 from __future__ import annotations
@@ -175,12 +175,13 @@ def bias_grad(g: Codes, channel: int = -1, dtype: torch.dtype = FLOAT) -> Tensor
     dims = [dim for dim in range(g.ndim) if dim != channel % g.ndim]
     if not _is_constant(g.scale, dims):
         return g.dequantized().sum(dims).to(dtype)
-    sums, rows = g.values, _rows(g.values)
+    sums, rows, made = g.values, _rows(g.values), None
     if channel % g.ndim == g.ndim - 1 and rows.numel() >= 1 << 16 and len(rows) <= LONGEST_SUM:
         # As a product with ones: torch takes several times as long for large sums over rows.
         ones = rows.new_ones(1, len(rows))
         made = kernels.product(ones, rows, None)
-        sums = (integer_matmul(ones, rows) if made is None else made)[0]
+    if made is not None:
+        sums = made[0]
     elif dims:
         few = g.values.numel() < 1 << 24
         sums = g.values.sum(dims, dtype=torch.int32 if few else torch.int64)
@@ -206,29 +207,11 @@ def _matmul(a: Factor, b: Factor, dtype: torch.dtype, bias: Tensor | None = None
     if x.numel() and y.numel() and x.shape[-1] <= LONGEST_SUM:
         result = kernels.product(rows, y, (first, second) if plain else None, bias if plain else None)
     scaled = plain and result is not None
-    result = integer_matmul(rows, y) if result is None else result
+    result = torch.matmul(rows.double(), y.double()) if result is None else result
     result = result.view(*x.shape[:-1], y.shape[-1]) if many else result
     result = (result if scaled else _scaled(result, first, second, bias)).to(dtype)
     result = result.squeeze(-2) if a.ndim == 1 else result
     return result.squeeze(-1) if b.ndim == 1 else result
-
-
-def integer_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Return the product of int8 matrices, or of batches of them, exactly, by torch's operators."""
-    if a.shape[-1] > LONGEST_SUM or not (a.numel() and b.numel()):
-        return torch.matmul(a.double(), b.double())
-    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    lefts, rights = (x.expand(*batch, *x.shape[-2:]).reshape(-1, *x.shape[-2:]) for x in (a, b))
-    products = [torch._int_mm(*map(_with_plain_strides, pair)) for pair in zip(lefts, rights, strict=True)]
-    return torch.stack(products).view(*batch, a.shape[-2], b.shape[-1]) if batch else products[0]
-
-
-def _with_plain_strides(x: Tensor) -> Tensor:
-    """Give a matrix of one row or column the strides of a contiguous one: torch 2.13 misreads others, without an error.
-
-    The stride of a dim of size 1 means nothing, but `_int_mm` tells by it which way round the matrix is stored.
-    """
-    return x.contiguous().as_strided(x.shape, (x.shape[1], 1)) if 1 in x.shape else x
 
 
 def _rows(x: Factor) -> Factor:

@@ -24,7 +24,6 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "d": ctypes.c_double}
 _FUNCTIONS = {
     "simulate.cpp": {"cpt_fx_quantize": "ppp lll ii p pi ppp d p i"},
-    "witness.cpp": {"cpt_fx_witness": "pp l pp", "cpt_fx_levels": "p lll p", "cpt_fx_holds": "p l p l"},
     "integer_products.cpp": {"cpt_fx_product": "ppp ll lll pp ppp i i"},
     "integer_convolutions.cpp": {"cpt_fx_convolve": "ppp l pppp l p ll ppp i"},
     "integer_filters.cpp": {"cpt_fx_filters": "ppp ll ppp l pp i"},

@@ -121,11 +121,6 @@ void land(const uint32_t* __restrict sums, uint32_t over, float scale, float bia
     if (landing.offset[j] >= 0) out[landing.offset[j]] = value[j];
 }
 
-// What of an image without neighbours, one long row, is worked on at a time: what a second level cache holds.
-int64_t piece_of(const Planes& p, int64_t places) {
-  return std::min(places, std::max(kColumns, kLeftBytes / (4 * p.groups()) / kColumns * kColumns));
-}
-
 // All jobs of one image, or of a part of its places.
 void convolve(const int8_t* image, const Planes& p, const Filters& w, const Job* jobs, int64_t job_count,
               const int64_t* taps, const int8_t* packed, const uint32_t* over, float scale, const float* bias,
@@ -180,28 +175,14 @@ void cpt_fx_convolve(const int8_t* x, const int8_t* w, float* out, int64_t image
     at += up(f.rows, kRows) * 4 * all[n].taps * p.groups();
   }
   const float scale = *first_scale * *second_scale;
-  // Without neighbours: the plane is the image as it lies, one row, and of each pixel only itself is seen, where it is.
-  const bool as_it_lies = p.height == 1 && p.rows == 1 && p.columns == p.width && p.top == 0 && p.left == 0 &&
-                          p.column_step == 1;
-  const bool flat = as_it_lies && job_count == 1 && all[0].taps == 1 && taps[2 * all[0].first_tap + 1] == 0 &&
-                    all[0].columns == p.width;
-  const int64_t piece = flat ? piece_of(p, p.columns) : p.columns;
-  const int64_t pieces = (p.columns + piece - 1) / piece;
-  const int64_t parts = flat ? pieces : std::max<int64_t>(1, threads / std::max<int64_t>(1, images));
+  const int64_t parts = std::max<int64_t>(1, threads / std::max<int64_t>(1, images));
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic)
   for (int64_t unit = 0; unit < images * parts; ++unit) {
     const int64_t image = unit / parts, part = unit % parts;
     const int8_t* pixels = x + image * p.channels * p.height * p.width;
     float* result = out + image * f.rows * out_height * out_width;
-    if (flat) {
-      const int64_t start = part * piece, size = std::min(piece, p.columns - start);
-      const Planes some{p.channels, 1, p.width, 1, 1, 0, -start, 1, size, 1, p.phases};
-      const Job job{all[0].first_tap, all[0].taps, 1, size, 0, 1, start, 1};
-      convolve(pixels, some, f, &job, 1, taps, packed, over.data(), scale, bias, result, out_height, out_width, 0, 1);
-    } else {
-      convolve(pixels, p, f, all, job_count, taps, packed, over.data(), scale, bias, result, out_height, out_width,
-               part, parts);
-    }
+    convolve(pixels, p, f, all, job_count, taps, packed, over.data(), scale, bias, result, out_height, out_width, part,
+             parts);
   }
 }
 }

@@ -76,29 +76,7 @@ inline int32_t without(uint32_t sum, uint32_t excess) { return static_cast<int32
 
 // Interleave four lines of bytes: out[4 * i + j] = lines[j][i] ^ flip.
 void interleave(const int8_t* const lines[4], int64_t count, uint8_t flip, uint8_t* out) {
-  int64_t i = 0;
-#ifdef __AVX512VNNI__
-  const __m512i flips = _mm512_set1_epi8(static_cast<char>(flip));
-  const __m512i low = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), high = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
-  for (; i < count; i += 64) {
-    const int64_t left = std::min<int64_t>(64, count - i);
-    const __mmask64 some = ~0ull >> (64 - left);
-    __m512i line[4];
-    for (int j = 0; j < 4; ++j) line[j] = _mm512_xor_si512(_mm512_maskz_loadu_epi8(some, lines[j] + i), flips);
-    const __m512i a = _mm512_unpacklo_epi8(line[0], line[1]), b = _mm512_unpackhi_epi8(line[0], line[1]);
-    const __m512i c = _mm512_unpacklo_epi8(line[2], line[3]), d = _mm512_unpackhi_epi8(line[2], line[3]);
-    // Each holds, for every quarter of the line, four groups: quarters come together below.
-    const __m512i e = _mm512_unpacklo_epi16(a, c), f = _mm512_unpackhi_epi16(a, c);
-    const __m512i g = _mm512_unpacklo_epi16(b, d), h = _mm512_unpackhi_epi16(b, d);
-    const __m512i ef = _mm512_permutex2var_epi64(e, low, f), ef2 = _mm512_permutex2var_epi64(e, high, f);
-    const __m512i gh = _mm512_permutex2var_epi64(g, low, h), gh2 = _mm512_permutex2var_epi64(g, high, h);
-    const __m512i whole[4] = {_mm512_shuffle_i64x2(ef, gh, 0x44), _mm512_shuffle_i64x2(ef, gh, 0xEE),
-                              _mm512_shuffle_i64x2(ef2, gh2, 0x44), _mm512_shuffle_i64x2(ef2, gh2, 0xEE)};
-    for (int64_t j = 0; j < 4 && 16 * j < left; ++j)
-      _mm512_mask_storeu_epi32(out + 4 * i + 64 * j, static_cast<__mmask16>(some >> (16 * j)), whole[j]);
-  }
-#endif
-  for (; i < count; ++i)
+  for (int64_t i = 0; i < count; ++i)
     for (int j = 0; j < 4; ++j) out[4 * i + j] = static_cast<uint8_t>(lines[j][i]) ^ flip;
 }
 

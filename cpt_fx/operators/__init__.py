@@ -14,7 +14,7 @@ from cpt_fx.operators import (
     products,
     recurrent,
 )
-from cpt_fx.operators.registering import Registration, register, whole
+from cpt_fx.operators.registering import Registration, register, returns_one_tensor, whole
 from cpt_fx.operators.row import MULTIPLY, Groups, Index, Row, Target
 from cpt_fx.operators.table import (
     FLOPS,
@@ -33,8 +33,8 @@ from cpt_fx.operators.table import (
 
 __all__ = [
     "FLOPS", "FORMS", "HIDING", "MULTIPLY", "OPENED", "OPERATOR_OF", "ROWS", "Groups", "Index", "Registration", "Row",
-    "Target", "factors", "form_of", "is_opaque", "multiplies", "register", "respelled", "row_for", "row_of",
-    "whole", "why_left",
+    "Target", "factors", "form_of", "is_opaque", "multiplies", "register", "respelled", "returns_one_tensor", "row_for",
+    "row_of", "whole", "why_left",
 ]  # fmt: skip
 
 for _family in (convolutions, linear, products, attention, recurrent, embeddings, aggregations, algebra):

@@ -20,11 +20,11 @@ _LOW_RANK = (
 )  # fmt: skip
 
 
-def _is_nuclear(input: Any, p: Any = "fro", *rest: Any, **more: Any) -> bool:
+def _is_nuclear(input: Any = None, p: Any = "fro", *rest: Any, **more: Any) -> bool:
     return bool(p == "nuc")
 
 
-def _decomposes(input: Any, ord: Any = None, dim: Any = None, *rest: Any, **more: Any) -> bool:
+def _decomposes(input: Any = None, ord: Any = None, dim: Any = None, *rest: Any, **more: Any) -> bool:
     """Whether a norm may be that of singular values: the nuclear one, and the spectral one of a matrix."""
     return ord == "nuc" or (ord in (2, -2) and not isinstance(dim, int))
 

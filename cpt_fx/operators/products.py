@@ -100,7 +100,7 @@ ROWS = (
     _product("vdot", flops={"aten::vdot": _matrix_by_vector(0)}),
     _product("outer", "outer", "ger", keywords=(("vec2", "other"), ("self", "input"))),
     _product("inner", right=-1),
-    _product("vecdot", "linalg_vecdot", right=-1, keywords=(("x", "input"), ("y", "other"))),
+    _product("vecdot", "linalg_vecdot", right=-1, keywords=(("x", "input"), ("y", "other"), ("axis", "dim"))),
     *_added("addmm", integer="matmul"),
     *_added("addbmm", ("batch1", "mat1"), ("batch2", "mat2")),
     *_added("baddbmm", ("batch1", "mat1"), ("batch2", "mat2")),

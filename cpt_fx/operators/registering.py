@@ -8,15 +8,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils import _pytree as pytree
 
 from cpt_fx.errors import check_choice, nearest
 from cpt_fx.operators import table
 from cpt_fx.operators.row import MULTIPLY, Row
 from cpt_fx.recipes import FAMILIES
 
+_WHOLE: WeakSet[Callable[..., Any]] = WeakSet()
+"""Functions that are marked so."""
 KINDS = ("input", "weight", "either", "bias")
 
 
@@ -82,19 +86,15 @@ def register(
                 f"the overloads of {title} do not have {operand!r} at one place: register each of them, "
                 "torch.ops.<namespace>.<name>.<overload>"
             )
-    types = max(calls, key=lambda call: sum("Tensor" in kind for kind in call.values()))
-    lists = [name for name in given if types[name] == "List[Tensor]"]
-    if len(lists) > 1:
-        raise ValueError(f"{title} has more than one list of tensors among its operands")
     short = name or title.rpartition("::")[2]
     row = Row(
         "" if left else family, short, arguments,
-        tuple(sorted((arguments.index(name), kind) for name, kind in given.items() if name not in lists)),
+        tuple(sorted((arguments.index(name), kind) for name, kind in given.items())),
         tuple((arguments.index(name), ((axis,), None)) for name, axis in (output_axes or {}).items()
               if name in arguments),
-        arguments.index(lists[0]) if lists else None, target,
-        names=(title,) if isinstance(target, torch._ops.OpOverloadPacket) else (),
+        function=target, names=(title,) if isinstance(target, torch._ops.OpOverloadPacket) else (),
         flops=_costs(title, target, flops, multiplies=family in MULTIPLY and not left), left=left, registered=True,
+        fresh=_is_new(target),
         mutates=tuple(arguments.index(argument) for argument in mutates if argument in arguments),
     )  # fmt: skip
     present = table.form_of(target)
@@ -121,15 +121,44 @@ def _calls(function: Any) -> tuple[str, Any, list[dict[str, str]]]:
     if isinstance(function, torch._ops.OpOverload):
         return function._schema.name, function, [_placed(function)]
     if isinstance(function, torch._ops.OpOverloadPacket):
-        overloads = [getattr(function, overload) for overload in function.overloads()]
-        return function._qualified_op_name, function, [_placed(overload) for overload in overloads]
+        return function._qualified_op_name, function, [_placed(overload) for overload in _overloads_of(function)]
     title = str(getattr(function, "__qualname__", None) or getattr(function, "__name__", function))
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        raise ValueError(f"{title} does not say what its arguments are: pass an operator or a function") from None
-    placed = (given for given in parameters if given.kind in (given.POSITIONAL_ONLY, given.POSITIONAL_OR_KEYWORD))
+        parameters = {}.values()
+    placed = [given for given in parameters if given.kind in (given.POSITIONAL_ONLY, given.POSITIONAL_OR_KEYWORD)]
+    if not placed:
+        raise ValueError(
+            f"{title} does not say what its arguments are: pass an operator, or a function that is marked with "
+            "cpt_fx.operators.whole"
+        )
+    if function not in _WHOLE:
+        raise ValueError(
+            f"{title} is not kept whole by torch.fx and Dynamo: mark a function that calls it with "
+            "cpt_fx.operators.whole, and register that"
+        )
     return title, function, [{given.name: "Tensor" for given in placed}]
+
+
+def returns_one_tensor(target: Any) -> bool:
+    """Whether an operator returns a single tensor, whose gradient can be quantized; a function does."""
+    return all(
+        [str(given.type) for given in overload._schema.returns] == ["Tensor"] for overload in _overloads_of(target)
+    )
+
+
+def _is_new(target: Any) -> bool:
+    """Whether a result is known to be a new tensor: that of an operator which does not say that it is an argument."""
+    overloads = _overloads_of(target)
+    returns = (given for overload in overloads for given in overload._schema.returns)
+    return bool(overloads) and all(given.alias_info is None for given in returns)
+
+
+def _overloads_of(target: Any) -> list[torch._ops.OpOverload]:
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return [getattr(target, overload) for overload in target.overloads()]
+    return [target] if isinstance(target, torch._ops.OpOverload) else []
 
 
 def _placed(overload: torch._ops.OpOverload) -> dict[str, str]:
@@ -167,9 +196,15 @@ def whole(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        given = (*args, *kwargs.values())
+        given = pytree.tree_leaves((args, kwargs))
         if has_torch_function(given):
             return handle_torch_function(called, given, *args, **kwargs)
-        return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        row = table.row_for(called)
+        if row is not None and not isinstance(result, torch.Tensor):
+            kind = type(result).__name__
+            raise TypeError(f"{row.name} returns a {kind}: a function with a row returns one tensor")
+        return result
 
+    _WHOLE.add(called)
     return torch.compiler.allow_in_graph(called)  # type: ignore[no-any-return]

@@ -32,6 +32,8 @@ KERNELS: dict[str, Places | None] = {}
 FLOPS: dict[str, Callable[..., int]] = {}
 WRITES = "it writes its result to a tensor it is given (out=), in a form that is not in the list of operators"
 
+_OF_NUMPY = (("x", "input"), ("a", "input"), ("x1", "input"), ("x2", "other"))
+"""Names that every function of torch takes for its own, since numpy has them."""
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _C: Any = torch._C
 _PLACES: tuple[tuple[str, Any, str], ...] = (
@@ -119,6 +121,11 @@ def form_of(target: Any) -> Form | None:
     return Form(form.row if form.convert is None else replace(form.row, operands=(), left=WRITES), target)
 
 
+def writes(form: Form, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a spelling of its own is given a tensor for its result, which the function may not take."""
+    return form.convert is not None and kwargs.get("out") is not None
+
+
 def _name(target: Any) -> str:
     return str(target._schema.name if isinstance(target, torch._ops.OpOverload) else target._qualified_op_name)
 
@@ -140,7 +147,7 @@ def why_left(target: Any, args: tuple[Any, ...] | None = None, kwargs: Mapping[s
     if form is not None:
         if args is not None and form.row.when is not None and not form.row.when(*args, **(kwargs or {})):
             return ""
-        return form.row.left or (WHOLE if form.first else "")
+        return form.row.left or (WRITES if writes(form, kwargs or {}) else WHOLE if form.first else "")
     if isinstance(target, _OPERATORS):
         if KERNELS.get(name := _name(target), ()) != ():
             return "an operator from below autograd, whose operands are not quantized"
@@ -176,7 +183,7 @@ def is_opaque(target: Any) -> bool:
 def respelled(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
     """Return a call of an operator by its function, with its operands by position; None for other operators."""
     form = form_of(target)
-    if form is None:
+    if form is None or writes(form, kwargs):
         return None
     if form.convert is not None:
         target, args, kwargs = form.convert(*args, **kwargs)
@@ -185,8 +192,8 @@ def respelled(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cal
     row, args, kwargs = form.row, list(args), dict(kwargs)  # type: ignore[assignment]
     if row.left:
         return target, tuple(args), kwargs
-    for other, name in row.keywords:
-        if other in kwargs:
+    for other, name in (*row.keywords, *((other, name) for other, name in _OF_NUMPY if name in row.arguments)):
+        if other in kwargs and other not in row.arguments:
             kwargs[name] = kwargs.pop(other)
     # Operands come first in every signature: whatever is given by keyword after them (stride=, alpha=) stays so.
     while len(args) < len(row.arguments) and row.arguments[len(args)] in kwargs:

@@ -6,36 +6,8 @@ import numpy as np
 
 from cpt_fx.errors import check_int
 from cpt_fx.schedules.base import EvalBits, FloatArray, IntArray, Schedule
+from cpt_fx.schedules.basic import Static
 from cpt_fx.schedules.bits import Bits, widest
-
-
-class Delayed(Schedule):
-    """The schedule's largest widths until ``start``, then the schedule, counted from there.
-
-    The remedy for a critical learning period. Evaluation follows the schedule's own ``eval_bits``.
-    """
-
-    def __init__(self, schedule: Schedule, start: int) -> None:
-        self.schedule = _check_schedule("schedule", schedule)
-        self.start = check_int("start", start, 0)
-        total = schedule.total_steps
-        super().__init__(None if total is None else self.start + total, schedule.eval_bits)
-        best = schedule._widest()
-        if best is None:
-            raise ValueError(f"a delayed schedule starts at its largest width, and that of {schedule!r} is not known")
-        self._before = best
-
-    def _values(self, steps: IntArray) -> FloatArray:
-        values = np.tile(np.array(self._before, dtype=np.float64), (len(steps), 1))
-        begun = steps >= self.start
-        values[begun] = self.schedule._values(steps[begun] - self.start)
-        return values
-
-    def _widest(self) -> Bits:
-        return self._before
-
-    def _config(self) -> dict[str, object]:
-        return {"schedule": self.schedule, "start": self.start}
 
 
 class Sequence(Schedule):
@@ -75,6 +47,25 @@ class Sequence(Schedule):
 
     def _config(self) -> dict[str, object]:
         return {"schedules": list(self.schedules), "eval_bits": self.eval_bits}
+
+
+class Delayed(Sequence):
+    """The schedule's largest widths until ``start``, then the schedule, counted from there.
+
+    The remedy for a critical learning period. Evaluation follows the schedule's own ``eval_bits``.
+    """
+
+    def __init__(self, schedule: Schedule, start: int) -> None:
+        self.schedule = _check_schedule("schedule", schedule)
+        self.start = check_int("start", start, 0)
+        best = schedule._widest()
+        if best is None:
+            raise ValueError(f"a delayed schedule starts at its largest width, and that of {schedule!r} is not known")
+        before = [Static(best, total_steps=self.start, eval_bits=schedule.eval_bits)] if self.start else []
+        super().__init__([*before, schedule])
+
+    def _config(self) -> dict[str, object]:
+        return {"schedule": self.schedule, "start": self.start}
 
 
 def _check_schedule(field: str, value: object) -> Schedule:

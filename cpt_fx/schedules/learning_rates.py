@@ -1,6 +1,6 @@
 """Learning-rate rules of the critical-period experiments, as plain functions of the step.
 
-With a deficit, the "no deficit decay" rules hold the rate constant until it is over and decay over what is left, so
+With a deficit, the rules hold the rate constant until it is over and decay over what is left ("no deficit decay"), so
 that runs with deficits of different lengths see the same decay at full precision.
 """
 
@@ -12,10 +12,9 @@ from cpt_fx.errors import check_int
 _PI = 3.141592653
 
 
-def piecewise(step: int, *, lr: float, total_steps: int) -> float:
-    """Return ``lr``, a tenth of it from 50 % of the run on and a hundredth from 75 % on."""
-    total = check_int("total_steps", total_steps, 1)
-    position = check_int("step", step, 0)
+def piecewise(step: int, *, lr: float, total_steps: int, deficit: int = 0) -> float:
+    """Return ``lr``, a tenth of it from 50 % of what follows the deficit on and a hundredth from 75 % on."""
+    position, total = _after(step, total_steps, deficit)
     rate = lr
     # Truncated to whole steps as published, and decayed in two multiplications for the same rounding.
     for change in (int(0.5 * total), int(0.75 * total)):
@@ -24,24 +23,15 @@ def piecewise(step: int, *, lr: float, total_steps: int) -> float:
     return rate
 
 
-def piecewise_no_def_decay(step: int, *, lr: float, total_steps: int, deficit: int) -> float:
-    """Return ``lr`` during the deficit, then :func:`piecewise` over the remaining steps."""
-    position, remaining = _after(step, total_steps, deficit)
-    return piecewise(position, lr=lr, total_steps=remaining)
-
-
-def cosine(step: int, *, lr: float, total_steps: int) -> float:
-    """Return the rate on a half cosine from ``lr`` down to a tenth of it."""
-    total = check_int("total_steps", total_steps, 1)
-    position = min(check_int("step", step, 0), total)
+def cosine(step: int, *, lr: float, total_steps: int, deficit: int = 0) -> float:
+    """Return the rate on a half cosine from ``lr`` down to a tenth of it, over what follows the deficit."""
+    position, total = _after(step, total_steps, deficit)
     lowest = lr * 0.1
-    return lowest + (lr - lowest) * 0.5 * (1 + math.cos(position / total * _PI))
+    return lowest + (lr - lowest) * 0.5 * (1 + math.cos(min(position, total) / total * _PI))
 
 
-def cosine_no_def_decay(step: int, *, lr: float, total_steps: int, deficit: int) -> float:
-    """Return ``lr`` during the deficit, then :func:`cosine` over the remaining steps."""
-    position, remaining = _after(step, total_steps, deficit)
-    return cosine(position, lr=lr, total_steps=remaining)
+piecewise_no_def_decay, cosine_no_def_decay = piecewise, cosine
+"""The published names of the rules with a deficit."""
 
 
 def _after(step: int, total_steps: int, deficit: int) -> tuple[int, int]:

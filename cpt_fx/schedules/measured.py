@@ -40,7 +40,18 @@ FAMILIES = tuple(_PUBLISHED)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measurement:
+class Task:
+    """What was trained: the data, the model, their size, the figure in docs/results, and what it cannot show."""
+
+    dataset: str
+    model: str
+    size: str
+    figure: str
+    limits: str = "one dataset, one model and this length of training; others may rank the schedules differently."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement(Task):
     """One study of one task at one (q_min, q_max).
 
     ``schedules`` maps labels to mean, sd, n and relative_cost. ``differences[a][b]`` is the mean of a minus that of b
@@ -48,17 +59,12 @@ class Measurement:
     """
 
     study: str
-    dataset: str
-    model: str
-    size: str
-    limits: str
     steps: int
     seeds: Sequence[int]
     q_min: int
     q_max: int
     metric: str
     better: str
-    figure: str
     schedules: Mapping[str, Mapping[str, float]]
     differences: Mapping[str, Mapping[str, Sequence[float]]]
     left_out: Mapping[str, str]
@@ -71,8 +77,7 @@ class Measurement:
     @property
     def decimals(self) -> int:
         """How many decimals show two digits of the usual standard deviation."""
-        spreads = sorted(row["sd"] for row in self.schedules.values() if row["sd"] > 0)
-        return min(max(1 - math.floor(math.log10(spreads[len(spreads) // 2])), 0), 8) if spreads else 4
+        return decimals([row["sd"] for row in self.schedules.values()], 4)
 
     def signed(self, value: float) -> str:
         """Return a difference as text, with a true minus."""
@@ -115,6 +120,12 @@ class Measurement:
             return False
         _, low, high = self.difference(one, other)
         return high < 0 if self.better == "higher" else low > 0
+
+
+def decimals(deviations: Iterable[float | None], otherwise: int) -> int:
+    """Return how many decimals show two digits of the usual one."""
+    known = sorted(deviation for deviation in deviations if deviation)
+    return min(max(1 - math.floor(math.log10(known[len(known) // 2])), 0), 8) if known else otherwise
 
 
 @dataclass(frozen=True)

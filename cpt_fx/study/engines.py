@@ -9,20 +9,19 @@ import os
 import pickle
 import signal
 import threading
-import traceback
 from collections import deque
 from collections.abc import Generator, Sequence
-from contextlib import suppress
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 from cpt_fx.errors import check_int
 from cpt_fx.study.cells import Cell
-from cpt_fx.study.training import STARTING, Outcome, Stopwatch, Task, TrainFunction, execute, load_in_worker
+from cpt_fx.study.training import Outcome, Stopwatch, Task, TrainFunction, execute, load_in_worker
 
-READY = "ready"
 Results = Generator[tuple[Cell, Outcome], None, None]
 
 
@@ -61,90 +60,71 @@ class Engine:
 
 
 def run_in_processes(cells: Sequence[Cell], train: TrainFunction, *, workers: int, threads: int) -> Results:
-    """Train the cells in processes of this machine, each with a pipe to it. Leaving the loop ends the processes.
+    """Train the cells in processes of this machine. Leaving the loop ends them.
 
     A pool of the standard library gives up as a whole when one of its processes dies, and does not say which task it
-    had. Here a process that dies costs the one cell it was at.
+    had. So each process is a pool of its own, and one that dies costs the one cell it was at.
     """
     _check_portable(cells, train)
     queue = deque(cells)
     crew: list[_Worker] = []
+    at_work: dict[Future[Outcome], tuple[_Worker, Cell, Stopwatch]] = {}
     try:
-        while queue or any(worker.cell for worker in crew):
-            while len(crew) < min(workers, len(queue) + sum(worker.cell is not None for worker in crew)):
-                crew.append(_Worker(train, threads))
-            ready = wait([worker.connection for worker in crew])
-            for worker in [one for one in crew if one.connection in ready]:
-                cell, outcome = worker.cell, worker.receive()
-                if not worker.alive:
-                    crew.remove(worker)
-                    worker.close()
-                if cell is not None and outcome is not None:
-                    yield cell, outcome
-                if worker.alive and queue:
-                    worker.give(queue.popleft())
+        for _ in range(min(workers, len(cells))):
+            crew.append(_Worker())
+        free = list(crew)
+        while queue or at_work:
+            while queue and free:
+                worker, cell = free.pop(), queue.popleft()
+                worker.wait_until_ready()
+                try:
+                    task = worker.pool.submit(_train_one, str(train.reference), train.takes_seed, threads, cell.task)
+                except BrokenProcessPool as error:  # it has died with nothing to do
+                    task = Future()
+                    task.set_exception(error)
+                at_work[task] = worker, cell, Stopwatch()
+            for task in wait(at_work, return_when=FIRST_COMPLETED).done:
+                worker, cell, watch = at_work.pop(task)
+                try:
+                    outcome = task.result()
+                except BrokenProcessPool:
+                    outcome = watch.failed(f"the process died while it trained: {worker.end()}")
+                    crew[crew.index(worker)] = worker = _Worker()
+                except Exception as error:  # of the training itself nothing is raised
+                    said = f"{type(error).__name__}: {error}"
+                    raise RuntimeError(f"the training function cannot be imported by a worker: {said}") from error
+                free.append(worker)
+                yield cell, outcome
     finally:
         for worker in crew:
-            worker.close()
+            worker.end()
 
 
 class _Worker:
     """A process that trains one cell after another."""
 
-    def __init__(self, train: TrainFunction, threads: int) -> None:
+    def __init__(self) -> None:
         # Always spawned: a fork would copy the threads' locks of torch, and there is none on some systems.
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self._process = context.Process(
-            target=_work, args=(theirs, train.reference, train.takes_seed, threads), name=STARTING
-        )
-        self._process.start()
-        theirs.close()  # so that the pipe ends when the process does
-        self.cell: Cell | None = None
-        self.alive = True
-        self._ready = False
-        self._watch = Stopwatch()
+        self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _prepare)
+        self._started = self.pool.submit(os.getpid)
+        (self._process,) = self.pool._processes.values()
 
-    def give(self, cell: Cell) -> None:
-        """Send a cell to train."""
-        self.cell = cell
-        self._watch = Stopwatch()
-        with suppress(OSError):  # of one that has died; receiving says so
-            self.connection.send(cell.task)
-
-    def receive(self) -> Outcome | None:
-        """Return the outcome of the cell given, also when the process died of it; None when it is ready for one."""
+    def wait_until_ready(self) -> None:
+        """Wait until the script that started the study is imported there."""
         try:
-            message = self.connection.recv()
-        except (EOFError, OSError):
-            return self._died()
-        if isinstance(message, Outcome):
-            self.cell = None
-            return message
-        if message != READY:
-            raise RuntimeError(f"the training function cannot be imported in a worker process:\n{message}")
-        self._ready = True
-        return None
-
-    def close(self) -> None:
-        """End the process, at whatever it is."""
-        self.connection.close()
-        if self._process.is_alive():
-            self._process.kill()
-        self._process.join()
-        self._process.close()
-
-    def _died(self) -> Outcome:
-        self.alive = False
-        self._process.join()
-        how = _ending(self._process.exitcode)
-        if not self._ready:
+            self._started.result()
+        except BrokenProcessPool:
             raise RuntimeError(
-                f"a worker process ended before it was ready ({how}); it has said above why. In a script, the study "
-                'must start below the line `if __name__ == "__main__":`'
-            )
-        self.cell = None
-        return self._watch.failed(f"the process died while it trained: {how}")
+                f"a worker process ended before it was ready ({self.end()}); it has said above why. In a script, the "
+                'study must start below the line `if __name__ == "__main__":`'
+            ) from None
+
+    def end(self) -> str:
+        """End the process, at whatever it is, and say how it has ended."""
+        self._process.kill()
+        self._process.join()
+        self.pool.shutdown(cancel_futures=True)
+        return _ending(self._process.exitcode)
 
 
 def _ending(code: int | None) -> str:
@@ -157,29 +137,15 @@ def _ending(code: int | None) -> str:
     return f"{name}, as when the system has no memory left" if name == "SIGKILL" else name
 
 
-def _work(connection: Connection, reference: str, takes_seed: bool, threads: int) -> None:
-    """Train what comes through the pipe: all that a worker process does."""
-    multiprocessing.current_process().name = "cpt-fx study worker"
+def _prepare() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of the group; the parent decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    try:
-        train = TrainFunction(load_in_worker(reference), reference, takes_seed)
-    except BaseException:
-        connection.send(traceback.format_exc())
-        return
-    connection.send(READY)
-    while True:
-        try:
-            task = connection.recv()
-        except EOFError:
-            return
-        connection.send(execute(train, threads, task))
 
 
 def _end_with_parent() -> None:
     """Do not go on training for a process that was killed."""
     parent: Any = multiprocessing.parent_process()
-    wait([parent.sentinel])
+    connection.wait([parent.sentinel])
     os._exit(1)
 
 
@@ -229,7 +195,7 @@ def run_on_ray(cells: Sequence[Cell], train: TrainFunction, *, address: str, thr
 
 
 def _train_one(reference: str, takes_seed: bool, threads: int, task: Task) -> Outcome:
-    """Train one cell, in a worker of Ray."""
+    """Train one cell, in another process."""
     return execute(TrainFunction(load_in_worker(reference), reference, takes_seed), threads, task)
 
 

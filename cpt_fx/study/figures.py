@@ -18,8 +18,8 @@ from numpy.typing import ArrayLike
 from cpt_fx.schedules.plot import new_figure
 from cpt_fx.study import analysis
 from cpt_fx.study.analysis import FULL, GROUPS, Panel, Row
-from cpt_fx.study.findings import correlated, number, without_value
-from cpt_fx.study.statistics import Array, Correlation
+from cpt_fx.study.findings import cost_and_quality, number, trend, without_value
+from cpt_fx.study.statistics import Array
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -34,7 +34,7 @@ MARKERS = {"small": "o", "medium": "^", "large": "v", "other": "D", "static": "s
 DPI = 160
 PANEL = (7.6, 4.9)
 """Width and height of a panel, in inches."""
-_LINE = 112
+_LINE = 104
 """Characters of a caption that fit below a panel."""
 
 STYLE: Any = {
@@ -111,10 +111,7 @@ def _draw_cost(ax: Axes, panel: Panel) -> list[tuple[str, float, float, float]]:
             y, bar = (low if y < low else high), 0.0
         _point(ax, x, y, bar or None, row.group, clip_on=False)
         points.append((label, x, y, bar))
-    found, said = analysis.cost_correlation(panel), []
-    if found.rho is not None:
-        said = [f"Cost and quality, {found.points} schedules: {_rho(found)}, Kendall's tau-b {correlated(found)[2]}."]
-    said.append(f"{_bars(rows)} Points of nearly equal cost stand side by side.")
+    said = [cost_and_quality(panel), f"{_bars(rows)} Points of nearly equal cost stand side by side."]
     if gaps := without_value(panel):
         said.append(f"{gaps}, and so no part in a mean.")
     frame(ax, panel, said, [*_keys(rows), *_full_precision(ax, panel)])
@@ -131,7 +128,7 @@ def _draw_deficits(ax: Axes, panel: Panel) -> None:
     ax.set_xlabel(f"first steps at {panel.q_min} bits")
     longer = len({row.total_steps for _, row in points}) > 1
     said = ["Each run is longer by its deficit: the steps at full width are the same."] * longer
-    said += [_order(points, panel, "length of the deficit"), _bars_and_gaps(panel)]
+    said += [trend(panel, points, "A longer deficit"), _bars_and_gaps(panel)]
     frame(ax, panel, said, _baseline(ax, panel))
 
 
@@ -144,7 +141,7 @@ def _draw_windows(ax: Axes, panel: Panel) -> None:
         _point(ax, sum(window) / 2, _mean(row), row.deviation, "large")
     ax.set_xlim(0, max(row.total_steps for row in _valued(panel)))
     ax.set_xlabel(f"steps at {panel.q_min} bits: each bar is the window of one schedule")
-    order = _order([(window[0], row) for window, row in windows], panel, "start of the window")
+    order = trend(panel, [(window[0], row) for window, row in windows], "A later window")
     frame(ax, panel, [order, _bars_and_gaps(panel)], _baseline(ax, panel))
 
 
@@ -252,20 +249,6 @@ def _baseline(ax: Axes, panel: Panel) -> list[Line2D]:
     line = ax.axhline(value, color=INK, linestyle=(0, (5, 4)), linewidth=1.2, zorder=1, label=label)
     ax.axhspan(value - deviation, value + deviation, color=SOFT, alpha=0.15, linewidth=0, zorder=0)
     return [line]
-
-
-def _order(points: Sequence[tuple[float, Row]], panel: Panel, name: str) -> str:
-    found = analysis.correlation(points, panel)
-    if found.points < analysis.FEWEST_POINTS:
-        return f"{found.points} points are too few for a trend."
-    if found.rho is None:
-        return f"Too few or too equal points for a rank correlation of {name} and quality."
-    return f"Rank correlation of {name} and quality: {_rho(found)}, {found.points} points."
-
-
-def _rho(found: Correlation) -> str:
-    rho, interval, _, _ = correlated(found)
-    return f"Spearman's rho {rho} ({'95 % interval' if found.rho_interval else 'no interval:'} {interval})"
 
 
 def _bars(rows: Sequence[Row]) -> str:

@@ -5,13 +5,13 @@ Numbers are rounded to what their spread supports, with true signs. Sentences sa
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from cpt_fx.schedules import measured
 from cpt_fx.study import analysis
 from cpt_fx.study.analysis import GROUPS, Panel, Row, against, reference, verdict
 from cpt_fx.study.records import said
@@ -187,7 +187,7 @@ def _findings(panel: Panel) -> Iterator[str]:
 
 def _schedules(panel: Panel) -> Iterator[str]:
     show = decimals(panel)
-    yield _cost(panel)
+    yield cost_and_quality(panel)
     cyclic = [row for row in panel.cyclic if row.mean is not None]
     if cyclic:
         best = max(cyclic, key=lambda row: panel.sign * row.mean.value if row.mean else 0.0)
@@ -198,7 +198,8 @@ def _schedules(panel: Panel) -> Iterator[str]:
     yield from _first_cycle(panel)
 
 
-def _cost(panel: Panel) -> str:
+def cost_and_quality(panel: Panel) -> str:
+    """Say whether more compute goes with better quality."""
     found = analysis.cost_correlation(panel)
     if found.rho is None:
         return f"There is no rank correlation of cost and quality to tell: {found.reason}."
@@ -287,20 +288,26 @@ def _delayed(panel: Panel) -> Iterator[str]:
 
 def _order(panel: Panel, points: Sequence[tuple[int, Row]], subject: str) -> Iterator[str]:
     """Say whether the points are a trend, and how each compares with the run that never had low precision."""
-    found = analysis.correlation(points, panel)
-    rho, interval, _, _ = correlated(found)
-    if found.points < analysis.FEWEST_POINTS:
-        yield f"{subject}: {found.points} points are too few for a trend, which takes {analysis.FEWEST_POINTS}."
-    elif found.rho is not None and found.rho_interval is not None:
-        word = "shows no order of quality that these seeds and points can show"
-        if analysis.is_trend(found):
-            word = f"goes with {'better' if found.rho > 0 else 'worse'} quality"
-        yield f"{subject} {word}: rank correlation {rho} (95 % interval {interval}), {found.points} points."
+    yield trend(panel, points, subject)
     base, show = analysis.undisturbed(panel), decimals(panel)
     if base is not None and base.values:
         told = [f"{row.label} {_difference(against(row, base), panel, show)}" for _, row in points if row is not base]
         level = spread(base.mean, base.deviation, show)
         yield f"Against training without low precision, at {level}: {'; '.join(told)}."
+
+
+def trend(panel: Panel, points: Sequence[tuple[int, Row]], subject: str) -> str:
+    """Say whether quality follows the order of points."""
+    found = analysis.correlation(points, panel)
+    if found.points < analysis.FEWEST_POINTS:
+        return f"{subject}: {found.points} points are too few for a trend, which takes {analysis.FEWEST_POINTS}."
+    if found.rho is None or found.rho_interval is None:
+        return f"{subject}: no rank correlation with quality can be told: {found.reason}."
+    rho, interval, _, _ = correlated(found)
+    word = "shows no order of quality that these seeds and points can show"
+    if analysis.is_trend(found):
+        word = f"goes with {'better' if found.rho > 0 else 'worse'} quality"
+    return f"{subject} {word}: rank correlation {rho} (95 % interval {interval}), {found.points} points."
 
 
 def _difference(estimate: Estimate | None, panel: Panel, show: int) -> str:
@@ -325,13 +332,9 @@ def markdown(text: str) -> str:
 
 
 def decimals(panel: Panel) -> int:
-    """Return how many decimals show two digits of the usual standard deviation."""
-    deviations = sorted(row.deviation for row in panel.rows if row.deviation)
-    if deviations:
-        typical = deviations[len(deviations) // 2]
-    else:
-        typical = max((abs(value) for row in panel.rows for value in row.values.values()), default=1.0) / 100
-    return min(max(1 - math.floor(math.log10(typical)), 0), 8) if typical > 0 else 2
+    """Return how many decimals show two digits of the usual standard deviation, or of a hundredth of the values."""
+    largest = max((abs(value) for row in panel.rows for value in row.values.values()), default=1.0)
+    return measured.decimals([row.deviation for row in panel.rows], measured.decimals([largest / 100], 2))
 
 
 def counted(number: int, noun: str) -> str:

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -14,22 +14,11 @@ from typing import Any
 from cpt_fx.errors import check_choice
 from cpt_fx.files import replace
 from cpt_fx.schedules import NAMES
-from cpt_fx.schedules.measured import FAMILIES, PATH, Measurement, read
+from cpt_fx.schedules.measured import FAMILIES, PATH, Measurement, Task, read
 from cpt_fx.study.analysis import Panel, against, panels
 from cpt_fx.study.records import Record
 
-LIMITS = "one dataset, one model and this length of training; others may rank the schedules differently."
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """What was trained: the data, the model, their size, the figure in docs/results, and what it cannot show."""
-
-    dataset: str
-    model: str
-    size: str
-    figure: str
-    limits: str = LIMITS
+__all__ = ["Task", "update"]
 
 
 def update(

@@ -47,21 +47,15 @@ class Study:
         """The cells that failed; `error` of each says why."""
         return [record for record in self.records if record.status == "failed"]
 
-    def write(
-        self,
-        folder: str | PathLike[str],
-        *,
-        title: str | None = None,
-        notes: str | None = None,
-        command: str | None = None,
-    ) -> dict[str, Path]:
+    def write(self, folder: str | PathLike[str], **told: str | None) -> dict[str, Path]:
         """Write tables and figures: CSV, Markdown, PNG, SVG and one page of HTML; returns the files by what they are.
 
-        ``notes`` say what the data are and what they cannot show, ``command`` what regenerates the report.
+        ``told`` are, all by choice, the ``title`` of the report; ``notes``, which say what the data are and what they
+        cannot show; and ``command``, what regenerates the report.
         """
         from cpt_fx.study.writing import write  # keeps matplotlib and the page's parts out of a study that only runs
 
-        return write(self.records, folder, title=title, notes=notes, command=command)
+        return write(self.records, folder, **told)
 
 
 def load(store: str | PathLike[str], name: str | None = None) -> Study:

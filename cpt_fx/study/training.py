@@ -34,7 +34,7 @@ Task = tuple[Schedule, int, dict[str, Any], str | None]
 """What a training needs to know: schedule, seed, options, and what of the result is compared."""
 PACKAGES = ("cpt_fx", "torch", "numpy", "torch_geometric", "transformers")
 STARTING = "cpt-fx study worker, starting"
-"""A worker's name while it imports the training function's file, and multiprocessing the script that started it."""
+"""A worker's name while it imports the training function's file."""
 _loaded: dict[Path, ModuleType] = {}
 
 
@@ -81,23 +81,33 @@ def train_function(train: Callable[..., object] | str, options: Mapping[str, Any
 
 def load(reference: str) -> tuple[Callable[..., object], str]:
     """Return the function that `file.py:name` or `module:name` leads to, and the reference with the full path."""
-    place, _, name = reference.rpartition(":")
-    if not place or not name:
+    found, where = find(reference)
+    if not callable(found):
+        raise TypeError(f"{reference} must be a function, it is {found!r}")
+    return found, where
+
+
+def find(reference: str) -> tuple[Any, str]:
+    """Return what a reference leads to, as in `name` or `Class.name`, and the reference with the full path."""
+    place, _, path = reference.rpartition(":")
+    if not place or not path:
         raise ValueError(
             f'a training function is named as in "file.py:train" or "package.module:train", got {reference!r}'
         )
     if place.endswith(".py"):
-        module: ModuleType = _load_file(Path(place).resolve())
         place = str(Path(place).resolve())
+        found: Any = _load_file(Path(place))
     else:
-        module = imported(place, reference)
-    found = named(module, name, place)
-    if not callable(found):
-        raise TypeError(f"{reference} must be a function, it is {found!r}")
-    return found, f"{place}:{name}"
+        found = _imported(place, reference)
+    where = place
+    for part in path.split("."):
+        if not hasattr(found, part):
+            raise ValueError(f"{where} has no {part!r}.{nearest(part, vars(found))}")
+        found, where = getattr(found, part), f"{where}.{part}"
+    return found, f"{place}:{path}"
 
 
-def imported(module: str, reference: str) -> ModuleType:
+def _imported(module: str, reference: str) -> ModuleType:
     """Return the module of a reference, from the current folder or installed."""
     if os.getcwd() not in sys.path:  # the script in bin/ does not look there; `python -m` would
         sys.path.insert(0, os.getcwd())
@@ -107,15 +117,6 @@ def imported(module: str, reference: str) -> ModuleType:
         if error.name is not None and f"{module}.".startswith(f"{error.name}."):
             raise ImportError(f"there is no module {error.name}, looked for by {reference!r}") from error
         raise
-
-
-def named(found: Any, path: str, where: str) -> Any:
-    """Return what has a name in a module, as in `name` or `Class.name`."""
-    for part in path.split("."):
-        if not hasattr(found, part):
-            raise ValueError(f"{where} has no {part!r}.{nearest(part, vars(found))}")
-        found, where = getattr(found, part), f"{where}.{part}"
-    return found
 
 
 def load_in_worker(reference: str) -> Callable[..., object]:
@@ -130,7 +131,8 @@ def load_in_worker(reference: str) -> Callable[..., object]:
 
 def refuse_in_worker() -> None:
     """Stop a study that starts while a worker imports the file it is written in: it would never end."""
-    if multiprocessing.current_process().name == STARTING:
+    process = multiprocessing.current_process()
+    if process.name == STARTING or getattr(process, "_inheriting", False):  # the latter while it imports the script
         raise RuntimeError(
             "this study starts whenever its file is imported, and its worker processes import it: put the call below "
             'the line `if __name__ == "__main__":`'

@@ -149,3 +149,35 @@ def test_recomputation_gives_what_the_forward_pass_gave(way: Callable[..., Any],
 @pytest.mark.parametrize("way", [one, nested], ids=lambda way: way.__name__)
 def test_also_with_quantized_gradients(way: Callable[..., Any]) -> None:
     check(way, "before", False, cpt_fx.recipes.paper(gradient_rounding="nearest"))
+
+
+def asks_the_mode(model: Any, x: Tensor) -> Tensor:
+    y: Tensor = model.fc(x)
+    return y * 2 if torch.is_grad_enabled() else y
+
+
+def asks_the_tensor(model: Any, x: Tensor) -> Tensor:
+    y: Tensor = model.fc(x)
+    return y * 2 if y.requires_grad else y
+
+
+class Reentrant(nn.Module):
+    def __init__(self, code: Callable[..., Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc, self.head, self.code = nn.Linear(3, 3), nn.Linear(3, 3), code
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(checkpoint(self.code, self, x, use_reentrant=True))
+        return y
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # there, torch has no gradients either
+@pytest.mark.parametrize("code", [asks_the_mode, asks_the_tensor])
+@pytest.mark.parametrize("needs_gradient", [True, False])
+def test_a_reentrant_checkpoint_runs_without_gradients_first(code: Callable[..., Tensor], needs_gradient: bool) -> None:
+    x = torch.randn(2, 3, requires_grad=needs_gradient)
+    result, plain = cpt_fx.transform(Reentrant(code), Static(32), capture="dynamo"), Reentrant(code)
+    check_same(train_step(result, (x,), {}), train_step(plain, (x,), {}))
+    notes = " ".join(cpt_fx.inspect(result).capture.notes)
+    assert "use_reentrant=True runs its code without gradients first" in notes

@@ -108,10 +108,14 @@ class Census(TorchDispatchMode):
         if x.numel() * x.itemsize == memory.nbytes() and not torch._debug_has_internal_overlap(x):
             self.seen.setdefault(memory._cdata, {})[x.shape, x.stride()] = x.detach()
 
-    def _was_quantized(self, operand: Tensor) -> bool:
-        """Whether what an operand views is on levels as a whole: a view folds dims, and cuts through ranges."""
+    def _was_quantized(self, operand: Tensor) -> bool | None:
+        """Whether what an operand views is on levels as a whole: a view folds dims, and cuts through ranges.
+
+        None where its ranges may have been too short to show anything: then the operand does not show it either.
+        """
         tensors = self.seen.get(operand.untyped_storage()._cdata, {}).values()
-        return any(is_on_levels(x, group, block, self.largest) for x in tensors for group, block in self.ranges)
+        found = [is_on_levels(x, group, block, self.largest) for x in tensors for group, block in self.ranges]
+        return True if True in found else None if None in found else False
 
     def _look(self, name: str, args: Any) -> None:
         self.products += 1
@@ -126,8 +130,11 @@ class Census(TorchDispatchMode):
             levels = fewest_levels(operand, self.groups, self.largest)
             if levels is None:
                 self.undecided += 1
-            elif levels > self.largest and not self._was_quantized(operand):
-                self.unquantized.append(Product(name, place, levels, tuple(operand.shape), self.backward))
+            elif levels > self.largest:
+                quantized = self._was_quantized(operand)
+                self.undecided += quantized is None
+                if quantized is False:
+                    self.unquantized.append(Product(name, place, levels, tuple(operand.shape), self.backward))
 
 
 def fewest_levels(x: Tensor, groups: Iterable[str], allowed: int) -> int | None:
@@ -158,16 +165,20 @@ def _levels(x: Tensor, group: str, allowed: int) -> list[int | None]:
     return found + [_most(x.movedim(dim, -1).reshape(-1, x.shape[dim]), allowed) for dim in range(x.ndim)]
 
 
-def is_on_levels(x: Tensor, group: str, block: int, allowed: int) -> bool:
-    """Whether a tensor has few levels in each of the very ranges, or their blocks, that a group makes of it."""
+def is_on_levels(x: Tensor, group: str, block: int, allowed: int) -> bool | None:
+    """Whether a tensor has few levels in each of the very ranges, or their blocks, that a group makes of it.
+
+    None where a range has no more elements than levels.
+    """
     x = x.double()
+    found: list[bool | None] = []
     for rows in _ranges(x, group):
         parts = rows.split(block, dim=1) if block else (rows,)
         counts = [_most(part, allowed) for part in parts]
         # The last block may be too short to show anything, but not all of them.
-        if counts[0] is not None and all(count is None or count <= allowed for count in counts):
-            return True
-    return False
+        few = all(count is None or count <= allowed for count in counts)
+        found.append(None if counts[0] is None else few)
+    return True if True in found else None if None in found else False
 
 
 def _ranges(x: Tensor, group: str) -> list[Tensor]:

@@ -20,7 +20,7 @@ import cpt_fx
 from cpt_fx import Bits, Format, recipes
 from cpt_fx.recipes import Recipe, Rule
 from cpt_fx.schedules import Custom, Deficit, Delayed, Piecewise, Sequence, Static, named
-from tests.fuzz.options import nearest
+from tests.fuzz.options import Alternating, nearest
 """
 MULTIPLY: dict[Production, float] = {**LAYERS, **PRODUCTS}
 _GROUPS: tuple[tuple[float, dict[Production, float]], ...] = (

@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from cpt_fx import recipes
 from cpt_fx.formats import Format, Rounding
 from cpt_fx.recipes import Recipe
 from cpt_fx.schedules import NAMES
+
+
+@dataclass(frozen=True)
+class Alternating:
+    """A function for `Custom` that can be pickled, which a lambda cannot."""
+
+    low: int
+    high: int
+
+    def __call__(self, step: int) -> int:
+        """Return the width of a step."""
+        return self.low if step % 2 else self.high
+
 
 FAMILIES = ("conv", "linear", "matmul", "attention", "recurrent")
 
@@ -120,7 +134,8 @@ def drawn_schedule(chance: random.Random, depth: int = 0) -> str:
     if chance.random() < 0.5:
         pieces = ", ".join(f"{step}: {_bits(chance)}" for step in (0, 1, 3))
         return f"Piecewise({{{pieces}}}, total_steps={total}{evaluation})"
-    return f"Custom(lambda step: {low} if step % 2 else {high}, total_steps={total}{evaluation})"
+    function = chance.choice((f"lambda step: {low} if step % 2 else {high}", f"Alternating({low}, {high})"))
+    return f"Custom({function}, total_steps={total}{evaluation})"
 
 
 def drawn_patterns(chance: random.Random, layers: Sequence[tuple[str, str]]) -> tuple[str, str]:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.fuzz import oracles
-from tests.fuzz.census import Census, fewest_levels
+from tests.fuzz.case import differences
+from tests.fuzz.census import Census, fewest_levels, is_on_levels
 from tests.fuzz.oracles import ORACLES
 from tests.fuzz.saving import faults_of, save
 from tests.fuzz.shrink import shrunk
@@ -101,8 +102,10 @@ def test_a_sound_model_has_no_faults(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_runs_of_one_program_begin_with_the_same_state(tmp_path: Path) -> None:
-    outcome = tried(COUNTS, tmp_path, "integers", frontends=("program",))
+@pytest.mark.parametrize("options", ["", ", persistent=False"])
+def test_runs_of_one_program_begin_with_the_same_state(tmp_path: Path, options: str) -> None:
+    source = COUNTS.replace("torch.zeros(())", f"torch.zeros(()){options}")
+    outcome = tried(source, tmp_path, "integers", frontends=("program",))
     assert (outcome.passes, outcome.faults) == ({"program integers": "passed"}, [])
 
 
@@ -110,6 +113,34 @@ def test_other_numbers_are_seen(tmp_path: Path) -> None:
     outcome = tried(OTHER_NUMBERS, tmp_path, "same", "proof")
     assert [fault.oracle for fault in outcome.faults] == ["same"]
     assert "training at 32 bits: output is off by" in outcome.faults[0].message
+
+
+def test_a_random_number_more_is_seen(tmp_path: Path) -> None:
+    drawn = "self.last = nn.Linear(5, 5)\n        if Model.made > 2:\n            self.register_forward_hook(draw)"
+    source = SOUND.replace("self.last = nn.Linear(5, 5)", drawn).replace(
+        "class Model", "def draw(module, args, output):\n    torch.rand(())\n\n\nclass Model"
+    )
+    (fault,) = tried(source, tmp_path, "same").faults
+    assert fault.message.startswith("training at 32 bits: state of random numbers is off by")
+
+
+def test_ranges_of_one_element_show_nothing() -> None:
+    assert is_on_levels(torch.randn(1, 8, 1), "vector", 32, 4) is None
+    assert is_on_levels(torch.randn(5, 8), "vector", 32, 4) is False
+    assert is_on_levels(torch.randn(5, 8).sign(), "vector", 32, 4) is True
+
+
+def test_only_what_is_nan_in_both_is_alike() -> None:
+    nan = torch.tensor([1.0, torch.nan])
+    assert differences({"output": nan}, {"output": nan.clone()}) == []
+    assert differences({"output": nan}, {"output": nan.flip(0)}) == ["output is off by inf of the largest"]
+
+
+def test_a_type_of_which_a_program_has_no_layer_is_left_out(tmp_path: Path) -> None:
+    for kind, left in (("Linear", "there is nothing to quantize in"), ("Conv2d", "")):
+        source = SOUND.replace("recipes.default())", f"recipes.default()), exclude=nn.{kind}")
+        state = tried(source, tmp_path, "widths", frontends=("program",)).states["program"]
+        assert state.startswith(f"refused: {left}") if left else state == "captured"
 
 
 @pytest.mark.parametrize("format", ["group='row', block=16", "group='vector'"])

@@ -16,7 +16,9 @@ from typing import Any
 from tests.fuzz.trying import Fault, Outcome, examine, try_number
 
 LIMIT = 90
-"""Seconds for a model; the parent waits half as long again for a worker that does not stop by itself."""
+"""Seconds of work for a model."""
+PATIENCE = 600
+"""Seconds, as they pass, until a worker that does not stop by itself is stopped: it waits for something."""
 LIVES = 150
 """Models until a worker is replaced: what torch's compiler keeps of old ones adds up."""
 
@@ -115,7 +117,7 @@ class Worker:
 
     def hangs(self) -> bool:
         """Whether it has been at a task for too long, in code that no signal stops."""
-        return self.task is not None and time.monotonic() - self.since > 1.5 * LIMIT
+        return self.task is not None and time.monotonic() - self.since > PATIENCE
 
 
 def crash(text: str) -> Fault:

@@ -25,6 +25,8 @@ class Base(nn.Module):
         self.norm = nn.BatchNorm1d(6)
         self.register_buffer("count", torch.zeros(()))
         self.register_buffer("seen", torch.zeros(6), persistent=False)
+        self.register_buffer("weighed", torch.ones(6, requires_grad=True))
+        self.learned = torch.ones(6, requires_grad=True)
         self.scale = nn.Parameter(torch.ones(6))
         self.calls = 0
         self.last: Any = None
@@ -256,11 +258,30 @@ def _gradients() -> None:
     )
 
 
+def _held_gradients() -> None:
+    pair(
+        "a gradient of a buffer that is lost",
+        "the gradient of weighed",
+        lambda s, x: s.fc(x) * s.weighed,
+        lambda s, x: s.fc(x) * s.weighed.detach(),
+    )
+    pair(
+        "a gradient of a tensor in an attribute that is lost",
+        "the gradient of attribute learned",
+        lambda s, x: s.fc(x) * s.learned,
+        lambda s, x: s.fc(x) * s.learned.detach(),
+    )
+
+
 def _hooked(self: Any, x: Tensor) -> Tensor:
     y: Tensor = self.fc(x)
     if y.requires_grad:
         y.register_hook(lambda gradient: gradient * 0.5)
     return y
+
+
+def _within(value: Any, depth: int) -> Any:
+    return [_within(value, depth - 1)] if depth else value
 
 
 def _outputs() -> None:
@@ -314,6 +335,18 @@ def _outputs() -> None:
         "the output.more.a[0]",
         lambda s, x: Custom(s.fc(x), more={"a": [x]}),
         lambda s, x: Custom(s.fc(x), more={"a": [x * 2]}),
+    )
+    pair(
+        "a tensor in many lists",
+        "the output[0][0][0][0][0][0][0][0][0][0][0][0] is off by",
+        lambda s, x: _within(s.fc(x), 12),
+        lambda s, x: _within(s.fc(x) * 2, 12),
+    )
+    pair(
+        "a tensor after a thousand others",
+        "the output[1200]",
+        lambda s, x: [s.fc(x), *[torch.ones(())] * 1300],
+        lambda s, x: [s.fc(x), *[torch.ones(())] * 1199, torch.zeros(()), *[torch.ones(())] * 100],
     )
     pair(
         "a tensor in an object with slots",
@@ -383,5 +416,5 @@ def _raising(self: Any, x: Tensor) -> Tensor:
     return y
 
 
-for _family in (_buffers, _branches, _randomness, _gradients, _outputs, _effects):
+for _family in (_buffers, _branches, _randomness, _gradients, _held_gradients, _outputs, _effects):
     _family()

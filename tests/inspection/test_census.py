@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,17 +16,19 @@ from torch.utils.checkpoint import checkpoint
 import cpt_fx
 from cpt_fx import native
 from cpt_fx.bodies import state_of
-from cpt_fx.inspection.census import OF_A_SECOND, Seen, census
+from cpt_fx.inspection.census import Seen, census
 from cpt_fx.inspection.levels import holds, levels_in, ranges_of
 from cpt_fx.inspection.sameness import Call, Mode, run_in
 from cpt_fx.inspection.verification import VerificationError
+from cpt_fx.inspection.views import OF_A_SECOND
+from cpt_fx.meta import LEFT, QUANTIZER, SITE
 from cpt_fx.numerics import Grid
 from cpt_fx.ops import FAKE_QUANTIZE, QUANTIZERS
-from cpt_fx.recipes import default, fp8, mx, paper
+from cpt_fx.recipes import default, fp8, integer, mx, paper
 from cpt_fx.schedules import Static
 from cpt_fx.trial import trial
 from tests.captures import captures
-from tests.inspection.escapes import ESCAPES, WIDTH, Escaping, OperatorOfItsOwn
+from tests.inspection.escapes import ESCAPES, WIDTH, BeforeALeftLayer, Escaping, OperatorOfItsOwn, unseen
 from tests.zoo import ZOO
 
 
@@ -48,6 +51,7 @@ def batch() -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of a callback that torch.fx stops in
 @pytest.mark.parametrize("name", ESCAPES)
 def test_what_goes_around_the_quantizers_is_named(name: str) -> None:
@@ -57,6 +61,75 @@ def test_what_goes_around_the_quantizers_is_named(name: str) -> None:
     with pytest.raises(VerificationError, match="comes from no quantizer") as raised:
         cpt_fx.inspect(model).verify(x)
     assert "escapes.py:" in str(raised.value) or "(root), " in str(raised.value) or "thread.py" in str(raised.value)
+
+
+def test_a_layer_that_is_left_hides_no_backward_pass_of_somebody_else() -> None:
+    x = batch()
+    model = cpt_fx.transform(BeforeALeftLayer(), Static(4), exclude=["left"])
+    with pytest.raises(VerificationError, match=r"escapes.py:.* in the backward pass"):
+        cpt_fx.inspect(model).verify(x)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("kind", ["integers", "quantized"])
+def test_integers_and_operators_of_others_are_listed(kind: str) -> None:
+    class Aside(Escaping):
+        def between(self, h: Tensor) -> Tensor:
+            def product() -> Any:
+                left, right = h.detach(), self.w.detach()
+                if kind == "integers":
+                    return ((left * 1e6).long() @ (right * 1e6).long()).double().mean()
+                codes = [torch.quantize_per_tensor(one, 0.1, 0, torch.qint8) for one in (left, right)]
+                return torch.ops.quantized.matmul(*codes, 0.1, 0).dequantize().mean()
+
+            result: Tensor = h * unseen(product).float()
+            return result
+
+    x = batch()
+    model = cpt_fx.transform(Aside(), Static(4))
+    assert cpt_fx.inspect(model).verify(x).proven
+    said = "a product of integers" if kind == "integers" else "a custom operator; what it multiplies is not seen"
+    assert any(said in item.reason for item in cpt_fx.inspect(model).uncovered)
+
+
+def _take_away(module: torch.fx.GraphModule, what: str) -> None:
+    """Take one decision about the last layer away, and the quantizer with it."""
+    sites = [node for node in module.graph.nodes if SITE in node.meta]
+    site = sites[-1].meta[SITE]
+    for node in [node for node in module.graph.nodes if QUANTIZER in node.meta]:
+        quantizer = node.meta[QUANTIZER]
+        if quantizer.layers == (site.layer,) and what in (quantizer.role, "layer"):
+            _without(node)
+    if what == "layer":
+        sites[-1].meta[LEFT] = "a pass of mine"
+        del sites[-1].meta[SITE]
+    elif what == "gradient":
+        sites[-1].meta[SITE] = replace(site, gradient=None)
+    else:
+        sites[-1].meta[SITE] = replace(site, operands=tuple(one for one in site.operands if one.role != what))
+    module.recompile()
+
+
+@pytest.mark.parametrize("what", ["weight", "activation"])
+def test_a_factor_without_a_decision_is_named(what: str) -> None:
+    model = cpt_fx.transform(_small(), Static(4), capture="symbolic")
+    _take_away(cpt_fx.graphs(model)[0], what)
+    with pytest.raises(VerificationError, match=r"2: addmm .* no entry of `uncovered` says why"):
+        cpt_fx.inspect(model).verify(batch())
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("layer", "2: linear: a pass of mine"),
+        ("gradient", "2: linear operand gradient: nothing quantizes the gradient"),
+    ],
+)
+def test_what_a_pass_leaves_is_listed(what: str, said: str) -> None:
+    model = cpt_fx.transform(_small(), Static(4), capture="symbolic")
+    _take_away(cpt_fx.graphs(model)[0], what)
+    assert cpt_fx.inspect(model).verify(batch()).proven
+    assert any(str(item).startswith(said) for item in cpt_fx.inspect(model).uncovered)
 
 
 def test_there_are_many_ways_around() -> None:
@@ -276,8 +349,27 @@ def test_products_of_a_second_backward_pass_are_listed() -> None:
     model(x)
     assert cpt_fx.inspect(model).verify(x).products == 12
     second = [item for item in cpt_fx.inspect(model).uncovered if item.reason == OF_A_SECOND]
-    assert {item.layer for item in second} == {"net.0", "net.2"}
+    wanted = [("net.0", "linear"), ("net.2", "linear")]
+    assert sorted((item.layer, item.op) for item in second) == wanted
     model(x)
+    assert cpt_fx.inspect(model).uncovered == tuple(second)
+
+
+@pytest.mark.parametrize("execution", ["simulated", "integer"])
+@pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
+def test_a_second_backward_pass_of_a_training_loop_is_listed_once_it_came(capture: str, execution: str) -> None:
+    """A gradient penalty: the model's own code has no second backward pass, and no look at it shows one."""
+    model = cpt_fx.transform(_small(), Static(4), recipe=integer(), capture=capture, execution=execution, prove=False)
+    x = batch().requires_grad_()
+    model(x).sum().backward()
+    assert not cpt_fx.inspect(model).uncovered
+    (force,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    force.square().sum().backward()
+    second = [item for item in cpt_fx.inspect(model).uncovered if item.reason == OF_A_SECOND]
+    assert [(item.layer, item.op, item.operand) for item in second] == [
+        ("0", "linear", "gradient"), ("2", "linear", "gradient")
+    ]  # fmt: skip
+    cpt_fx.inspect(model).verify(x.detach())
 
 
 def test_dynamo_goes_on_as_if_nobody_looked() -> None:
@@ -300,12 +392,10 @@ def test_every_range_is_looked_at() -> None:
     """A quantizer that leaves the last of its ranges alone shows few levels in the first, where a sample is taken."""
     rows = torch.randint(0, 4, (5, 40)).float()
     rows[4] = torch.randn(40)
-    for switch in (native.disabled, ExitStack):
-        with switch():
-            assert levels_in(rows, 4)[0] == 5
-            most, levels = levels_in(rows[:4], 4)
-            assert most == 4 and set(levels.tolist()) == {0.0, 1.0, 2.0, 3.0}
-            assert levels_in(torch.tensor([[1.0, -0.0, 0.0, torch.nan]]), 4)[0] <= 4
+    assert levels_in(rows, 4)[0] == 5
+    most, levels = levels_in(rows[:4], 4)
+    assert most == 4 and set(levels.tolist()) == {0.0, 1.0, 2.0, 3.0}
+    assert levels_in(torch.tensor([[1.0, -0.0, 0.0, torch.nan]]), 4)[0] == 2
 
 
 def test_ranges_are_rows() -> None:
@@ -321,13 +411,11 @@ def test_ranges_are_rows() -> None:
 def test_copies_hold_levels(dtype: torch.dtype, count: int) -> None:
     levels = torch.randn(count, dtype=dtype).unique()
     x = levels[torch.randint(0, len(levels), (700,))].view(7, 100).T
-    for switch in (native.disabled, ExitStack):
-        with switch():
-            assert holds(x, levels)
-            for place in (0, 350, 699):
-                other = x.clone()
-                other[place % 100, place // 100] += 1e-2
-                assert not holds(other, levels)
+    assert holds(x, levels)
+    for place in (0, 350, 699):
+        other = x.clone()
+        other[place % 100, place // 100] += 1e-2
+        assert not holds(other, levels)
 
 
 def test_a_range_of_one_element_is_noted() -> None:

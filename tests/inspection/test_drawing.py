@@ -105,7 +105,7 @@ def test_the_page_is_complete(model: nn.Module, tmp_path: Path) -> None:
     text = inspection.html(str(tmp_path / "graph.html"))
     assert (tmp_path / "graph.html").read_text(encoding="utf-8") == text
     parser = parsed(text)
-    assert {"search", "found", "stage", "panel", "hover", "fit", "fold", "unfold", "theme"} <= parser.ids
+    assert {"search", "found", "stage", "panel", "fit", "fold", "unfold", "theme"} <= parser.ids
     items = data_of(text)["items"]
     for view in inspection.quantizers:
         facts = dict(items[f"0.{view.node}"]["f"])

@@ -17,7 +17,10 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import cpt_fx
+from cpt_fx.bodies import state_of
+from cpt_fx.errors import TransformError
 from cpt_fx.inspection import VerificationError
+from cpt_fx.inspection.table import as_text
 from cpt_fx.meta import QUANTIZER
 from cpt_fx.pass_base import Pass, Report
 from cpt_fx.passes.bind import Bind
@@ -55,7 +58,7 @@ def state(model: nn.Module) -> str:
 def test_without_examples_nothing_is_run_and_that_is_said_everywhere(capture: str) -> None:
     inspection = cpt_fx.inspect(cpt_fx.transform(small(), cyclic(), capture=capture))
     shown = [str(inspection), repr(inspection), inspection._repr_html_(), inspection.html(), inspection.svg()]
-    shown += [inspection.state, json.dumps(inspection.to_dict())]
+    shown += [as_text(inspection.table(), 100), inspection.state, json.dumps(inspection.to_dict())]
     assert all(NOT_PROVEN in text for text in shown)
 
 
@@ -166,6 +169,28 @@ def replaced(result: Any) -> None:
     result[2] = nn.Linear(6, 6)
 
 
+def hooked(result: Any) -> None:
+    result[0].register_forward_hook(lambda module, given, output: output * 2)
+
+
+def given_a_forward(result: Any) -> None:
+    result[0].forward = lambda x: x
+
+
+def cast(result: Any) -> None:
+    result[2].double()
+
+
+def with_a_graph_that_does_something_else(result: Any) -> None:
+    cpt_fx.graphs(result)[0].forward = lambda *given: given[0]
+
+
+def unbound(result: Any) -> None:
+    result_schedule = cpt_fx.standalone.the_one_in(result, "").state.schedule
+    assert result_schedule is not None
+    result_schedule.unbind(result)
+
+
 def driven_by_another(result: Any) -> None:
     Static(5).bind(result)
 
@@ -177,6 +202,11 @@ def called_in_parts(result: Any) -> None:
 CHANGES: list[tuple[Callable[[Any], None], str]] = [
     (edited, "graph 0 was edited since"),
     (replaced, "'2' was replaced since"),
+    (hooked, "'0' was changed since"),
+    (given_a_forward, "'0' was changed since"),
+    (cast, "'2' was changed since"),
+    (with_a_graph_that_does_something_else, "graph 0 was edited since"),
+    (unbound, "the schedule was unbound since"),
     (driven_by_another, "another schedule was bound since"),
     (called_in_parts, "graph 1 was no part of the proof"),
 ]
@@ -187,7 +217,7 @@ def test_what_is_changed_is_proven_no_more(change: Callable[[Any], None], said: 
     result = cpt_fx.transform(small(), cyclic(), example_inputs=(batch(),))
     change(result)
     assert state(result) == f"proven no more: {said}: call `verify(*inputs)`"
-    if change is not edited:
+    if change in (replaced, driven_by_another, called_in_parts):
         result(batch())
         if change is not called_in_parts:
             cpt_fx.inspect(result).verify(batch())
@@ -255,6 +285,48 @@ def test_a_schedule_drives_or_the_proof_says_that_none_does(capture: str) -> Non
     assert state(result).startswith("proven: ")
     schedule.unbind(result)
     with pytest.raises(VerificationError, match="no schedule drives Sequential: it was unbound"):
+        cpt_fx.inspect(result).verify(batch())
+
+
+@dataclass(frozen=True)
+class Taking(Pass):
+    """A pass that binds a schedule of its own."""
+
+    name = "bind"
+
+    def run(self, module: fx.GraphModule) -> Report:
+        OWN.bind(state_of(module))
+        return Report(self.name, 0)
+
+
+OWN = Static(8)
+
+
+@captures
+def test_a_pass_does_not_take_over_from_the_schedule(capture: str) -> None:
+    given: dict[str, Any] = {"capture": capture, "example_inputs": (batch(),)}
+    with pytest.raises(TransformError, match="no schedule that was given to transform drives anything"):
+        Pipeline.standard().replace("bind", Taking()).transform(small(), cyclic(), **given)
+    schedule = cyclic()
+    result = Pipeline.standard().after("bind", Taking()).transform(small(), schedule, **given)
+    assert {view.bits for view in cpt_fx.inspect(result).quantizers if view.role == "weight"} == {3}
+    assert state(result).startswith("proven: ")
+
+
+def test_widths_that_are_held_are_told() -> None:
+    result = cpt_fx.transform(small(), cyclic())
+    with cpt_fx.at_bits(result, 4):
+        assert "`at_bits` holds the widths of Sequential" in str(cpt_fx.inspect(result).verify(batch()))
+
+
+@pytest.mark.parametrize("name", ["weight", "input", "gradient"])
+def test_a_range_for_every_element_is_no_quantizer(name: str) -> None:
+    result = cpt_fx.transform(small(), cyclic())
+    (module,) = cpt_fx.graphs(result)
+    node = next(node for node in module.graph.nodes if node.name == f"_0_{name}_q")
+    node.kwargs = {**{key: one for key, one in node.kwargs.items() if key != "over"}, "keep": [0, 1]}
+    module.recompile()
+    with pytest.raises(VerificationError, match="is rounded on another grid than that of"):
         cpt_fx.inspect(result).verify(batch())
 
 
@@ -384,6 +456,25 @@ def test_a_layer_called_by_itself_is_no_part_of_a_proof_of_the_model(capture: st
     result.other(batch())
     proof = cpt_fx.inspect(result).verify(batch())
     assert proof.proven and "do not reach them: of other" in str(proof)
+
+
+class Experts(nn.Module):
+    """Sends all rows to the first of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([layer(x[place * len(x) :]) for place, layer in enumerate(self.layers)])
+
+
+def test_an_expert_that_nothing_is_sent_to_is_idle() -> None:
+    result = cpt_fx.transform(Experts(), cyclic(), example_inputs=(batch(),))
+    assert state(result).startswith("proven: ")
+    proof = cpt_fx.inspect(result).verify(batch())
+    assert proof.proven and "do not reach them: of layers.1" in str(proof)
+    assert not cpt_fx.inspect(result).verify(batch(0)).proven
 
 
 class AroundIt(nn.Module):

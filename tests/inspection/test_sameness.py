@@ -118,6 +118,13 @@ def test_what_two_runs_of_the_model_do_not_agree_in_is_a_note() -> None:
     assert found.notes == ("two runs of the plain model itself differ: the output[1] could not be compared",)
 
 
+def test_what_no_two_runs_agree_in_may_not_be_farther_off_than_they_are() -> None:
+    right = model(lambda self, given: self.fc(given) + 1e-6 * (time.perf_counter_ns() % 97))
+    wrong = model(lambda self, given: self.fc(given) + 1e-6 * (time.perf_counter_ns() % 97) + 1)
+    assert compared(right, right).problems == ()
+    assert any("the output is off by" in problem for problem in compared(wrong, right).problems)
+
+
 def test_a_nan_is_a_nan() -> None:
     net = model(lambda self, given: self.fc(given) * float("nan"))
     assert compared(transformed(net), net).problems == ()

@@ -378,3 +378,9 @@ def test_wrappers_of_compilers_are_taken_off() -> None:
     assert eager_model(compiled) is model
     assert eager_model(nn.DataParallel(model)) is model
     assert eager_model(model) is model
+
+
+def test_a_refusal_of_the_first_call_is_told_as_one() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.TransformerEncoderLayer(4, 1, 8, batch_first=True))
+    with pytest.raises(cpt_fx.CaptureError, match="cannot trace TransformerEncoderLayer"):
+        cpt_fx.transform(model, Static(4), capture="symbolic", example_inputs=(torch.randn(2, 3, 4),))

@@ -13,10 +13,11 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from cpt_fx import cost, recipes
 from cpt_fx.operators import FORMS, MULTIPLY, ROWS, Row, form_of, why_left
-from cpt_fx.operators.table import spelled
-from tests.operators.row_calls import BREAKS, CALLS, NO_PROGRAM
+from cpt_fx.operators.table import WRITES, spelled
+from tests.operators.row_calls import BREAKS, CALLS, NO_PROGRAM, X
 from tests.operators.row_verdicts import FRONTENDS, SCHEDULE, Call, transformed, verdicts
 
+aten = torch.ops.aten
 CALLED = [row for row in ROWS if row.name in CALLS]
 NOT_HERE = {
     "convolution", "_compute_linear_combination", "packed_mm", "fused_attention", "mkldnn_linear",
@@ -128,6 +129,55 @@ def test_keywords_of_torch_find_their_places() -> None:
             for place, _ in row.operands if schemas else ():
                 given = {schema.arguments[place].name for schema in schemas}
                 assert row.arguments[place] in {dict(row.keywords).get(one, one) for one in given}, (row.name, given)
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS)
+@pytest.mark.parametrize(("name", "keywords"), [
+    ("mm", ("a", "mat2")), ("matmul", ("x1", "x2")), ("linear", ("x", "weight")), ("kron", ("x1", "x2")),
+    ("addmm", ("x", "mat1", "mat2")), ("conv1d", ("x", "weight")), ("vecdot", ("x", "y")),
+])  # fmt: skip
+def test_names_that_numpy_has_for_arguments_are_keywords_too(
+    name: str, keywords: tuple[str, ...], frontend: str
+) -> None:
+    (row,) = [row for row in CALLED if row.name == name]
+    function = normal(row)
+    call = Call(lambda *args: function(**dict(zip(keywords, args, strict=True))), *CALLS[name])
+    assert verdicts(transformed(call, frontend))["call"] == decided("symbolic")[name]
+
+
+@pytest.mark.parametrize("frontend", ["symbolic", "between", "program"])
+def test_a_norm_is_looked_at_whatever_its_argument_is_called(frontend: str) -> None:
+    weight = CALLS["norm"][0]
+    calls = {
+        "numpy": Call(lambda x: torch.linalg.norm(x=x, ord="nuc"), weight),
+        "aten": Call(lambda x: torch.ops.aten.linalg_norm.ord_str(self=x, ord="nuc"), weight),
+        "frobenius": Call(lambda x: torch.ops.aten.linalg_norm(self=x), weight),
+    }
+    found = verdicts(transformed(calls, frontend))
+    assert found["numpy"] == found["aten"] != () and "frobenius" not in found
+
+
+@pytest.mark.parametrize("frontend", ["symbolic", "dynamo", "between"])
+@pytest.mark.parametrize(("function", "args", "shape"), [
+    (aten.tensordot, (X, X, [1], [0]), (3, 3)),
+    (aten.chain_matmul, ([X, X, X],), (3, 3)),
+    (aten.convolution, (X[None], X[..., None], None, [1], [0], [1], False, [0], 1), (1, 3, 3)),
+], ids=["tensordot", "chain_matmul", "convolution"])  # fmt: skip
+def test_a_spelling_of_its_own_that_writes_to_a_tensor_is_listed(
+    function: Callable[..., Any], args: tuple[Any, ...], shape: tuple[int, ...], frontend: str
+) -> None:
+    call = Call(lambda *given: function(*given, out=torch.empty(shape)), *args)
+    notes = verdicts(transformed(call.requires_grad_(False), frontend))["call"]
+    assert [reason for _, reason, _ in notes] == [WRITES]
+
+
+def test_an_axis_is_a_dim() -> None:
+    calls = {
+        key: Call(lambda x, y, key=key: torch.linalg.vecdot(x, y, **{key: 0}), *CALLS["vecdot"])
+        for key in ("dim", "axis")
+    }
+    found = verdicts(transformed(calls, "symbolic"))
+    assert found["dim"] == found["axis"] != decided("symbolic")["vecdot"]
 
 
 BY_ELEMENTS = {"outer", "vecdot", "kron"}

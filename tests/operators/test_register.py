@@ -18,6 +18,12 @@ from tests.operators.row_verdicts import FRONTENDS, SCHEDULE, Call, transformed,
 LIBRARY = torch.library.Library("outside", "DEF")
 LIBRARY.define("gated(Tensor x, Tensor weight, *, float gate=1.0) -> Tensor")
 LIBRARY.define("gated.shifted(Tensor x, Tensor weight, Tensor shift) -> Tensor")
+LIBRARY.define("halves(Tensor x, Tensor weight) -> (Tensor, Tensor)")
+LIBRARY.impl("halves", lambda x, weight: (x @ weight[:, :1], x @ weight[:, 1:]), "CompositeImplicitAutograd")
+LIBRARY.define("gathered(Tensor(a!) target, Tensor x, Tensor weight) -> ()")
+LIBRARY.impl("gathered", lambda target, x, weight: (target.add_(x @ weight), None)[1], "CompositeImplicitAutograd")
+LIBRARY.define("several(Tensor?[] xs, Tensor[] weights) -> Tensor")
+LIBRARY.impl("several", lambda xs, weights: xs[0] @ weights[0], "CompositeImplicitAutograd")
 LIBRARY.define("swapped(Tensor x, Tensor weight) -> Tensor")
 LIBRARY.define("swapped.other(Tensor weight, Tensor x) -> Tensor")
 for _name in ("gated", "gated.shifted"):
@@ -149,6 +155,15 @@ def test_removing_forgets_it() -> None:
     assert set(operators.FORMS) == before and operators.factors(GATED.default) == ()
 
 
+class Squared(torch.autograd.Function):
+    """Has no row of its own: it is called by a function that has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Multiply."""
+        return x @ x
+
+
 @pytest.mark.parametrize(("function", "options", "message"), [
     (GATED, {"operands": {"y": "input"}}, "outside::gated has no argument 'y' that has a position, only x, weight"),
     (GATED, {"operands": {"gate": "input"}}, "no argument 'gate' that has a position"),
@@ -160,7 +175,11 @@ def test_removing_forgets_it() -> None:
     (torch.ops.aten.mm, {"operands": {"self": "input"}}, "in the list of operators already"),
     ("outside::nothing", {"left": "no"}, "no operator 'outside::nothing': import what defines it"),
     (torch.ops.outside.swapped, {"operands": {"x": "input"}}, "do not have 'x' at one place: register each"),
-    (lambda x, n: x, {"operands": {"x": "input"}, "flops": count}, "is a function"),
+    (operators.whole(lambda x, n: x), {"operands": {"x": "input"}, "flops": count}, "is a function"),
+    (lambda x, n: x, {"operands": {"x": "input"}}, "is not kept whole by torch.fx and Dynamo: mark a function"),
+    (torch.nn.Linear, {"left": "no"}, "Linear is not kept whole by torch.fx and Dynamo: mark a function"),
+    (Squared.apply, {"operands": {"x": "input"}}, "does not say .*pass an operator, or a function that is marked"),
+    (lambda *xs: xs, {"left": "no"}, "does not say what its arguments are"),
 ])  # fmt: skip
 def test_errors_say_what_is_wrong(function: Any, options: dict[str, Any], message: str) -> None:
     before = set(operators.FORMS)
@@ -192,8 +211,70 @@ def test_a_list_of_tensors_is_an_operand() -> None:
     handle = operators.register("outside::joined", operands={"parts": "either"})
     model = Call(torch.ops.outside.joined, [torch.randn(3, 3), torch.eye(3)], 2.0)
     ((_, _, _, *operands),) = verdict(transformed(model, "symbolic"))
-    assert [name for name, *_ in operands] == ["operand0", "operand1"]
+    assert [name for name, *_ in operands] == ["parts0", "parts1"]
     handle.remove()
+
+
+@operators.whole
+def first_of(parts: Any) -> Tensor:
+    """Take a list."""
+    made: Tensor = parts[0] @ parts[1]
+    return made
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS)
+@pytest.mark.parametrize(("function", "given", "kinds"), [
+    (torch.ops.outside.several, lambda x, weight: ([x], [weight]), {"xs": "input", "weights": "weight"}),
+    (first_of, lambda x, weight: ([x, weight],), {"parts": "either"}),
+], ids=["optional", "function"])  # fmt: skip
+def test_lists_of_tensors_are_operands(function: Any, given: Any, kinds: Any, frontend: str) -> None:
+    if frontend == "program" and function is first_of:
+        pytest.skip("torch.export looks into functions: their products are the program's")
+    handle = operators.register(function, operands=kinds)
+    try:
+        ((op, _, _, *operands),) = verdict(transformed(call(lambda x, weight: function(*given(x, weight))), frontend))
+        assert op == function.__name__ and [role for _, role, *_ in operands] == ["activation", "weight"]
+    finally:
+        handle.remove()
+
+
+def _summed_up(x: Tensor, weight: Tensor) -> Tensor:
+    one, other = torch.ops.outside.halves(x, weight)
+    return torch.cat([one, other], 1)
+
+
+def _gathered(x: Tensor, weight: Tensor) -> Tensor:
+    target = torch.zeros_like(x)
+    torch.ops.outside.gathered(target, x, weight)
+    return target
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS)
+@pytest.mark.parametrize(("name", "function"), [("halves", _summed_up), ("gathered", _gathered)])
+def test_gradients_of_what_returns_several_tensors_or_none_are_listed(name: str, function: Any, frontend: str) -> None:
+    handle = operators.register(f"outside::{name}", operands={"x": "input", "weight": "weight"})
+    try:
+        model = call(function)
+        result = transformed(model, frontend)
+        (listed,), ((op, _, has_gradient, *operands),) = [
+            [note for note in verdict(result) if (len(note) == 3) is is_listed] for is_listed in (True, False)
+        ]
+        assert listed == (name, "it does not return one tensor: its gradients stay in full precision", "gradient")
+        assert (op, has_gradient, len(operands)) == (name, False, 2)
+        result([model.example])[0].sum().backward()
+        cpt_fx.inspect(result).verify([model.example])
+    finally:
+        handle.remove()
+
+
+def test_a_function_that_is_registered_returns_one_tensor() -> None:
+    both = operators.whole(lambda x, weight: (x @ weight, x))
+    assert len(both(torch.eye(3), torch.eye(3))) == 2
+    handle = operators.register(both, operands={"x": "input", "weight": "weight"}, name="both")
+    with pytest.raises(TypeError, match="both returns a tuple: a function with a row returns one tensor"):
+        both(torch.eye(3), torch.eye(3))
+    handle.remove()
+    assert len(both(torch.eye(3), torch.eye(3))) == 2
 
 
 @operators.whole

@@ -322,6 +322,8 @@ def test_a_bias_added_in_place_is_a_bias() -> None:
     model = Apply(function, w=torch.randn(3, 3), b=torch.randn(3))
     (site,) = [site for site in sites(annotated(model, recipe=GRAPH)).values() if site.family == "bias_add"]
     assert roles(site) == [("input", "activation"), ("other", "bias")]
+    (site,) = sites(annotated(model)).values()
+    assert roles(site) == [("input", "activation"), ("other", "weight"), ("bias", "bias")]
 
 
 def test_the_gradient_of_a_mean_is_quantized_behind_the_division() -> None:

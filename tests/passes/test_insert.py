@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -131,6 +132,42 @@ def test_an_in_place_op_behind_a_layer_keeps_the_quantized_gradient() -> None:
         results.append(numbers(module, x))
     assert_same(*results)
     assert results[0][-1].unique().numel() > 1
+
+
+ADDED: dict[str, Callable[..., Tensor]] = {
+    "addmm_": lambda h, a: h.addmm_(a, a, beta=0.5),
+    "addbmm_": lambda h, a: h.addbmm_(a[None], a[None]),
+    "baddbmm_": lambda h, a: h[None].baddbmm_(a[None], a[None])[0],
+    "addr_": lambda h, a: h.addr_(a[0], a[1]),
+    "addmv_": lambda h, a: h[0].addmv_(a, a[1]),
+}
+
+
+@pytest.mark.parametrize("name", ADDED)
+@pytest.mark.parametrize("bits", [2, 32])
+def test_what_is_added_to_a_view_has_a_quantized_gradient(name: str, bits: int) -> None:
+    """Others read what it is a view of: the gradient that comes back there is quantized, too."""
+
+    def in_place(self: Any, x: Tensor) -> Tensor:
+        h = x * 2
+        ADDED[name](h[1], self.a)
+        return h
+
+    def aside(self: Any, x: Tensor) -> Tensor:
+        h = x * 2
+        new = ADDED[name](h[1].clone(), self.a)
+        return torch.stack([h[0], torch.cat([new[None], h[1, 1:]]) if name == "addmv_" else new])
+
+    x, a = torch.randn(2, 3, 3), torch.randn(3, 3)
+    results = []
+    for function in (in_place, aside):
+        module = inserted(Apply(function, a=a.clone()), recipe=only("linear", gradient=Format()))
+        set_bits(module, bits)
+        results.append(numbers(module, x))
+        if bits == 32:
+            results.append(numbers(Apply(function, a=a.clone()), x))
+    for result in results[1:]:
+        assert_same(results[0], result)
 
 
 def test_returned_probabilities_are_the_quantized_ones_where_published() -> None:

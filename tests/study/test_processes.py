@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,37 @@ def test_what_no_other_process_can_import_is_refused_first(tmp_path: Path) -> No
     with pytest.raises(ValueError, match=r"the schedule 'mine' cannot be sent to another process.*workers=1"):
         run(tmp_path, schedules=["CR", ("mine", own)])
     assert study.load(tmp_path / "s.sqlite").records == []
+
+
+def test_a_file_that_another_process_cannot_import(tmp_path: Path) -> None:
+    file = tmp_path / "fragile.py"
+    file.write_text(
+        "import multiprocessing\n"
+        "if multiprocessing.parent_process() is not None:\n    raise KeyError('not here')\n"
+        "def train(schedule):\n    return 0.5\n"
+    )
+    with pytest.raises(RuntimeError, match="cannot be imported by a worker: KeyError: 'not here'"):
+        run(tmp_path, f"{file}:train")
+    assert study.load(tmp_path / "s.sqlite").records == []
+
+
+def test_a_process_that_dies_at_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is nobody to train it, a cell fails; the others go on."""
+    submit, killed = ProcessPoolExecutor.submit, list[int]()
+
+    def spoilt(pool: ProcessPoolExecutor, call: Any, *arguments: Any) -> Any:
+        if call is not os.getpid and not killed:
+            killed.append(submit(pool, os.getpid).result())
+            os.kill(killed[0], signal.SIGKILL)
+            wait_for(lambda: pool._broken)
+        return submit(pool, call, *arguments)
+
+    monkeypatch.setattr(ProcessPoolExecutor, "submit", spoilt)
+    with pytest.warns(UserWarning, match="1 of 3 cells failed"):
+        found = run(tmp_path, seeds=1)
+    assert [(r.label, r.error) for r in found.failed] == [
+        ("CR", "the process died while it trained: SIGKILL, as when the system has no memory left")
+    ]
 
 
 SCRIPT = """
