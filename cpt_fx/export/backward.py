@@ -7,13 +7,12 @@ along each dim (average pooling, interpolation) go back through the transposed m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
-
-from cpt_fx.errors import ExportError
 
 aten = torch.ops.aten
 Sizes = Sequence[Any]
@@ -23,7 +22,7 @@ def batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
     training: bool, momentum: float, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Write out batch norm: the exporter takes it for the one of evaluation, and nothing says that it writes buffers."""
+    """Write out batch norm: the exporter takes it for that of evaluation, and its schema hides that it writes buffers."""
     dims = [0, *range(2, x.ndim)]
     shape = [1, -1, *(1,) * (x.ndim - 2)]
     if training:
@@ -94,21 +93,13 @@ def _weight_gradient(
 ) -> Tensor:
     """Return the gradient of a filter: the input convolved with the gradient, channels and batch exchanged."""
     dims = len(sizes)
-    batch = x.shape[0]
     place = list(range(3, 3 + dims))
     given = x.unflatten(1, (groups, -1)).permute(2, 1, 0, *place).flatten(1, 2)
     filters = gradient.unflatten(1, (groups, -1)).permute(1, 2, 0, *place).flatten(0, 1)
-    assert batch is not None
     made = aten.convolution.default(given, filters, None, dilation, padding, stride, False, [0] * dims, groups)
     for dim in range(dims):
         made = made.narrow(2 + dim, 0, sizes[dim])
     return made.transpose(0, 1)
-
-
-def _max_pool_backward(gradient: Tensor, x: Tensor, *options: Any) -> Tensor:
-    """Send each gradient to the element that was the largest."""
-    indices, dims = options[-1], 3 if len(options) and x.ndim - 3 in (1, 2) and False else 2
-    return _to_places(gradient, x, indices, dims)
 
 
 def _to_places(gradient: Tensor, x: Tensor, indices: Tensor, dims: int) -> Tensor:
@@ -117,11 +108,9 @@ def _to_places(gradient: Tensor, x: Tensor, indices: Tensor, dims: int) -> Tenso
 
 
 def _average_pool_backward(
-    gradient: Tensor, x: Tensor, kernel: Sizes, stride: Sizes, padding: Sizes, ceil_mode: bool,
+    dims: int, gradient: Tensor, x: Tensor, kernel: Sizes, stride: Sizes, padding: Sizes, ceil_mode: bool,
     count_include_pad: bool, divisor_override: int | None,
 ) -> Tensor:  # fmt: skip
-    dims = gradient.ndim - 2 if len(kernel) == 1 else len(kernel)
-    dims = max(dims, len(kernel))
     kernel, padding = _each(kernel, dims), _each(padding, dims)
     stride = _each(stride, dims) if stride else kernel
     matrices = []
@@ -140,13 +129,8 @@ def _average_pool_backward(
     return through(gradient, matrices)
 
 
-def _adaptive_average_pool_backward(gradient: Tensor, x: Tensor) -> Tensor:
-    dims = 2
-    return through(gradient, [_adaptive(fixed(x.shape[d]), fixed(gradient.shape[d])) for d in range(-dims, 0)])
-
-
-def _adaptive_average_pool_3d_backward(gradient: Tensor, x: Tensor) -> Tensor:
-    return through(gradient, [_adaptive(fixed(x.shape[d]), fixed(gradient.shape[d])) for d in range(-3, 0)])
+def _adaptive_average_pool_backward(dims: int, gradient: Tensor, x: Tensor) -> Tensor:
+    return through(gradient, [_adaptive(fixed(x.shape[dim]), fixed(gradient.shape[dim])) for dim in range(-dims, 0)])
 
 
 def _adaptive(size: int, out: int) -> Tensor:
@@ -199,15 +183,6 @@ def _each(values: Sizes, dims: int) -> list[Any]:
     return list(values) * dims if len(values) == 1 else list(values)
 
 
-def refused(name: str) -> Callable[..., Any]:
-    """Return an entry that says that there is no way back."""
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise ExportError(f"{name} has no form in ONNX")
-
-    return refuse
-
-
 BACKWARD: dict[Any, Callable[..., Any]] = {
     aten.native_batch_norm.default: batch_norm,
     aten.convolution_backward.default: convolution_backward,
@@ -215,10 +190,10 @@ BACKWARD: dict[Any, Callable[..., Any]] = {
     aten.max_pool3d_with_indices_backward.default: lambda g, x, *o: _to_places(g, x, o[-1], 3),
     aten.adaptive_max_pool2d_backward.default: lambda g, x, places: _to_places(g, x, places, 2),
     aten.adaptive_max_pool3d_backward.default: lambda g, x, places: _to_places(g, x, places, 3),
-    aten.avg_pool2d_backward.default: _average_pool_backward,
-    aten.avg_pool3d_backward.default: _average_pool_backward,
-    aten._adaptive_avg_pool2d_backward.default: _adaptive_average_pool_backward,
-    aten._adaptive_avg_pool3d_backward.default: _adaptive_average_pool_3d_backward,
+    aten.avg_pool2d_backward.default: partial(_average_pool_backward, 2),
+    aten.avg_pool3d_backward.default: partial(_average_pool_backward, 3),
+    aten._adaptive_avg_pool2d_backward.default: partial(_adaptive_average_pool_backward, 2),
+    aten._adaptive_avg_pool3d_backward.default: partial(_adaptive_average_pool_backward, 3),
     aten.upsample_nearest1d_backward.default: _interpolation_backward("upsample_nearest1d", 1, corners=False),
     aten.upsample_nearest2d_backward.default: _interpolation_backward("upsample_nearest2d", 2, corners=False),
     aten.upsample_nearest3d_backward.default: _interpolation_backward("upsample_nearest3d", 3, corners=False),

@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from cpt_fx.errors import ExportError
-from cpt_fx.export.environment import GPU_BUILD, Finding, imported, mend, python_step, require, require_training
+from cpt_fx.export.environment import (
+    EXTRAS,
+    GPU_BUILD,
+    PLAIN_GPU_BUILD,
+    Finding,
+    imported,
+    mend,
+    require,
+    require_training,
+)
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 WHEELS = {
@@ -25,10 +34,9 @@ WHEELS = {
     "libcufft.so.10": "nvidia-cufft-cu11",
     "libcurand.so.10": "nvidia-curand-cu11",
 }
-"""The libraries of CUDA 11.8 and cuDNN 8 that the training build needs, in an order in which they load -> wheels."""
+"""The libraries of CUDA 11.8 and cuDNN 8 that the build with the training API needs, in an order in which they load."""
 _PINS = {"nvidia-cudnn-cu11": "<9"}
 _FOLDERS = ("/usr/local/cuda-11.8/lib64", "/usr/local/cuda-11.8/lib", "/usr/local/cuda/lib64")
-_OLDEST_DRIVER = 11
 
 
 @dataclass(frozen=True)
@@ -62,13 +70,17 @@ def cuda_status() -> CudaStatus:
     build = cuda_release()
     driver, devices = _driver()
     providers = _providers()
-    if not build.startswith("11"):
-        found = f"the onnxruntime that is installed is built for {f'CUDA {build}' if build else 'the CPU'}; "
-        needed = f"training on a GPU needs {GPU_BUILD} 1.19.2, which is built for CUDA 11.8"
-        problem = (found if providers else "") + needed
-        return CudaStatus(build, providers, {}, driver, devices, problem, (*python_step(GPU_BUILD), *mend("ort-gpu")))
-    libraries = {name: _loaded(name) for name in WHEELS}
-    problem, remedy = _missing(libraries, driver, devices)
+    if not build:
+        found = "the onnxruntime that is installed is built for the CPU; " if providers else ""
+        problem = f"{found}a GPU needs {PLAIN_GPU_BUILD}, or {GPU_BUILD} 1.19.2 for CUDA 11.8"
+        return CudaStatus(build, providers, {}, driver, devices, problem, mend(EXTRAS[PLAIN_GPU_BUILD]))
+    if build.startswith("11"):
+        libraries = {name: _loaded(name) for name in WHEELS}
+    else:
+        # Newer builds know themselves which libraries they need, and look into NVIDIA's wheels.
+        libraries = {}
+        getattr(imported("onnxruntime")[0], "preload_dlls", lambda: None)()
+    problem, remedy = _missing(libraries, driver, devices, build)
     return CudaStatus(build, providers, libraries, driver, devices, problem, remedy)
 
 
@@ -107,7 +119,7 @@ def cuda_release() -> str:
     return str(getattr(info, "cuda_version", "") or "")
 
 
-def _missing(libraries: dict[str, str], driver: str, devices: int) -> tuple[str, tuple[str, ...]]:
+def _missing(libraries: dict[str, str], driver: str, devices: int, build: str) -> tuple[str, tuple[str, ...]]:
     absent = [name for name, place in libraries.items() if not place]
     if absent:
         wheels = " ".join(
@@ -122,8 +134,8 @@ def _missing(libraries: dict[str, str], driver: str, devices: int) -> tuple[str,
         )
     if not driver:
         return "no NVIDIA driver works here (libcuda.so.1)", ("# install NVIDIA's driver, and look at `nvidia-smi`",)
-    if int(driver.partition(".")[0]) < _OLDEST_DRIVER:
-        return f"the NVIDIA driver knows CUDA {driver}; 11.8 needs a newer one", ("# install a newer NVIDIA driver",)
+    if int(driver.partition(".")[0]) < int(build.partition(".")[0]):
+        return f"the NVIDIA driver knows CUDA {driver}; {build} needs a newer one", ("# install a newer NVIDIA driver",)
     if not devices:
         return "the NVIDIA driver shows no GPU", ("# look at `nvidia-smi`, and at CUDA_VISIBLE_DEVICES",)
     return "", ()

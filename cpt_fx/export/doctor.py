@@ -26,7 +26,7 @@ from cpt_fx.export.environment import (
 )
 
 PACKAGES = ("cpt_fx", "torch", "numpy", "onnx", "onnxscript", "onnx-ir")
-WRITE, RUN, TRAIN, GPU = "write ONNX files", "run ONNX files", "train in ONNX Runtime", "train there on a GPU"
+WRITE, RUN, GPU, API = "write ONNX files", "run and train them", "the same on a GPU", "ONNX Runtime's training API"
 
 
 @dataclass(frozen=True)
@@ -80,20 +80,18 @@ class Examination:
 
 def examine() -> Examination:
     """Look at everything that exports need."""
-    builds, writing, running = distributions(), check_onnx("ort"), check_runtime()
+    builds, writing, running = distributions(), check_onnx("ort"), check_runtime("ort")
     training = check_training()
-    if training.works and not writing.works:
-        training = writing
     cuda = cuda_status()
     gpu = cuda.finding
-    if gpu.works and not training.works:
-        gpu = replace(training, found=gpu.found)
+    if gpu.works and not running.works:
+        gpu = replace(running, found=gpu.found)
     return Examination(
         python=platform.python_version(),
         machine=f"{platform.system()} {platform.machine()}",
         packages={name: version_of(name) for name in PACKAGES},
         builds=builds,
-        findings={WRITE: writing, RUN: running, TRAIN: training, GPU: gpu},
+        findings={WRITE: writing, RUN: running, GPU: gpu, API: training},
         cuda=cuda,
         remarks=tuple(_remarks(builds, running, training)),
     )

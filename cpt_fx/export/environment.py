@@ -21,8 +21,11 @@ from types import ModuleType
 from cpt_fx.errors import ExportError
 
 TRAINING = "1.19"
-"""The release of ONNX Runtime that trains: 1.19.2 is the last one with training packages."""
+"""The last release of ONNX Runtime that has an API for training of its own, for C++, C# and Java, too."""
 CPU_BUILD, GPU_BUILD = "onnxruntime-training-cpu", "onnxruntime-training"
+PLAIN_GPU_BUILD = "onnxruntime-gpu"
+EXTRAS = {PLAIN_GPU_BUILD: "ort-gpu", CPU_BUILD: "ort-training", GPU_BUILD: "ort-training-gpu"}
+"""Packages that bring the folder `onnxruntime`, but for the plain one -> the extra that installs each."""
 LATEST_PYTHON = {CPU_BUILD: (3, 12), GPU_BUILD: (3, 11)}
 """The last Python that a package has wheels for; the first one is 3.8."""
 HIGHEST_IR = 10
@@ -83,7 +86,7 @@ def require_onnx() -> None:
 def require_training() -> None:
     """Raise an error that says what to install, unless models can be exported for training, and trained, here."""
     require(check_onnx("ort"))
-    require(check_training())
+    require(check_runtime("ort"))
 
 
 def check_onnx(extra: str = "onnx") -> Finding:
@@ -105,8 +108,8 @@ def check_onnx(extra: str = "onnx") -> Finding:
     return Finding(True, ", ".join(found))
 
 
-def check_runtime() -> Finding:
-    """Look whether ONNX files can be run."""
+def check_runtime(extra: str = "onnx") -> Finding:
+    """Look whether ONNX files can be run: also those that `Trainer` trains with."""
     module, problem = imported(_FOLDER)
     version = str(getattr(module, "__version__", ""))
     if not hasattr(module, "InferenceSession"):
@@ -115,23 +118,19 @@ def check_runtime() -> Finding:
         problem = f"onnxruntime {version} is installed; {OLDEST[_FOLDER]} or newer is needed"
     else:
         return Finding(True, _described() or f"onnxruntime {version}")
-    return Finding(False, _described(), problem, mend(_extra()))
+    return Finding(False, _described(), problem, mend(_extra(extra)))
 
 
 def check_training() -> Finding:
-    """Look whether models can be trained in ONNX Runtime."""
+    """Look whether ONNX Runtime's own API for training is there, which `Trainer` does not need."""
     problem = imported("onnxruntime.training.api")[1] or imported("onnxruntime.training.artifacts")[1]
-    extra = _extra("ort")
-    package = GPU_BUILD if extra == "ort-gpu" else CPU_BUILD
+    extra = _extra("ort-training")
+    package = GPU_BUILD if extra == EXTRAS[GPU_BUILD] else CPU_BUILD
     version = str(getattr(sys.modules.get(_FOLDER), "__version__", ""))
-    # How the gradients of quantizers are made known; ortmodule uses the same.
-    bindings = imported("onnxruntime.capi._pybind_state")[0]
     if problem:
-        problem = _explained(problem, "training in ONNX Runtime", f"{package} {TRAINING}")
+        problem = _explained(problem, "the API onnxruntime.training", f"{package} {TRAINING}")
     elif _numbers(version)[:2] != _numbers(TRAINING):
-        problem = f"{_described() or f'onnxruntime {version}'} is installed; training needs release {TRAINING}"
-    elif not hasattr(bindings, "register_gradient_definition") or not hasattr(bindings, "GradientNodeDefinition"):
-        problem = f"this build of onnxruntime {version} cannot register gradients of other operators"
+        problem = f"{_described() or f'onnxruntime {version}'} is installed; that API needs release {TRAINING}"
     else:
         return Finding(True, _described() or f"onnxruntime {version}")
     return Finding(False, _described(), problem, (*python_step(package), *mend(extra)))
@@ -209,7 +208,7 @@ def _explained(problem: str, aim: str, package: str) -> str:
             "again"
         )
     if "training" in aim and "training" not in item.name:
-        return f"{listed} is installed, which runs ONNX files but cannot train; training needs {package} in its place"
+        return f"{listed} is installed, which does not have that API; it needs {package} in its place"
     return f"{listed} is installed, but does not import: {problem}"
 
 
@@ -251,10 +250,7 @@ def _distribution(found: metadata.Distribution) -> Distribution:
 
 def _extra(usual: str = "onnx") -> str:
     """Return the extra that fits what is installed: who has a build that trains keeps it."""
-    names = {item.name for item in _here()}
-    if GPU_BUILD in names:
-        return "ort-gpu"
-    return "ort" if CPU_BUILD in names else usual
+    return next((EXTRAS[item.name] for item in _here() if item.name in EXTRAS), usual)
 
 
 def python_step(package: str) -> tuple[str, ...]:

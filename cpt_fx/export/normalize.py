@@ -46,7 +46,7 @@ def _drop_straight_transposes(model: ir.Model) -> None:
 
 
 def strip(model: ir.Model) -> None:
-    """Take away what says where on somebody's disk a node comes from: two exports of a model are equal, byte for byte."""
+    """Take away where on somebody's disk a node comes from: two exports of a model are equal, byte for byte."""
     for node in model.graph.all_nodes():
         node.metadata_props.clear()
         node.doc_string = None

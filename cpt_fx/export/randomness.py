@@ -1,7 +1,7 @@
 """What a model draws at random, from the seeds of a step: entries of a decomposition table, by ATen operator.
 
-An exported graph has no generator. All that is random comes from one kind of noise, in [0, 1), which is a hash of a seed
-that is an input of the graph: the same in PyTorch and in every runtime.
+An exported graph has no generator. All that is random comes from one kind of noise, in [0, 1): a hash of a seed that is
+an input of the graph, the same in PyTorch and in every runtime.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ exported to a folder that is gone afterwards, with the comparisons that every ex
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,22 +15,20 @@ from typing import Any
 
 import onnx
 import onnx_ir as ir
-import torch
 from rich import box
 from rich.console import ConsoleRenderable, Group
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor, fx, nn
-from torch.export.graph_signature import InputKind
+from torch import Tensor, nn
 
 from cpt_fx.errors import ExportError, check_choice
-from cpt_fx.export import refusals
 from cpt_fx.export.capture_modes import call_of, in_mode
 from cpt_fx.export.deployment import qdq
 from cpt_fx.export.environment import check_training
-from cpt_fx.export.plain import add_functions, embed, finish
+from cpt_fx.export.functions import add_functions
+from cpt_fx.export.plain import embed, finish, values_of
 from cpt_fx.export.program import Graph, states_of, trace
-from cpt_fx.export.rewrites import REWRITES
+from cpt_fx.export.refusals import check_schedules
 from cpt_fx.export.training import ort_training
 from cpt_fx.formats import Rounding
 from cpt_fx.inspection import inspect
@@ -41,15 +39,10 @@ from cpt_fx.trial import tensors_in
 TARGETS = ("ort_training", "onnx", "qdq")
 EXACT, APPROXIMATED, REFUSED = "exact", "approximated", "refused"
 _COLOURS = {EXACT: "green", APPROXIMATED: "yellow", REFUSED: "bold red"}
-_NAMES = {"quantizer": "quantizers", "operator": "operators", "state": "running state"}
+_NAMES = {"quantizer": "quantizers", "state": "running state"}
 _NOISE = "with the noise of PyTorch for equal seeds"
-_DRAWN = "draws of the seeds of a step: distributed as in PyTorch, other numbers than its generator's"
-_UNPROVEN = (
-    "its gradient in ONNX Runtime is not known to be PyTorch's: write it in terms of others, or without a gradient"
-)
+_DRAWN = "the model draws at random: from the seeds of a step, distributed as in PyTorch"
 _STATISTICS = "is the average that PyTorch keeps, and goes on from it"
-_BOOKKEEPING = {"clone", "copy_", "sym_size"}
-"""Operators of the tracing, where they belong to no layer: running state goes in and out as a value."""
 _Key = tuple[str, str, str, str]
 """What a verdict is about: kind, layer, what it is, and of a quantizer the name of its node."""
 
@@ -66,13 +59,13 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Row:
-    """A quantizer, an operator or a running state, and what becomes of it for each target that has it."""
+    """A quantizer or a running state, and what becomes of it for each target that has it."""
 
     kind: str
-    """`"quantizer"`, `"operator"` or `"state"`."""
+    """`"quantizer"` or `"state"`."""
     layer: str
     what: str
-    """The operand and its format, the operator as ATen calls it, or the buffer."""
+    """The operand and its format, or the buffer."""
     verdicts: dict[str, Verdict]
 
 
@@ -146,16 +139,15 @@ class Report:
 
     def _reasons(self, target: str) -> list[str]:
         """Return what is to be said of a target, each thing once, with the layers that it is said of."""
-        found: dict[tuple[str, str, str], dict[str, None]] = {}
+        found: dict[tuple[str, str], dict[str, None]] = {}
         for row in self.rows:
             verdict = row.verdicts.get(target)
             if verdict is not None and verdict.why:
                 word = row.what.partition(" ")[0]
-                what = row.what if row.kind == "operator" else ""
                 place = f"{row.layer} {word}" if row.layer else word
-                found.setdefault((verdict.status, what, verdict.why), {})[place] = None
+                found.setdefault((verdict.status, verdict.why), {})[place] = None
         ordered = sorted(found.items(), key=lambda item: [REFUSED, APPROXIMATED, EXACT].index(item[0][0]))
-        return [f"{status}: {_listed([*places])}: {why}" for (status, _, why), places in ordered]
+        return [f"{status}: {_listed([*places])}: {why}" for (status, why), places in ordered]
 
 
 def _cell(verdict: Verdict | None) -> Text:
@@ -215,49 +207,41 @@ class _Trial:
 
     @cached_property
     def _evaluated(self) -> tuple[Graph, dict[str, Any]]:
-        """The graph in evaluation, traced once, and the running state that it reads."""
+        """The graph in evaluation, traced once, and the values that it reads."""
         with in_mode(self.result, False, self.call) as module:
-            state = {name: buffer.detach().cpu().numpy() for name, buffer in states_of(module).items()}
-            return trace(module, self.call), state
+            return trace(module, self.call), values_of(module)
 
     def _ort_training(self) -> tuple[str, ...]:
-        """Try it with a loss that depends on every output."""
-        loss = _EveryOutput()
-        call = replace(self.call, loss=loss)
+        """Do it with a loss that depends on every output."""
+        call = replace(self.call, loss=_every_output)
         with in_mode(self.result, True, call) as module:
-            graph = trace(module, call)
+            graph = trace(module, call, gradients=True)
             buffers = states_of(module)
         self._quantizers(graph)
-        self._operators(graph, after=loss.operators, in_training=True)
         for name in (name for name, after in graph.states.items() if after):
-            self._say(_state(name), _kept(buffers[name]))
-        try:
-            refusals.check_schedules(graph.dials.values())
-            missing = check_training()
-            if not missing.works:
-                refusals.check(graph.model, graph.parameters)
-                return (f"not tried here: {missing.problem}",)
-            with tempfile.TemporaryDirectory() as folder:
-                made = Path(folder, "made")
-                ort_training(self.result, self.example_inputs, made, loss=loss, optimizer="sgd", example_targets=())
-        except ExportError:
-            # The error is about the first one; there may be more.
-            self._unproven(graph)
-            raise
-        return ("tried: the loss of one step and every gradient were compared with PyTorch's",)
+            verdict = Verdict(EXACT, _STATISTICS if buffers[name].is_floating_point() else "is counted on")
+            self._say(_state(name), verdict)
+        check_schedules(graph.dials.values())
+        missing = check_training()
+        if not missing.works:
+            return (*self._drawn(graph), f"not tried here: {missing.problem}")
+        with tempfile.TemporaryDirectory() as folder:
+            made = Path(folder, "made")
+            ort_training(
+                self.result, self.example_inputs, made, loss=_every_output, optimizer="sgd", example_targets=()
+            )
+        return (*self._drawn(graph), "tried: three steps were compared with PyTorch's")
 
     def _onnx(self) -> tuple[str, ...]:
-        graph, state = self._evaluated
+        graph, values = self._evaluated
         self._quantizers(graph)
-        self._operators(graph)
-        embed(graph, state)
+        embed(graph, values)
         finish(graph)
         add_functions(graph)
         onnx.checker.check_model(ir.to_proto(graph.model), full_check=True)
-        return ("tried: the graph was made, and passed the checker of ONNX",)
+        return (*self._drawn(graph), "tried: the graph was made, and passed the checker of ONNX")
 
     def _qdq(self) -> tuple[str, ...]:
-        self._operators(self._evaluated[0])
         with tempfile.TemporaryDirectory() as folder:
             made = qdq(self.result, self.example_inputs, Path(folder, "made.onnx"), verbose=False)
         rows = {(row.layer, row.operand): row for row in made.quantizers}
@@ -278,34 +262,10 @@ class _Trial:
                 draws = placed[view.node].rounding is Rounding.STOCHASTIC
                 self._say(_quantizer(view), Verdict(EXACT, _NOISE if draws else ""))
 
-    def _operators(self, graph: Graph, *, after: int = 0, in_training: bool = False) -> None:
-        """Say which operators were traced, and which are written in another form; `after` came after the model."""
-        parameters = {
-            spec.arg.name: str(spec.target)
-            for spec in graph.program.graph_signature.input_specs
-            if spec.kind is InputKind.PARAMETER
-        }
-        calls = list(_calls(graph.program.graph_module))
-        for node in calls[: len(calls) - after]:
-            name = str(node.target).removeprefix("aten.").rpartition(".")[0]
-            layer = _layer(node) or _owner(node, parameters)
-            if not layer and name in _BOOKKEEPING:
-                continue
-            if _draws(node):
-                verdict = Verdict(APPROXIMATED, _DRAWN)
-            elif in_training and node.target in REWRITES:
-                said = (REWRITES[node.target].__doc__ or "").strip().partition("\n")[0]
-                verdict = Verdict(EXACT, f"in another form. {said}" if said else "in another form")
-            else:
-                verdict = Verdict(EXACT)
-            self._say(("operator", layer, name, ""), verdict)
-
-    def _unproven(self, graph: Graph) -> None:
-        """Refuse operators between parameters and outputs whose gradient ONNX Runtime is not known to get right."""
-        for node, index in refusals.on_the_way(graph.model, graph.parameters):
-            if not refusals.ours(node, index) and refusals.key(node, index) not in refusals.PROVEN:
-                layer, _, operator = refusals.place(node).rpartition(": ")
-                self._say(("operator", layer, operator, ""), Verdict(REFUSED, _UNPROVEN))
+    def _drawn(self, graph: Graph) -> tuple[str, ...]:
+        """Say whether the model itself draws at random."""
+        own = graph.draws - sum(one.kind.rounding is Rounding.STOCHASTIC for one in graph.placed)
+        return (_DRAWN,) if own > 0 else ()
 
 
 def _quantizer(view: Any) -> _Key:
@@ -320,58 +280,10 @@ def _state(name: str) -> _Key:
     return "state", layer, buffer, ""
 
 
-def _kept(value: Tensor) -> Verdict:
-    """Say what becomes of a running state."""
-    if value.is_floating_point():
-        return Verdict(EXACT, _STATISTICS)
-    if value.dtype in (torch.int32, torch.int64) and not value.ndim:
-        return Verdict(EXACT, "is counted on")
-    kind = str(value.dtype).removeprefix("torch.")
-    return Verdict(REFUSED, f"it is {kind} of shape {tuple(value.shape)}: only floats and single integers can change")
-
-
-def _calls(module: fx.GraphModule) -> Iterator[fx.Node]:
-    """Walk over the ATen operators of a program, those under `no_grad` included."""
-    for inner in module.modules():
-        if isinstance(inner, fx.GraphModule):
-            for node in inner.graph.nodes:
-                if node.op == "call_function" and str(node.target).startswith("aten."):
-                    yield node
-
-
-def _draws(node: fx.Node) -> bool:
-    """Whether an operator draws at random. Dropout in evaluation does not: its third argument says so."""
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags and False not in node.args[2:3]
-
-
-def _layer(node: fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack") or {}
-    layers = [path.removeprefix("model").strip(".") for path, _ in stack.values() if path.startswith("model")]
-    return layers[-1] if layers else ""
-
-
-def _owner(node: fx.Node, parameters: dict[str, str]) -> str:
-    """Return the layer whose parameter an operator takes, quantized or not."""
-    for taken in node.all_input_nodes:
-        while "onnx_symbolic" in str(taken.target) and taken.all_input_nodes:
-            taken = taken.all_input_nodes[0]
-        if taken.name in parameters:
-            return parameters[taken.name].removeprefix("model.").rpartition(".")[0]
-    return ""
-
-
-class _EveryOutput:
-    """A number that depends on every output: what stands for a loss that is not known yet."""
-
-    operators = 0
-    """How many operators it took."""
-
-    def __call__(self, outputs: Any) -> Tensor:
-        """Add up the mean squares of all outputs."""
-        leaves = [leaf for leaf in tensors_in(outputs) if leaf.is_floating_point()]
-        if not leaves:
-            raise ExportError("the model returns no floating point tensor: there is nothing to train")
-        self.operators = 3 * len(leaves) - 1
-        first, *others = [leaf.square().mean() for leaf in leaves]
-        return sum(others, first)
+def _every_output(outputs: Any) -> Tensor:
+    """Return a number that depends on every output: what stands for a loss that is not known yet."""
+    leaves = [leaf for leaf in tensors_in(outputs) if leaf.is_floating_point()]
+    if not leaves:
+        raise ExportError("the model returns no floating point tensor: there is nothing to train")
+    first, *others = [leaf.square().mean() for leaf in leaves]
+    return sum(others, first)

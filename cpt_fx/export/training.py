@@ -149,7 +149,7 @@ def _write(
                 group=moved[name],
             )
             for name, also in known.items()
-        ),  # fmt: skip
+        ),
         states=tuple(State(tensor=_described(name, values[name]), next=after) for name, after in states.items()),
         optimizer=Optimizer(
             name=type(optimizer).__name__.lower(),

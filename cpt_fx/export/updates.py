@@ -115,7 +115,7 @@ def trace_updates(
         if key not in made:
             try:
                 made[key] = _Function(optimizer, group, parameter, label)
-            except _Sizes:
+            except _SizesMatterError:
                 made[key] = None
         function = made[key]
         if function is None:
@@ -201,7 +201,7 @@ class _Function:
         if keep:
             tensors = [value for value in after.values() if isinstance(value, Tensor) and value.ndim]
             if not self.exact and any(value.shape != parameter.shape for value in tensors):
-                raise _Sizes
+                raise _SizesMatterError
             self._keep(after)
         return parameter.detach(), *(after[key].detach() for key in self.states)
 
@@ -215,7 +215,7 @@ _TABLE = {
 }
 
 
-class _Sizes(Exception):
+class _SizesMatterError(Exception):
     """What an optimizer remembers has sizes of its own: it treats parameters by their shapes."""
 
 
