@@ -170,7 +170,7 @@ class _Counted(TorchFunctionMode):
     def __init__(self, seeds: Tensor) -> None:
         super().__init__()
         self.seeds = iter(seeds)
-        self.dispatch = _Drawn(drawing(lambda like: uniform(next(self.seeds), like)))
+        self.dispatch = Drawn(drawing(lambda like: uniform(next(self.seeds), like)))
 
     def __enter__(self) -> Any:
         """Stand between the model and both of torch's dispatchers."""
@@ -192,7 +192,7 @@ class _Counted(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Drawn(TorchDispatchMode):
+class Drawn(TorchDispatchMode):
     """Replaces operators that draw."""
 
     def __init__(self, table: Mapping[Any, Any]) -> None:

@@ -55,7 +55,7 @@ class Case:
     def complaint(self, verdict: str, remark: str) -> str:
         """Say what is not as expected, or nothing."""
         if not self.refused:
-            return "" if verdict in ("right", "rewritten") else f"{verdict}: {remark}"
+            return "" if verdict == "right" else f"{verdict}: {remark}"
         if verdict != "refused":
             return f"{verdict}, but it should be refused: {remark}"
         return "" if self.refused in remark else f"refused, but without {self.refused!r}: {remark}"
