@@ -225,10 +225,10 @@ def _print_directory(directory: Path, as_json: bool) -> None:
         return
     trained = sum(parameter.trainable for parameter in manifest.parameters)
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
-    settings = [", ".join(f"{key} {value}" for key, value in group.items()) for group in manifest.optimizer["groups"]]
+    rates = ", ".join(f"{rate:g}" for rate in manifest.optimizer.learning_rates)
     print(f"{directory}, written with {versions}")
     print(f"schedule: {manifest.schedule}; any other may drive the training")
-    print(f"loss: {manifest.loss}; optimizer: {manifest.optimizer['name']} ({'; '.join(settings)})")
+    print(f"loss: {manifest.loss}; optimizer: {manifest.optimizer.name}, learning rate {rates}")
     print(
         f"batch: {'any' if manifest.dynamic_batch else 'fixed'}; parameters: {len(manifest.parameters)}, trained: "
         f"{trained}; state: {len(manifest.states)}; random draws in a step: {manifest.seeds}"
