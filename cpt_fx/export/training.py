@@ -28,7 +28,7 @@ from cpt_fx.export.plain import run
 from cpt_fx.export.program import BITS, Call, Graph, states_of, trace
 from cpt_fx.export.refusals import check_schedules
 from cpt_fx.export.sizes import settle_sizes
-from cpt_fx.export.updates import IR_VERSION, resolve_optimizer, trace_updates
+from cpt_fx.export.updates import IR_VERSION, Updates, resolve_optimizer, trace_updates
 from cpt_fx.export.verify import verify
 from cpt_fx.standalone import precision_of
 from cpt_fx.trial import eager_model, trial
@@ -143,19 +143,15 @@ def _write(
         seeds=training.draws,
         parameters=tuple(
             Parameter(
-                tensor=_described(name, values[name]),
+                tensor=_tensor_of(name, values[name]),
                 trainable=name in trained,
                 also=tuple(one for one in also if one != name),
                 group=moved[name],
             )
             for name, also in known.items()
         ),
-        states=tuple(State(tensor=_described(name, values[name]), next=after) for name, after in states.items()),
-        optimizer=Optimizer(
-            name=type(optimizer).__name__.lower(),
-            learning_rates=tuple(float(group["lr"]) for group in optimizer.param_groups),
-            remembered=updates.remembered,
-        ),
+        states=tuple(State(tensor=_tensor_of(name, values[name]), next=after) for name, after in states.items()),
+        optimizer=described(optimizer, updates),
         loss=loss,
         schedule=repr(precision_of(result).schedule),
         dynamic_batch=dynamic_batch,
@@ -164,6 +160,15 @@ def _write(
     )
     manifest.write(folder)
     return manifest
+
+
+def described(optimizer: torch.optim.Optimizer, updates: Updates) -> Optimizer:
+    """Return what a manifest says of an optimizer."""
+    return Optimizer(
+        name=type(optimizer).__name__.lower(),
+        learning_rates=tuple(float(group["lr"]) for group in optimizer.param_groups),
+        remembered=updates.remembered,
+    )
 
 
 def _save(model: ir.Model, path: Path) -> None:
@@ -185,7 +190,7 @@ def _save_values(values: Mapping[str, Any], folder: Path) -> None:
     (folder / files.DATA).touch()
 
 
-def _described(name: str, array: Any) -> files.Tensor:
+def _tensor_of(name: str, array: Any) -> files.Tensor:
     return files.Tensor(name=name, dtype=str(array.dtype), shape=tuple(array.shape))
 
 

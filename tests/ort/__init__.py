@@ -115,20 +115,33 @@ def with_optimizer(
     source: Path, target: Path, model: nn.Module, make: str | Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 ) -> Path:
     """Copy a directory, and give it another optimizer: what an export with that one writes."""
-    import onnx
+    import onnx_ir as ir
 
     from cpt_fx.export import manifest as files
     from cpt_fx.export.directory import digest
-    from cpt_fx.export.optimizers import optimizer_model, resolve_optimizer
+    from cpt_fx.export.training import described
+    from cpt_fx.export.updates import resolve_optimizer, trace_updates
 
     shutil.copytree(source, target)
     manifest: Manifest = files.read(target)
-    optimizer = make if isinstance(make, str) else make(model.parameters())
-    spec = resolve_optimizer(optimizer, dict(model.named_parameters(remove_duplicate=False)))
-    parameters = tuple(
-        replace(item, group=spec.group_of((item.tensor.name, *item.also))) for item in manifest.parameters
-    )
-    onnx.save(optimizer_model(spec, parameters), str(target / files.OPTIMIZER))
-    digests = manifest.digests | {files.OPTIMIZER: digest(target / files.OPTIMIZER)}
-    replace(manifest, optimizer=spec.to_dict(), parameters=parameters, digests=digests).write(target)
+    named = dict(model.named_parameters(remove_duplicate=False))
+    optimizer, members = resolve_optimizer(make if isinstance(make, str) else make(model.parameters()), named)
+    groups = {
+        item.tensor.name: next((members[name] for name in (item.tensor.name, *item.also) if name in members), -1)
+        for item in manifest.parameters
+    }
+    trained = {item.tensor.name for item in manifest.parameters if item.trainable and groups[item.tensor.name] >= 0}
+    updates = trace_updates(optimizer, {name: named[name] for name in sorted(trained)}, groups)
+    assert not updates.initial
+    ir.save(updates.first, target / files.FIRST_UPDATE)
+    ir.save(updates.later, target / files.UPDATE)
+    replace(
+        manifest,
+        optimizer=described(optimizer, updates),
+        parameters=tuple(
+            replace(item, group=groups[item.tensor.name], trainable=item.tensor.name in trained)
+            for item in manifest.parameters
+        ),
+        digests={name: digest(target / name) for name in files.FILES},
+    ).write(target)
     return target

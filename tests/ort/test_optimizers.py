@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -14,34 +13,57 @@ from torch import Tensor, nn
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
-import numpy as np
-import onnx
+import onnx_ir as ir
 import onnxruntime
 
 from cpt_fx.errors import ExportError
-from cpt_fx.export.manifest import Parameter
-from cpt_fx.export.manifest import Tensor as Described
-from cpt_fx.export.optimizers import Optimizer, optimizer_model, resolve_optimizer
+from cpt_fx.export.program import GRADIENT
+from cpt_fx.export.updates import resolve_optimizer, trace_updates
 from cpt_fx.ort import Trainer
 from tests import ort
 
 UPDATES = 20
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 MakeOfAny = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+SGD, ADAM, ADAMW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
 OPTIMIZERS: dict[str, Make] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-    "sgd, weight decay": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.05),
-    "sgd, momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    "sgd, momentum, weight decay": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.05),
-    "sgd, dampening": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.3),
-    "sgd, nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.05),
-    "sgd, groups": lambda p: torch.optim.SGD(_groups(p, lr=0.5, momentum=0.8), lr=0.1),
-    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
-    "adamw": lambda p: torch.optim.AdamW(p),
-    "adamw, settings": lambda p: torch.optim.AdamW(p, lr=0.05, betas=(0.5, 0.9), eps=1e-3, weight_decay=0.3),
-    "adamw, no beta": lambda p: torch.optim.AdamW(p, lr=0.01, betas=(0.0, 0.99)),
-    "adamw, groups": lambda p: torch.optim.AdamW(_groups(p, weight_decay=0.0), lr=0.01),
+    "sgd": lambda p: SGD(p, lr=0.1),
+    "sgd, weight decay": lambda p: SGD(p, lr=0.1, weight_decay=0.05),
+    "sgd, momentum, weight decay": lambda p: SGD(p, lr=0.1, momentum=0.9, weight_decay=0.05),
+    "sgd, dampening": lambda p: SGD(p, lr=0.1, momentum=0.9, dampening=0.3),
+    "sgd, nesterov, maximize": lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.05, maximize=True),
+    "sgd, groups": lambda p: SGD(_groups(p, lr=0.5, momentum=0.8), lr=0.1),
+    "sgd, a tensor as rate": lambda p: SGD(p, lr=torch.tensor(0.1)),
+    "adam": lambda p: ADAM(p, lr=0.01, weight_decay=0.1),
+    "adam, decoupled": lambda p: ADAM(p, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True),
+    "adamw": lambda p: ADAMW(p),
+    "adamw, settings": lambda p: ADAMW(p, lr=0.05, betas=(0.5, 0.9), eps=1e-3, weight_decay=0.3),
+    "adamw, no beta": lambda p: ADAMW(p, lr=0.01, betas=(0.0, 0.99)),
+    "adamw, amsgrad, maximize": lambda p: ADAMW(p, lr=0.01, amsgrad=True, maximize=True),
+    "adamw, groups": lambda p: ADAMW(_groups(p, weight_decay=0.0), lr=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.5),
+    "adadelta": lambda p: torch.optim.Adadelta(p),
+    "adamax": lambda p: torch.optim.Adamax(p, weight_decay=0.1),
+    "nadam": lambda p: torch.optim.NAdam(p, weight_decay=0.1, decoupled_weight_decay=True),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "asgd": lambda p: torch.optim.ASGD(p, t0=3),
+    "rprop": lambda p: torch.optim.Rprop(p),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
+    "a subclass": lambda p: Mine(p, lr=0.1),
 }
+
+
+class Mine(torch.optim.SGD):
+    """Somebody's own step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                held = self.state[p]
+                held["seen"] = held.get("seen", torch.zeros_like(p)) + p.grad.abs()
+                p.sub_(group["lr"] * p.grad / (1 + held["seen"]))
 
 
 def _groups(parameters: list[nn.Parameter], **options: float) -> list[dict[str, Any]]:
@@ -50,38 +72,45 @@ def _groups(parameters: list[nn.Parameter], **options: float) -> list[dict[str, 
 
 
 class Plain:
-    """The optimizer graph alone: new values are written over the old ones, as the trainer does it."""
+    """The update graphs alone: new values are written over the old ones where the manifest allows it."""
 
-    def __init__(self, spec: Optimizer, parameters: dict[str, nn.Parameter]) -> None:
-        described = [_described(name, value, spec) for name, value in parameters.items()]
-        self.session = onnxruntime.InferenceSession(optimizer_model(spec, described).SerializeToString())
-        self.values: dict[str, Tensor] = {}
-        for item in self.session.get_inputs()[3:]:
-            self.values[item.name] = torch.zeros(item.shape)
-        for name, parameter in parameters.items():
-            self.values[name] = parameter.detach().clone()
-        self.binding = self.session.io_binding()
-        for name, value in self.values.items():
-            self.binding.bind_ortvalue_input(name, _shared(value))
-        for item in self.session.get_outputs():
-            self.binding.bind_ortvalue_output(item.name, _shared(self.values[item.name.removesuffix(".next")]))
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> None:
+        resolved, groups = resolve_optimizer(optimizer, parameters)
+        self.updates = trace_updates(resolved, parameters, groups)
+        self.sessions = [_session(model) for model in (self.updates.first, self.updates.later)]
+        self.values = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        self.swaps = {state.tensor.name for state in self.updates.remembered if state.swaps}
+        for state in self.updates.remembered:
+            zeros = torch.zeros(state.tensor.shape, dtype=getattr(torch, state.tensor.dtype))
+            given = self.updates.initial.get(state.tensor.name)
+            self.values[state.tensor.name] = zeros if given is None else torch.from_numpy(given)
 
     def update(self, rates: list[float], step: int, gradients: dict[str, Tensor], scale: float) -> None:
-        for name, gradient in gradients.items():
-            self.values[f"{name}_grad.accumulation.buffer"].copy_(gradient)
-        self.binding.bind_cpu_input("learning_rate", np.array(rates, np.float64))
-        self.binding.bind_cpu_input("step", np.array(step, np.int64))
-        self.binding.bind_cpu_input("gradient_scale", np.array(scale, np.float32))
-        self.session.run_with_iobinding(self.binding)
+        session = self.sessions[min(step, 1)]
+        binding = session.io_binding()
+        given = {
+            **self.values,
+            **{name + GRADIENT: gradient for name, gradient in gradients.items()},
+            "learning_rate": torch.tensor(rates, dtype=torch.float64),
+            "step": torch.tensor(float(step), dtype=torch.float64),
+            "gradient_scale": torch.tensor(scale),
+        }
+        for item in session.get_inputs():
+            binding.bind_ortvalue_input(item.name, _shared(given[item.name]))
+        names = [item.name.removesuffix(".next") for item in session.get_outputs()]
+        after = {name: self.values[name].clone() if name in self.swaps else self.values[name] for name in names}
+        for name, value in after.items():
+            binding.bind_ortvalue_output(name + ".next", _shared(value))
+        session.run_with_iobinding(binding)
+        self.values |= after
+
+
+def _session(model: ir.Model) -> Any:
+    return onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"])
 
 
 def _shared(value: Tensor) -> Any:
     return onnxruntime.OrtValue.ortvalue_from_numpy(value.numpy())
-
-
-def _described(name: str, value: Tensor, spec: Optimizer) -> Parameter:
-    tensor = Described(name=name, dtype=str(value.dtype).removeprefix("torch."), shape=tuple(value.shape))
-    return Parameter(tensor=tensor, trainable=value.requires_grad, group=spec.group_of([name]))
 
 
 def _parameters() -> dict[str, nn.Parameter]:
@@ -96,13 +125,13 @@ def _parameters() -> dict[str, nn.Parameter]:
 def test_updates_equal_torch(name: str) -> None:
     parameters = _parameters()
     optimizer = OPTIMIZERS[name](list(parameters.values()))
-    plain = Plain(resolve_optimizer(optimizer, parameters), parameters)
-    for step in range(1, UPDATES + 1):
+    plain = Plain(optimizer, parameters)
+    for step in range(UPDATES):
         gradients = {key: torch.randn_like(value) for key, value in parameters.items()}
         for key, value in parameters.items():
             value.grad = gradients[key].clone()
         optimizer.step()
-        rates = [group["lr"] for group in optimizer.param_groups]
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
         plain.update(rates, step, {key: gradient * 4 for key, gradient in gradients.items()}, 0.25)
         for key, value in parameters.items():
             difference = (plain.values[key] - value.detach()).abs().max()
@@ -113,8 +142,8 @@ def test_remembered_values_equal_torch() -> None:
     """Not only the parameters: a resumed run depends on these."""
     parameters = _parameters()
     optimizer = torch.optim.AdamW(parameters.values())
-    plain = Plain(resolve_optimizer(optimizer, parameters), parameters)
-    for step in range(1, 6):
+    plain = Plain(optimizer, parameters)
+    for step in range(5):
         gradients = {key: torch.randn_like(value) for key, value in parameters.items()}
         for key, value in parameters.items():
             value.grad = gradients[key].clone()
@@ -131,8 +160,8 @@ def test_small_epsilon_counts() -> None:
     """Where gradients vanish, epsilon decides; a float32 beta would show here, too."""
     value = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([value], lr=0.02, weight_decay=0.0)
-    plain = Plain(resolve_optimizer(optimizer, {"p": value}), {"p": value})
-    for step in range(1, UPDATES + 1):
+    plain = Plain(optimizer, {"p": value})
+    for step in range(UPDATES):
         value.grad = torch.tensor([1e-8, 1e-10, 0.0])
         optimizer.step()
         plain.update([0.02], step, {"p": value.grad}, 1.0)
@@ -170,27 +199,26 @@ def test_a_whole_training_equals_torch(make: MakeOfAny, tmp_path: Path) -> None:
 
 def test_the_graph_is_readable() -> None:
     parameters = _parameters()
-    spec = resolve_optimizer("adamw", parameters)
-    model = optimizer_model(spec, [_described(name, value, spec) for name, value in parameters.items()])
-    nodes = [node for node in model.graph.node if node.domain == "cpt_fx"]
-    assert [node.op_type for node in nodes] == ["AdamW"] * 3
-    assert [node.name for node in nodes] == ["AdamW a.weight", "AdamW b", "AdamW c"]
-    assert model.ir_version <= 10
-    beta = next(attribute for attribute in nodes[0].attribute if attribute.name == "beta_2")
-    assert onnx.numpy_helper.to_array(beta.t) == 0.999
+    updates = trace_updates(*_resolved("adamw", parameters))
+    nodes = [node for node in updates.later.graph if node.domain == "cpt_fx"]
+    assert [node.op_type for node in nodes] == ["AdamW_0_2d", "AdamW_0_1d", "AdamW_0_0d"]
+    assert [node.name for node in nodes] == ["update a.weight", "update b", "update c"]
+    assert updates.later.ir_version <= 10
+    assert [state.tensor.name for state in updates.remembered[:2]] == ["a.weight.exp_avg", "a.weight.exp_avg_sq"]
+
+
+def _resolved(optimizer: Any, parameters: dict[str, nn.Parameter]) -> tuple[Any, dict[str, nn.Parameter], Any]:
+    found, groups = resolve_optimizer(optimizer, parameters)
+    return found, parameters, groups
 
 
 def test_groups_and_names() -> None:
     model = ort.tied()
     names = dict(model.named_parameters(remove_duplicate=False))
-    spec = resolve_optimizer(torch.optim.SGD([{"params": [model.head.weight], "lr": 0.5}], lr=0.1, momentum=0.9), names)
-    assert spec.group_of(["embedding.weight"]) == spec.group_of(["head.weight"]) == 0
-    assert spec.group_of(["frozen.weight"]) == -1
-    assert spec.states == ("momentum_buffer",)
-    assert spec.to_dict()["groups"] == [
-        {"lr": 0.5, "momentum": 0.9, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0}
-    ]
-    assert resolve_optimizer(spec, names) is spec
+    made = torch.optim.SGD([{"params": [model.head.weight], "lr": 0.5}], lr=0.1, momentum=0.9)
+    optimizer, groups = resolve_optimizer(made, names)
+    assert optimizer is made
+    assert groups == {"embedding.weight": 0, "head.weight": 0}
 
 
 def test_parameters_in_no_group_stay(tmp_path: Path) -> None:
@@ -206,10 +234,6 @@ def test_parameters_in_no_group_stay(tmp_path: Path) -> None:
     assert not torch.equal(before["last.weight"], after["last.weight"])
 
 
-class Mine(torch.optim.SGD):
-    """A subclass may do anything in its step."""
-
-
 def _used(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     optimizer = torch.optim.AdamW(parameters)
     for parameter in parameters:
@@ -222,12 +246,9 @@ def _used(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     ("make", "message"),
     [
         (lambda p: "adamww", 'Did you mean "adamw"'),
-        (lambda p: torch.optim.Adagrad(p), "of type Adagrad"),
-        (lambda p: Mine(p, lr=0.1), "of type Mine"),
-        (lambda p: torch.optim.SGD, "of type type"),
-        (lambda p: None, "of type NoneType"),
-        (lambda p: torch.optim.SGD(p, lr=0.1, maximize=True), "maximize=True of the optimizer's parameter group 0"),
-        (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad=True"),
+        (lambda p: torch.optim.LBFGS(p), "LBFGS runs the model inside of its update"),
+        (lambda p: torch.optim.SGD, "got type"),
+        (lambda p: None, "got NoneType"),
         (lambda p: torch.optim.SGD([nn.Parameter(torch.zeros(2, 2))], lr=0.1), r"shape \(2, 2\) that is not one of"),
         (lambda p: torch.optim.SGD([p[0].requires_grad_(False)], lr=0.1), "nothing to train"),
         (_used, "has done steps already"),
@@ -240,14 +261,5 @@ def test_refused(make: Callable[[list[nn.Parameter]], Any], message: str) -> Non
 
 
 def test_other_dtypes_are_refused() -> None:
-    value = nn.Parameter(torch.zeros(2, dtype=torch.float64))
-    spec = resolve_optimizer("sgd", {"p": value})
     with pytest.raises(ExportError, match=r"the parameter p is of float64.*model\.float\(\)"):
-        optimizer_model(spec, [_described("p", value, spec)])
-
-
-def test_a_spec_is_data() -> None:
-    spec = resolve_optimizer("sgd", _parameters())
-    assert spec.name == "sgd" and spec.groups[0]["lr"] == 0.01 and spec.states == ()
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        spec.name = "adamw"  # type: ignore[misc]
+        trace_updates(*_resolved("sgd", {"p": nn.Parameter(torch.zeros(2, dtype=torch.float64))}))
