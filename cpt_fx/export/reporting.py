@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from cpt_fx.errors import ExportError, check_choice
 from cpt_fx.export.capture_modes import call_of, in_mode
 from cpt_fx.export.deployment import qdq
-from cpt_fx.export.environment import check_training
+from cpt_fx.export.environment import check_runtime
 from cpt_fx.export.functions import add_functions
 from cpt_fx.export.plain import embed, finish, values_of
 from cpt_fx.export.program import Graph, states_of, trace
@@ -39,9 +39,9 @@ from cpt_fx.trial import tensors_in
 TARGETS = ("ort_training", "onnx", "qdq")
 EXACT, APPROXIMATED, REFUSED = "exact", "approximated", "refused"
 _COLOURS = {EXACT: "green", APPROXIMATED: "yellow", REFUSED: "bold red"}
-_NAMES = {"quantizer": "quantizers", "state": "running state"}
+_NAMES = {"quantizer": "quantizers", "operator": "operators", "state": "running state"}
 _NOISE = "with the noise of PyTorch for equal seeds"
-_DRAWN = "the model draws at random: from the seeds of a step, distributed as in PyTorch"
+_DRAWN = "drawn from the seeds of a step: distributed as in PyTorch, other numbers than its generator's"
 _STATISTICS = "is the average that PyTorch keeps, and goes on from it"
 _Key = tuple[str, str, str, str]
 """What a verdict is about: kind, layer, what it is, and of a quantizer the name of its node."""
@@ -59,13 +59,13 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Row:
-    """A quantizer or a running state, and what becomes of it for each target that has it."""
+    """A quantizer, operators or a running state, and what becomes of it for each target that has it."""
 
     kind: str
-    """`"quantizer"` or `"state"`."""
+    """`"quantizer"`, `"operator"` (only what is not exact) or `"state"`."""
     layer: str
     what: str
-    """The operand and its format, or the buffer."""
+    """The operand and its format, what operators do, or the buffer."""
     verdicts: dict[str, Verdict]
 
 
@@ -218,28 +218,30 @@ class _Trial:
             graph = trace(module, call, gradients=True)
             buffers = states_of(module)
         self._quantizers(graph)
+        self._drawn(graph)
         for name in (name for name, after in graph.states.items() if after):
             verdict = Verdict(EXACT, _STATISTICS if buffers[name].is_floating_point() else "is counted on")
             self._say(_state(name), verdict)
         check_schedules(graph.dials.values())
-        missing = check_training()
+        missing = check_runtime()
         if not missing.works:
-            return (*self._drawn(graph), f"not tried here: {missing.problem}")
+            return (f"not tried here: {missing.problem}",)
         with tempfile.TemporaryDirectory() as folder:
             made = Path(folder, "made")
             ort_training(
                 self.result, self.example_inputs, made, loss=_every_output, optimizer="sgd", example_targets=()
             )
-        return (*self._drawn(graph), "tried: three steps were compared with PyTorch's")
+        return ("tried: three steps were compared with PyTorch's",)
 
     def _onnx(self) -> tuple[str, ...]:
         graph, values = self._evaluated
         self._quantizers(graph)
+        self._drawn(graph)
         embed(graph, values)
         finish(graph)
         add_functions(graph)
         onnx.checker.check_model(ir.to_proto(graph.model), full_check=True)
-        return (*self._drawn(graph), "tried: the graph was made, and passed the checker of ONNX")
+        return ("tried: the graph was made, and passed the checker of ONNX",)
 
     def _qdq(self) -> tuple[str, ...]:
         with tempfile.TemporaryDirectory() as folder:
@@ -262,10 +264,11 @@ class _Trial:
                 draws = placed[view.node].rounding is Rounding.STOCHASTIC
                 self._say(_quantizer(view), Verdict(EXACT, _NOISE if draws else ""))
 
-    def _drawn(self, graph: Graph) -> tuple[str, ...]:
+    def _drawn(self, graph: Graph) -> None:
         """Say whether the model itself draws at random."""
         own = graph.draws - sum(one.kind.rounding is Rounding.STOCHASTIC for one in graph.placed)
-        return (_DRAWN,) if own > 0 else ()
+        if own > 0:
+            self._say(("operator", "", f"random numbers, drawn {own} times", ""), Verdict(APPROXIMATED, _DRAWN))
 
 
 def _quantizer(view: Any) -> _Key:

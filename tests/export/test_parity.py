@@ -25,7 +25,6 @@ pytest.importorskip("onnxruntime")
 
 import cpt_fx
 from cpt_fx import numerics, recipes
-from cpt_fx.export import verify
 from cpt_fx.formats import Rounding
 from cpt_fx.native import disabled
 from cpt_fx.ort import Trainer
@@ -230,9 +229,9 @@ def test_stochastic_rounding_equals_that_of_torch(
         -(1 << 31), 1 << 31, (trainer.manifest.seeds, 2), generator=trainer.generator, dtype=torch.int32
     )
     trainer.generator.set_state(before)
-    # Seeds are numbered in the order of forward; these models have no branches, and backward goes the other way.
+    # Seeds are numbered in the order in which they are drawn, which is PyTorch's.
     left = list(seeds)
-    monkeypatch.setattr(numerics, "new_seed", lambda device: left.pop())
+    monkeypatch.setattr(numerics, "new_seed", lambda device: left.pop(0))
     with disabled():
         _loss, ours = gradients(model, x, y)
     assert not left
@@ -263,24 +262,48 @@ def test_gradients_lie_on_the_grid_and_are_unbiased(tmp_path: Path) -> None:
     assert float((found.mean(0) - weights[0]).abs().max()) < 5 * 0.5 * float(step) / 600**0.5
 
 
-@pytest.mark.parametrize("wrong", ["gradient", "loss"])
-def test_an_export_that_is_wrong_is_refused(wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever ONNX Runtime gets wrong: here, one gradient by a hundredth, or the loss."""
-    original = verify._in_onnx_runtime
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("gradient", "another gradient for '2.weight'"),
+        ("loss", "does not compute what the model does"),
+        ("state", "another state '0.cpt_fx_input_range_size'"),
+        ("parameter", "another parameter '2.bias'"),
+        ("moment", "another optimizer state '2.weight.momentum_buffer'"),
+    ],
+)
+def test_an_export_that_is_wrong_is_refused(
+    wrong: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever comes out wrong: here by a hundredth, in one tensor."""
+    backward, update = Trainer.backward, Trainer.update
 
-    def broken(*args: Any) -> tuple[float, dict[str, Any]]:
-        loss, found = original(*args)
-        if wrong == "loss":
-            return 1.01 * loss, found
-        return loss, found | {"2.weight": 1.01 * found["2.weight"]}
+    def spoilt(block: Any) -> None:
+        block.write(1.01 * block.read())
 
-    monkeypatch.setattr(verify, "_in_onnx_runtime", broken)
+    def broken(self: Trainer, *args: Any) -> float:
+        loss = backward(self, *args)
+        if wrong == "gradient":
+            spoilt(self.memory.gradients["2.weight"])
+        if wrong == "state":
+            spoilt(self.memory.states["0.cpt_fx_input_range_size"])
+        return 1.01 * loss if wrong == "loss" else loss
+
+    def broken_update(self: Trainer) -> None:
+        update(self)
+        if wrong == "parameter":
+            spoilt(self.memory.parameters["2.bias"])
+        if wrong == "moment":
+            spoilt(self.memory.moments["2.weight.momentum_buffer"])
+
+    monkeypatch.setattr(Trainer, "backward", broken)
+    monkeypatch.setattr(Trainer, "update", broken_update)
     model = cpt_fx.transform(CASES["mlp"][0](), Static(8)).train()
-    said = "another gradient for '2.weight'" if wrong == "gradient" else "does not compute what the model does"
     with pytest.raises(cpt_fx.ExportError, match=said):
         cpt_fx.export.ort_training(
-            model, (torch.randn(4, 20),), tmp_path / "made", loss="cross_entropy", optimizer="sgd"
-        )
+            model, (torch.randn(4, 20),), tmp_path / "made", loss="cross_entropy",
+            optimizer=OPTIMIZERS["momentum"](model.parameters()),
+        )  # fmt: skip
     assert not list(tmp_path.iterdir())
 
 

@@ -21,7 +21,7 @@ pytest.importorskip("onnxscript")
 from cpt_fx.export import report
 from cpt_fx.export.reporting import Report
 
-TRAINS = importlib.util.find_spec("onnxruntime") is not None and bool(importlib.util.find_spec("onnxruntime.training"))
+TRAINS = importlib.util.find_spec("onnxruntime") is not None
 SCHEDULE = cpt_fx.schedules.Static(6)
 X = torch.linspace(-1, 1, 12 * 6).reshape(12, 6)
 
@@ -86,27 +86,12 @@ def test_every_quantizer_has_a_verdict(model: nn.Module, found: Report) -> None:
     assert verdicts(found, "ort_training", "quantizer") == dict.fromkeys(forward | gradients, "exact")
 
 
-def test_operators_are_named_with_their_layers(found: Report) -> None:
-    assert verdicts(found, "onnx", "operator") == {
-        ("0", "linear"): "exact",
-        ("1", "batch_norm"): "exact",
-        ("2", "dropout"): "exact",
-        ("3", "relu"): "exact",
-        ("4", "linear"): "exact",
-    }
-    # Its draws in training are others than those of PyTorch's generator; in evaluation there are none.
-    assert verdicts(found, "ort_training", "operator")["2", "dropout"] == "approximated"
+def test_what_is_drawn_is_approximated(found: Report) -> None:
+    # In evaluation nothing is drawn.
+    assert verdicts(found, "onnx", "operator") == {}
+    assert verdicts(found, "ort_training", "operator") == {("", "random"): "approximated"}
     assert found.status("ort_training") == "approximated"
     assert found.status("onnx") == found.status("qdq") == "exact"
-
-
-def test_what_stands_for_the_loss_is_not_shown(found: Report) -> None:
-    assert {what for _, what in verdicts(found, "ort_training", "operator")} & {
-        "square",
-        "pow",
-        "mean",
-        "clone",
-    } == set()
 
 
 def test_running_state_has_a_verdict(found: Report) -> None:
@@ -158,7 +143,7 @@ def test_inputs_that_do_not_fit_are_said_and_not_raised() -> None:
     assert all("mat1 and mat2" in outcome.problem for outcome in found.targets.values())
 
 
-def test_a_state_that_cannot_be_kept_is_refused() -> None:
+def test_any_state_is_kept() -> None:
     class Counting(nn.Module):
         counts: Tensor
 
@@ -173,9 +158,8 @@ def test_a_state_that_cannot_be_kept_is_refused() -> None:
             return out
 
     found = report(cpt_fx.transform(Counting(), SCHEDULE), (X,), targets="ort_training")
-    assert verdicts(found, "ort_training", "state")["", "counts"] == "refused"
-    assert "int64 of shape (2,)" in str(found)
-    assert found.status("ort_training") == "refused"
+    assert verdicts(found, "ort_training", "state")["", "counts"] == "exact"
+    assert found.status("ort_training") == "exact"
 
 
 def test_one_target_is_enough() -> None:
@@ -200,7 +184,7 @@ def test_it_is_data_too(found: Report) -> None:
 
 def test_exports_are_tried_where_they_can_be(found: Report) -> None:
     assert any(note.startswith("tried") for note in found.targets["onnx"].notes)
-    tried = any("every gradient were compared" in note for note in found.targets["ort_training"].notes)
+    tried = any("were compared with PyTorch" in note for note in found.targets["ort_training"].notes)
     assert tried == TRAINS
     if not TRAINS:
         assert "not tried here" in str(found)

@@ -254,8 +254,8 @@ def test_bfloat16_is_a_float(trainer: Trainer) -> None:
 
 def _manifest(*inputs: Described) -> Manifest:
     return Manifest(
-        inputs=inputs, targets=(), outputs=(), dials={}, seeds=0, parameters=(), states=(), optimizer={}, loss="",
-        schedule="", dynamic_batch=True,
+        inputs=inputs, targets=(), outputs=(), dials={}, seeds=0, parameters=(), states=(),
+        optimizer=Optimizer(name="sgd", learning_rates=(0.1,)), loss="", schedule="", dynamic_batch=True,
     )  # fmt: skip
 
 
