@@ -72,5 +72,9 @@ def _measured(before: Tensor, after: Tensor) -> tuple[int, int] | None:
     was, now = before.double().numpy(), after.double().numpy()
     if not np.isfinite(now).all():
         return None
-    spread = np.linalg.norm(was)
-    return np.unique(now).size, round(float(np.linalg.norm(now - was) / spread) * 10**9) if spread > 0 else 0
+    levels, largest = np.unique(now).size, np.abs(was).max(initial=0.0)
+    if not largest > 0:
+        return levels, 0
+    # Squares of the largest numbers that there are have no number.
+    was, now = was / largest, now / largest
+    return levels, round(float(np.linalg.norm(now - was) / np.linalg.norm(was)) * 10**9)

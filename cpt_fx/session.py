@@ -154,7 +154,8 @@ class Session:
     def module_types(self) -> dict[str, type[nn.Module]]:
         """Return the class of every module, by all of its paths."""
         # Of the layers that a graph was made of, its nodes know more than the modules that hold their parameters.
-        nodes = self.root.graph.nodes if isinstance(self.root, fx.GraphModule) else ()
+        given: fx.Graph | None = self.root.__dict__.get("_graph")
+        nodes = () if given is None else given.nodes
         made_of = {path: kind for node in nodes for path, kind in around(node) if kind is not None}
         modules = self.root.named_modules(remove_duplicate=False)
         return {path: plain_class(type(module)) for path, module in modules} | made_of

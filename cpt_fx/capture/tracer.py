@@ -49,6 +49,8 @@ class Tracer(fx.Tracer):
         self._read: dict[str, fx.Proxy] = {}
         self._made: list[weakref.ref[Traced]] = []
         self._thread = threading.get_ident()
+        self._called: nn.Module | None = None
+        """The module whose call is being traced."""
         self.look: Any = None
         """What looks at the model's code, line by line, for `sys.settrace`."""
 
@@ -111,7 +113,8 @@ class Tracer(fx.Tracer):
     def _updates(self, node: fx.Node) -> bool:
         """Whether a node writes to a buffer: as an operator, or as a norm that learns statistics."""
         if node.op == "call_module":
-            module = self.root.get_submodule(str(node.target))
+            module = self._called
+            assert module is not None
             return module.training and any(buffer is not None for buffer in module._buffers.values())
         return any(value.op == "get_attr" for value in overwritten(node, {}))
 
@@ -146,7 +149,7 @@ class Tracer(fx.Tracer):
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Note on a call that the module is to be called when the graph runs."""
-        called = self.is_called(m)
+        called, self._called = self.is_called(m), m
         result = super().call_module(m, forward, args, kwargs)
         if called and isinstance(result, fx.Proxy):
             result.node.meta[CALLED] = True
