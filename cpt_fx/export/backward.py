@@ -185,6 +185,18 @@ def _each(values: Sizes, dims: int) -> list[Any]:
 
 BACKWARD: dict[Any, Callable[..., Any]] = {
     aten.native_batch_norm.default: batch_norm,
+    aten._native_batch_norm_legit.default: batch_norm,
+    aten._native_batch_norm_legit.no_stats: lambda x, weight, bias, training, momentum, eps: batch_norm(
+        x, weight, bias, None, None, training, momentum, eps
+    ),
+    aten._batch_norm_with_update.default: lambda x, weight, bias, mean, var, momentum, eps: (
+        *batch_norm(x, weight, bias, mean, var, True, momentum, eps),
+        x.new_empty(0, dtype=torch.uint8),
+    ),
+    aten.prod.default: lambda x, *, dtype=None: torch.prod(x.flatten(), 0, dtype=dtype),
+    aten.hypot.default: lambda x, y: torch.sqrt(x * x + y * y),
+    aten.fmin.default: lambda x, y: torch.where(torch.isnan(y) | (x <= y), x, y),
+    aten.fmax.default: lambda x, y: torch.where(torch.isnan(y) | (x >= y), x, y),
     aten.convolution_backward.default: convolution_backward,
     aten.max_pool2d_with_indices_backward.default: lambda g, x, *o: _to_places(g, x, o[-1], 2),
     aten.max_pool3d_with_indices_backward.default: lambda g, x, *o: _to_places(g, x, o[-1], 3),

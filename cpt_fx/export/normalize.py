@@ -27,7 +27,8 @@ def _name_types(model: ir.Model) -> None:
         x, like = node.inputs
         assert x is not None and like is not None
         wanted = like.dtype or node.outputs[0].dtype
-        assert wanted is not None, f"the type of {like.name} is not known"
+        if wanted is None:
+            continue
         same = x.dtype == wanted
         made = ir.node("Identity" if same else "Cast", [x], {} if same else {"to": wanted.value}, name=node.name)
         made.outputs[0].type, made.outputs[0].shape = ir.TensorType(wanted), node.outputs[0].shape

@@ -35,7 +35,7 @@ def drawing(uniform: Uniform) -> dict[Any, Callable[..., Any]]:
         return (of(x) < (x if p is None else p)).to(x.dtype)
 
     def dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
-        kept = of(x) >= p if train is not False else torch.ones_like(x, dtype=torch.bool)
+        kept = of(x) < 1 - p if train is not False else torch.ones_like(x, dtype=torch.bool)
         scale = 1.0 if train is False else 0.0 if p == 1 else 1 / (1 - p)
         return x * kept.to(x.dtype) * scale, kept
 

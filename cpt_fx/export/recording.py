@@ -18,11 +18,15 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, fx, nn
 from torch._decomp import core_aten_decompositions, decomposition_table
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+# Which operators the exporter translates: nothing public says so.
+from torch.onnx._internal.exporter._registration import ONNXRegistry
 from torch.utils import _pytree as pytree
 
 from cpt_fx.errors import ExportError
@@ -35,13 +39,15 @@ Table = Mapping[Any, Callable[..., Any]]
 @cache
 def decompositions() -> Table:
     """Return what ONNX has no operator for, in operators that it has."""
+    known = ONNXRegistry.from_torchlib()
+    plain = {key: entry for key, entry in core_aten_decompositions().items() if not known.is_registered(key)}
     backward = {key: entry for key, entry in decomposition_table.items() if "_backward" in str(key)}
     # What nobody has written to yet may as well be zeros, which ONNX has.
     empty = {
         torch.ops.aten.empty_like.default: lambda x, *, dtype=None, **_: torch.zeros_like(x, dtype=dtype),
         torch.ops.aten.empty_permuted.default: lambda size, order, *, dtype=None, **_: torch.zeros(size, dtype=dtype),
     }
-    return {**core_aten_decompositions(), **backward, **BACKWARD, **empty}
+    return {**plain, **backward, **BACKWARD, **empty}
 
 
 def record(
@@ -65,8 +71,8 @@ def record(
     leaves, structure = pytree.tree_flatten(arguments)
     made = [fake(value, varies) for value, varies in zip(leaves, pytree.tree_leaves(varying), strict=True)]
     table = {**({} if whole else decompositions()), **extra}
-    # Attention in one operator has a backward pass in one operator.
-    with mode, sdpa_kernel(SDPBackend.MATH):
+    # Attention in one operator has a backward pass in one operator. Kernels in C++ read sizes as numbers.
+    with mode, enable_python_dispatcher(), sdpa_kernel(SDPBackend.MATH):
         return make_fx(function, decomposition_table=table, tracing_mode="real", pre_dispatch=whole)(
             *pytree.tree_unflatten(made, structure)
         )
