@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._decomp import decomposition_table
+from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
 aten = torch.ops.aten
@@ -49,7 +51,7 @@ def convolution_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Write the gradients of a convolution as convolutions."""
     dims = x.ndim - 2
-    stride, padding, dilation = (_each(value, dims) for value in (stride, padding, dilation))
+    stride, padding, dilation = (each(value, dims) for value in (stride, padding, dilation))
     to_x = to_weight = to_bias = None
     if output_mask[0] and transposed:
         to_x = aten.convolution.default(gradient, weight, None, stride, padding, dilation, False, [0] * dims, groups)
@@ -111,8 +113,8 @@ def _average_pool_backward(
     dims: int, gradient: Tensor, x: Tensor, kernel: Sizes, stride: Sizes, padding: Sizes, ceil_mode: bool,
     count_include_pad: bool, divisor_override: int | None,
 ) -> Tensor:  # fmt: skip
-    kernel, padding = _each(kernel, dims), _each(padding, dims)
-    stride = _each(stride, dims) if stride else kernel
+    kernel, padding = each(kernel, dims), each(padding, dims)
+    stride = each(stride, dims) if stride else kernel
     matrices = []
     for dim in range(dims):
         size, out = fixed(x.shape[dim - dims]), fixed(gradient.shape[dim - dims])
@@ -134,8 +136,12 @@ def _adaptive_average_pool_backward(dims: int, gradient: Tensor, x: Tensor) -> T
 
 
 def _adaptive(size: int, out: int) -> Tensor:
-    ends = [(place * size // out, -((-(place + 1) * size) // out)) for place in range(out)]
-    return _matrix([(low, high, 1 / (high - low)) for low, high in ends], size)
+    return _matrix([(low, high, 1 / (high - low)) for low, high in spans(size, out)], size)
+
+
+def spans(size: int, out: int) -> list[tuple[int, int]]:
+    """Return where each window of an adaptive pooling begins and ends."""
+    return [(place * size // out, -((-(place + 1) * size) // out)) for place in range(out)]
 
 
 def _matrix(rows: Sequence[tuple[int, int, float]], size: int) -> Tensor:
@@ -166,6 +172,64 @@ def _interpolation_backward(name: str, dims: int, *, corners: bool) -> Callable[
     return backward
 
 
+def _by_autograd(forward: Any, count: int = 1) -> Callable[..., Any]:
+    """Return the backward pass that autograd makes of torch's own decomposition of a forward pass."""
+
+    def backward(gradient: Tensor, *arguments: Any) -> Any:
+        with enable_reentrant_dispatch(), torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in arguments[:count]]
+            made = decomposition_table[forward](*leaves, *arguments[count:])
+            found = torch.autograd.grad(made, leaves, gradient)
+        return found[0] if count == 1 else found
+
+    return backward
+
+
+def _diagonal_backward(gradient: Tensor, sizes: Sizes, offset: int, dim1: int, dim2: int) -> Tensor:
+    rows, columns = sizes[dim1], sizes[dim2]
+    above = min(max(-offset, 0), rows)
+    column = aten.constant_pad_nd.default(gradient, [above, rows - above - gradient.shape[-1]]).unsqueeze(-1)
+    on = torch.arange(columns) - torch.arange(rows).unsqueeze(-1) == offset
+    return torch.where(on, column, 0.0).movedim((-2, -1), (dim1, dim2))
+
+
+def _masked_scatter_backward(gradient: Tensor, mask: Tensor, sizes: Sizes) -> Tensor:
+    """Send each element back to the one that was taken for it: they are taken one after the other."""
+    mask = mask.expand(gradient.shape).flatten()
+    places = (mask.to(torch.int64).cumsum(0) - 1).clamp_min(0)
+    taken = torch.where(mask, gradient.flatten(), 0.0)
+    return gradient.new_zeros(sizes).flatten().scatter_add(0, places, taken).view(sizes)
+
+
+def _multi_margin_backward(
+    gradient: Tensor, x: Tensor, target: Tensor, p: float, margin: float, weight: Tensor | None, reduction: int
+) -> Tensor:
+    rows, own = torch.atleast_2d(x), torch.atleast_1d(target).unsqueeze(1)
+    slack = margin - rows.gather(1, own) + rows
+    push = torch.where(slack > 0, torch.ones_like(slack) if p == 1 else 2 * slack, 0.0).scatter(1, own, 0.0)
+    push = push if weight is None else push * weight[own]
+    return _pushed(gradient, push.unsqueeze(1), own, reduction).view(x.shape)
+
+
+def _multilabel_margin_backward(
+    gradient: Tensor, x: Tensor, target: Tensor, reduction: int, is_target: Tensor
+) -> Tensor:
+    rows, own, marked = (torch.atleast_2d(part) for part in (x, target, is_target))
+    # Labels end at the first that is negative.
+    valid = (own < 0).to(torch.int64).cumsum(1) == 0
+    own = torch.where(valid, own, 0)
+    slack = 1 - rows.gather(1, own).unsqueeze(2) + rows.unsqueeze(1)
+    push = (slack > 0) & valid.unsqueeze(2) & (marked == 0).unsqueeze(1)
+    return _pushed(gradient, push.to(x.dtype), own, reduction).view(x.shape)
+
+
+def _pushed(gradient: Tensor, push: Tensor, own: Tensor, reduction: int) -> Tensor:
+    """Return the gradient of a loss where each label of a row pushes other classes down, and itself up as much."""
+    made = push.sum(1).scatter_add(1, own, -push.sum(2)) / push.shape[2]
+    gradient = gradient.unsqueeze(-1) if gradient.ndim else gradient
+    return made * gradient / (push.shape[0] if reduction == 1 else 1)
+
+
 def through(gradient: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     """Send a gradient back through a matrix for each of the last dims."""
     for number, matrix in enumerate(matrices):
@@ -179,9 +243,22 @@ def fixed(size: Any) -> int:
     return int(size)
 
 
-def _each(values: Sizes, dims: int) -> list[Any]:
+def each(values: Sizes, dims: int) -> list[Any]:
+    """Return one number for each dim, where one may stand for all."""
     return list(values) * dims if len(values) == 1 else list(values)
 
+
+_INTERPOLATIONS = (
+    *((f"upsample_nearest{dims}d", dims, False) for dims in (1, 2, 3)),
+    *((f"_upsample_nearest_exact{dims}d", dims, False) for dims in (1, 2, 3)),
+    ("upsample_linear1d", 1, True),
+    ("upsample_bilinear2d", 2, True),
+    ("_upsample_bilinear2d_aa", 2, True),
+    ("upsample_bicubic2d", 2, True),
+    ("_upsample_bicubic2d_aa", 2, True),
+    ("upsample_trilinear3d", 3, True),
+)
+"""Operators, the dims that each works along, and whether it is told how corners lie."""
 
 BACKWARD: dict[Any, Callable[..., Any]] = {
     aten.native_batch_norm.default: batch_norm,
@@ -193,10 +270,6 @@ BACKWARD: dict[Any, Callable[..., Any]] = {
         *batch_norm(x, weight, bias, mean, var, True, momentum, eps),
         x.new_empty(0, dtype=torch.uint8),
     ),
-    aten.prod.default: lambda x, *, dtype=None: torch.prod(x.flatten(), 0, dtype=dtype),
-    aten.hypot.default: lambda x, y: torch.sqrt(x * x + y * y),
-    aten.fmin.default: lambda x, y: torch.where(torch.isnan(y) | (x <= y), x, y),
-    aten.fmax.default: lambda x, y: torch.where(torch.isnan(y) | (x >= y), x, y),
     aten.convolution_backward.default: convolution_backward,
     aten.max_pool2d_with_indices_backward.default: lambda g, x, *o: _to_places(g, x, o[-1], 2),
     aten.max_pool3d_with_indices_backward.default: lambda g, x, *o: _to_places(g, x, o[-1], 3),
@@ -206,14 +279,17 @@ BACKWARD: dict[Any, Callable[..., Any]] = {
     aten.avg_pool3d_backward.default: partial(_average_pool_backward, 3),
     aten._adaptive_avg_pool2d_backward.default: partial(_adaptive_average_pool_backward, 2),
     aten._adaptive_avg_pool3d_backward.default: partial(_adaptive_average_pool_backward, 3),
-    aten.upsample_nearest1d_backward.default: _interpolation_backward("upsample_nearest1d", 1, corners=False),
-    aten.upsample_nearest2d_backward.default: _interpolation_backward("upsample_nearest2d", 2, corners=False),
-    aten.upsample_nearest3d_backward.default: _interpolation_backward("upsample_nearest3d", 3, corners=False),
-    aten._upsample_nearest_exact2d_backward.default: _interpolation_backward(
-        "_upsample_nearest_exact2d", 2, corners=False
-    ),
-    aten.upsample_linear1d_backward.default: _interpolation_backward("upsample_linear1d", 1, corners=True),
-    aten.upsample_bilinear2d_backward.default: _interpolation_backward("upsample_bilinear2d", 2, corners=True),
-    aten.upsample_bicubic2d_backward.default: _interpolation_backward("upsample_bicubic2d", 2, corners=True),
-    aten.upsample_trilinear3d_backward.default: _interpolation_backward("upsample_trilinear3d", 3, corners=True),
+    aten.diagonal_backward.default: _diagonal_backward,
+    aten.masked_scatter_backward.default: _masked_scatter_backward,
+    aten._weight_norm_interface_backward.default: aten._weight_norm_differentiable_backward.default,
+    aten.replication_pad1d_backward.default: _by_autograd(aten.replication_pad1d.default),
+    aten.replication_pad2d_backward.default: _by_autograd(aten.replication_pad2d.default),
+    aten.replication_pad3d_backward.default: _by_autograd(aten.replication_pad3d.default),
+    aten.grid_sampler_2d_backward.default: lambda *a: _by_autograd(aten.grid_sampler_2d.default, 2)(*a[:-1]),
+    aten.multi_margin_loss_backward.default: _multi_margin_backward,
+    aten.multilabel_margin_loss_backward.default: _multilabel_margin_backward,
+    **{
+        getattr(aten, f"{name}_backward").default: _interpolation_backward(name, dims, corners=corners)
+        for name, dims, corners in _INTERPOLATIONS
+    },
 }

@@ -32,6 +32,7 @@ from torch.utils import _pytree as pytree
 from cpt_fx.errors import ExportError
 from cpt_fx.export.backward import BACKWARD
 from cpt_fx.export.functions import OPSET
+from cpt_fx.export.operators import OPERATORS
 
 Table = Mapping[Any, Callable[..., Any]]
 
@@ -47,7 +48,7 @@ def decompositions() -> Table:
         torch.ops.aten.empty_like.default: lambda x, *, dtype=None, **_: torch.zeros_like(x, dtype=dtype),
         torch.ops.aten.empty_permuted.default: lambda size, order, *, dtype=None, **_: torch.zeros(size, dtype=dtype),
     }
-    return {**plain, **backward, **BACKWARD, **empty}
+    return {**plain, **backward, **OPERATORS, **BACKWARD, **empty}
 
 
 def record(

@@ -88,7 +88,7 @@ module("MaxPool2d, ceil_mode", lambda: nn.MaxPool2d(3, 2, ceil_mode=True), 3, 8,
 module("MaxPool3d", lambda: nn.MaxPool3d(2), 2, 4, 4, 4)
 POOLING.op("max_pool2d, ties", lambda h: F.max_pool2d(torch.relu(h - 0.5), 3, 2), 3, 8, 8)
 POOLING.op("max_pool2d, indices returned", lambda h: F.max_pool2d(h, 2, return_indices=True)[0], 3, 8, 8)
-POOLING.op("max_unpool2d", lambda h: F.max_unpool2d(*F.max_pool2d(h, 2, return_indices=True), [2]), 3, 8, 8)
+POOLING.op("max_unpool2d", lambda h: F.max_unpool2d(*F.max_pool2d(h, 2, return_indices=True), 2), 3, 8, 8)
 module("AvgPool1d", lambda: nn.AvgPool1d(2), 3, 8)
 module("AvgPool2d", lambda: nn.AvgPool2d(2), 3, 8, 8)
 module("AvgPool2d, padded", lambda: nn.AvgPool2d(3, 2, 1), 3, 8, 8)
