@@ -24,7 +24,7 @@ def batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
     training: bool, momentum: float, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Write out batch norm: the exporter takes it for that of evaluation, and its schema hides that it writes buffers."""
+    """Write out batch norm: the exporter takes it for that of evaluation, its schema hides that it writes buffers."""
     dims = [0, *range(2, x.ndim)]
     shape = [1, -1, *(1,) * (x.ndim - 2)]
     if training:
@@ -162,11 +162,13 @@ def _interpolation_backward(name: str, dims: int, *, corners: bool) -> Callable[
         matrices = []
         for dim in range(dims):
             size, out = fixed(input_size[2 + dim]), fixed(output_size[dim])
-            shape, sizes, factors = [1] * dims, [1] * dims, [None] * dims
-            shape[dim], sizes[dim], factors[dim] = size, out, scales[dim] if scales else None
+            # Two elements along the other dims, which stay as they are: with one, torch's antialiasing mixes dims up.
+            place, shape, sizes, factors = [1] * dims, [2] * dims, [2] * dims, [None] * dims
+            place[dim], shape[dim], sizes[dim], factors[dim] = size, size, out, scales[dim] if scales else None
             with _disable_current_modes():
-                units = torch.eye(size).view(1, size, *shape)
-                matrices.append(forward(units, sizes, *aligned, *factors).view(size, out).T.contiguous())
+                units = torch.eye(size).view(1, size, *place).expand(1, size, *shape).contiguous()
+                made = forward(units, sizes, *aligned, *factors)
+                matrices.append(made[0].movedim(1 + dim, 1).flatten(2)[..., 0].T.contiguous())
         return through(gradient, matrices)
 
     return backward

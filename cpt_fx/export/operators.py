@@ -110,6 +110,14 @@ def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accu
     return aten.index_put.default(x, places, values, accumulate)
 
 
+def _first(operator: Any, x: Tensor, *dim: Any, **options: Any) -> Any:
+    """Compare truth values as numbers: ONNX Runtime looks for no largest among them."""
+    if x.dtype != torch.bool:
+        return NotImplemented
+    made = operator(x.to(torch.int32), *dim, **options)
+    return (made[0].to(torch.bool), made[1]) if isinstance(made, tuple) else made
+
+
 OPERATORS: dict[Any, Callable[..., Any]] = {
     # A number that varies is a tensor in the graph.
     aten.mul.Scalar: lambda x, factor: aten.mul.Tensor(x, factor),
@@ -128,5 +136,6 @@ OPERATORS: dict[Any, Callable[..., Any]] = {
     aten.median.dim: _median,
     aten.median.default: lambda x: _median(x.flatten(), 0)[0],
     aten.put.default: _put,
+    **{name: partial(_first, name) for name in (aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default)},
     aten.index_put.default: _index_put,
 }

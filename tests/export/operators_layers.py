@@ -22,10 +22,10 @@ for module in (
     ACTIVATIONS.module(repr(module), lambda module=module: module)  # type: ignore[misc]
 ACTIVATIONS.module("PReLU()", nn.PReLU)
 ACTIVATIONS.module("PReLU(3)", lambda: nn.PReLU(3), 3, 4)
-ACTIVATIONS.module("RReLU(), random", nn.RReLU, refused="draws at random")
+ACTIVATIONS.module("RReLU(), random", nn.RReLU)
 ACTIVATIONS.module("Softmax2d()", nn.Softmax2d, 3, 2, 2)
 ACTIVATIONS.op("softmax, float64", lambda h: h.softmax(1, dtype=torch.float64).float())
-ACTIVATIONS.op("F.gumbel_softmax", lambda h: F.gumbel_softmax(h, dim=1), refused="draws at random")
+ACTIVATIONS.op("F.gumbel_softmax", lambda h: F.gumbel_softmax(h, dim=1))
 
 NORMALIZATION = Section("Normalization")
 module = NORMALIZATION.module  # type: ignore[assignment]
@@ -108,7 +108,9 @@ module("AdaptiveMaxPool2d(1)", lambda: nn.AdaptiveMaxPool2d(1), 3, 8, 8)
 module("AdaptiveMaxPool2d(2)", lambda: nn.AdaptiveMaxPool2d(2), 3, 8, 8)
 module("AdaptiveMaxPool2d, uneven", lambda: nn.AdaptiveMaxPool2d((3, 5)), 3, 8, 7)
 module("LPPool2d", lambda: nn.LPPool2d(2, 2), 3, 8, 8)
-module("FractionalMaxPool2d", lambda: nn.FractionalMaxPool2d(2, output_size=3), 3, 8, 8, refused="draws at random")
+module(
+    "FractionalMaxPool2d", lambda: nn.FractionalMaxPool2d(2, output_size=3), 3, 8, 8, refused="fractional_max_pool2d"
+)
 
 CONVOLUTIONS = Section("Convolutions and linear layers")
 module = CONVOLUTIONS.module  # type: ignore[assignment]
@@ -141,7 +143,7 @@ module("ConvTranspose2d, groups, dilation", lambda: nn.ConvTranspose2d(4, 6, 3, 
 module("ConvTranspose3d", lambda: nn.ConvTranspose3d(2, 3, 2, 2), 2, 3, 3, 3)
 module("Bilinear", lambda: _Twice(nn.Bilinear(8, 8, 5)))
 module("Unfold", lambda: nn.Unfold(2), 3, 4, 4)
-module("Fold", lambda: nn.Fold((4, 4), 2), 12, 9, refused="Col2Im")
+module("Fold", lambda: nn.Fold((4, 4), 2), 12, 9)
 
 
 class _Twice(nn.Module):
@@ -254,11 +256,13 @@ module("Dropout3d", lambda: nn.Dropout3d(0.4), 5, 2, 2, 2)
 module("AlphaDropout", lambda: nn.AlphaDropout(0.4))
 module("FeatureAlphaDropout", lambda: nn.FeatureAlphaDropout(0.4), 5, 4)
 DROPOUT.op("rand_like", lambda h: h + torch.rand_like(h))
-DROPOUT.op("randn", lambda h: h + torch.randn(8), refused="draws at random")
+DROPOUT.op("randn", lambda h: h + torch.randn(8))
 DROPOUT.op("bernoulli", lambda h: h * torch.bernoulli(h.sigmoid()))
-DROPOUT.op("randperm", lambda h: h[:, torch.randperm(8)], refused="draws at random")
-DROPOUT.op("multinomial", lambda h: h.gather(1, torch.multinomial(h.sigmoid(), 2)), refused="draws at random")
-DROPOUT.op("normal_", lambda h: h + torch.empty_like(h).normal_(), refused="draws at random")
+DROPOUT.op("randperm", lambda h: h[:, torch.randperm(8)])
+DROPOUT.op(
+    "multinomial", lambda h: h.gather(1, torch.multinomial(h.sigmoid(), 2)), refused="multinomial: draws at random"
+)
+DROPOUT.op("normal_", lambda h: h + torch.empty_like(h).normal_())
 
 
 class _Residual(nn.Module):

@@ -105,6 +105,8 @@ def _differences(case: Case) -> dict[str, float]:
     case.prepare(transformed)
     module = cpt_fx.single_graph(transformed, example)
     graph = program.trace(module, program.Call(example, {}, case.targets(EXAMPLE), case.loss), gradients=True)
+    if not isinstance(graph.model.graph.inputs[-len((*graph.inputs, *graph.targets))].shape[0], ir.SymbolicDim):
+        raise ExportError("the graph is for batches of one size only")
     add_functions(graph)
     parameters = dict(module.named_parameters())
     seeds = torch.randint(-(2**31), 2**31, (max(graph.draws, 1), 2), dtype=torch.int32)
