@@ -54,7 +54,7 @@ def convolution_backward(
     stride, padding, dilation = (each(value, dims) for value in (stride, padding, dilation))
     to_x = to_weight = to_bias = None
     if output_mask[0] and transposed:
-        to_x = aten.convolution.default(gradient, weight, None, stride, padding, dilation, False, [0] * dims, groups)
+        to_x = _convolution(gradient, weight, stride, padding, dilation, False, [0] * dims, groups)
     elif output_mask[0]:
         to_x = _back_through(gradient, weight, x.shape[2:], stride, padding, dilation, groups)
     if output_mask[1]:
@@ -64,6 +64,11 @@ def convolution_backward(
     if output_mask[2]:
         to_bias = gradient.sum([0, *range(2, gradient.ndim)])
     return to_x, to_weight, to_bias
+
+
+def _convolution(x: Tensor, weight: Tensor, *options: Any) -> Tensor:
+    made: Tensor = aten.convolution.default(x, weight, None, *options)
+    return made
 
 
 def _back_through(
@@ -77,13 +82,13 @@ def _back_through(
         # The same with a filter that is turned around, for which runtimes have their fastest kernels.
         own = weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1).flip(list(range(2, 2 + dims)))
         left = [reach[dim] - padding[dim] for dim in range(dims)]
-        return aten.convolution.default(gradient, own, None, stride, left, dilation, False, none, groups)
+        return _convolution(gradient, own, stride, left, dilation, False, none, groups)
     whole = [(gradient.shape[2 + dim] - 1) * stride[dim] + reach[dim] + 1 for dim in range(dims)]
     missing = [sizes[dim] + 2 * padding[dim] - whole[dim] for dim in range(dims)]
     if all(isinstance(size, int) for size in missing):
-        return aten.convolution.default(gradient, weight, None, stride, padding, dilation, True, missing, groups)
+        return _convolution(gradient, weight, stride, padding, dilation, True, missing, groups)
     # Where sizes vary, so does what the last step of the stride left over.
-    made = aten.convolution.default(gradient, weight, None, stride, none, dilation, True, none, groups)
+    made = _convolution(gradient, weight, stride, none, dilation, True, none, groups)
     for dim in range(dims):
         made = aten.constant_pad_nd.default(made, [0, 0] * (dims - 1 - dim) + [0, missing[dim]])
         made = made.narrow(2 + dim, padding[dim], sizes[dim])
@@ -98,7 +103,7 @@ def _weight_gradient(
     place = list(range(3, 3 + dims))
     given = x.unflatten(1, (groups, -1)).permute(2, 1, 0, *place).flatten(1, 2)
     filters = gradient.unflatten(1, (groups, -1)).permute(1, 2, 0, *place).flatten(0, 1)
-    made = aten.convolution.default(given, filters, None, dilation, padding, stride, False, [0] * dims, groups)
+    made = _convolution(given, filters, dilation, padding, stride, False, [0] * dims, groups)
     for dim in range(dims):
         made = made.narrow(2 + dim, 0, sizes[dim])
     return made.transpose(0, 1)
@@ -132,10 +137,11 @@ def _average_pool_backward(
 
 
 def _adaptive_average_pool_backward(dims: int, gradient: Tensor, x: Tensor) -> Tensor:
-    return through(gradient, [_adaptive(fixed(x.shape[dim]), fixed(gradient.shape[dim])) for dim in range(-dims, 0)])
+    return through(gradient, [adaptive(fixed(x.shape[dim]), fixed(gradient.shape[dim])) for dim in range(-dims, 0)])
 
 
-def _adaptive(size: int, out: int) -> Tensor:
+def adaptive(size: int, out: int) -> Tensor:
+    """Return the matrix of an adaptive average pooling along one dim."""
     return _matrix([(low, high, 1 / (high - low)) for low, high in spans(size, out)], size)
 
 
@@ -181,7 +187,7 @@ def _by_autograd(forward: Any, count: int = 1) -> Callable[..., Any]:
         with enable_reentrant_dispatch(), torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in arguments[:count]]
             made = decomposition_table[forward](*leaves, *arguments[count:])
-            found = torch.autograd.grad(made, leaves, gradient)
+            found = torch.autograd.grad(made, leaves, gradient, materialize_grads=True)
         return found[0] if count == 1 else found
 
     return backward

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._decomp import decomposition_table
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cpt_fx.export.backward import each, fixed, spans
+from cpt_fx.export.backward import adaptive, each, fixed, spans, through
 
 aten, prims = torch.ops.aten, torch.ops.prims
 Sizes = Sequence[Any]
@@ -45,7 +45,7 @@ def _average_pool(
         return NotImplemented
     kernel, padding = each(kernel, dims), each(padding, dims)
     stride = each(stride, dims) if stride else kernel
-    pads = []
+    pads: list[int] = []
     for dim in range(dims):
         size = fixed(x.shape[dim - dims])
         steps = (size + 2 * padding[dim] - kernel[dim]) / stride[dim]
@@ -72,6 +72,11 @@ def _adaptive_max_pool(operator: Any, x: Tensor, sizes: Sizes) -> tuple[Tensor, 
     values, chosen = x.flatten(-len(sizes))[..., places].max(-1)
     indices = places.expand(*chosen.shape, -1).gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
     return values.unflatten(-1, tuple(sizes)), indices.unflatten(-1, tuple(sizes))
+
+
+def _adaptive_average_pool(x: Tensor, sizes: Sizes) -> Tensor:
+    matrices = [adaptive(fixed(size), out).T for size, out in zip(x.shape[-len(sizes) :], sizes, strict=True)]
+    return through(x, matrices)
 
 
 def _kth(x: Tensor, k: Any, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
@@ -130,6 +135,7 @@ OPERATORS: dict[Any, Callable[..., Any]] = {
     aten._trilinear.default: _trilinear,
     aten.avg_pool2d.default: partial(_average_pool, aten.avg_pool2d.default, 2),
     aten.avg_pool3d.default: partial(_average_pool, aten.avg_pool3d.default, 3),
+    aten._adaptive_avg_pool3d.default: _adaptive_average_pool,
     aten.adaptive_max_pool2d.default: partial(_adaptive_max_pool, aten.adaptive_max_pool2d.default),
     aten.adaptive_max_pool3d.default: partial(_adaptive_max_pool, aten.adaptive_max_pool3d.default),
     aten.kthvalue.default: _kth,

@@ -97,7 +97,7 @@ class _Step:
         self.lowering = Lowering(seeds, self.names, gradients=self.gradients, plain=self.plain)
         with self.lowering, torch.set_grad_enabled(self.gradients):
             outputs = functional_call(self.model, tensors, args, kwargs)
-            loss = () if self.loss is None else (self.loss(outputs, *targets),)
+            loss: tuple[Tensor, ...] = () if self.loss is None else (self.loss(outputs, *targets),)
         if not self.gradients:
             named = dict(named_outputs(outputs))
             self.outputs = tuple(named)

@@ -46,13 +46,14 @@ def drawing(uniform: Uniform) -> dict[Any, Callable[..., Any]]:
         return normal(x) * std + mean
 
     def whole(x: Tensor, low: Any, high: Any) -> Tensor:
-        return (torch.floor(of(x) * (high - low)) + low).to(x.dtype)
+        made = torch.floor(of(x) * (high - low)) + low
+        return made.to(x.dtype)
 
     def rrelu(
         x: Tensor, noise: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, *_: Any, **__: Any
     ) -> Tensor:
         if not training:
-            return aten.leaky_relu.default(x, (lower + upper) / 2)
+            return torch.where(x > 0, x, x * ((lower + upper) / 2))
         noise.copy_(torch.where(x <= 0, between(x, lower, upper), 1.0))
         return x * noise
 

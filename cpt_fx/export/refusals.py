@@ -95,7 +95,7 @@ class _Seen(TorchDispatchMode):
     """Looks for an operator."""
 
     def __init__(self, operator: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.name = operator.split(".")[1]
         self.layer = self.found = ""
         self.odd = False
@@ -118,7 +118,7 @@ class _Walk(fx.Interpreter):
     """Runs a graph, and says which layer is at work."""
 
     def __init__(self, model: fx.GraphModule, seen: _Seen) -> None:
-        super().__init__(model)  # type: ignore[no-untyped-call]
+        super().__init__(model)
         self.seen = seen
 
     def run_node(self, n: fx.Node) -> Any:

@@ -48,6 +48,8 @@ op("roll", lambda h: h.roll(2, 1))
 op("roll, two dims", lambda h: h.roll((1, -1), (1, 2)), 3, 4)
 op("rot90", lambda h: h.rot90(1, (1, 2)), 3, 4)
 op("diagonal", lambda h: h.diagonal(dim1=1, dim2=2), 3, 4)
+op("diagonal, offsets", lambda h: h.diagonal(1, 1, 2).sum(1) + h.diagonal(-2, 2, 1).prod(1), 3, 4, 2)
+op("diagonal_scatter", lambda h: h.diagonal_scatter(h[:, 0].cos(), 0, 1, 2), 4, 4)
 op("diag_embed", lambda h: h.diag_embed(), 4)
 op("tril, triu", lambda h: h.tril() + h.triu(1), 4, 4)
 op(
@@ -72,10 +74,14 @@ op("index_select", lambda h: h.index_select(1, index), 4, 3)
 op("index, tensor", lambda h: h[:, index], 4, 3)
 op("index, two tensors", lambda h: h[:, index, torch.tensor([0, 1, 1, 2])], 4, 3)
 op("index, boolean mask, a constant", lambda h: h[:, torch.tensor([True, False, True, True])], 4, 3)
+op("index, boolean mask and a tensor", lambda h: h[:, torch.tensor([True, False, True, True]), index[:3]], 4, 3)
 op("index, boolean mask of data", lambda h: h * h[h > 0].sum(), 4, 3)
 op("gather", lambda h: h.gather(1, (h > 0).long()), 4)
 op("take_along_dim", lambda h: h.take_along_dim(h.argsort(1), 1), refused="one size only")
 op("take", lambda h: h * h.take(torch.tensor([0, 3])).sum())
+op("take, negative", lambda h: h * h.take(torch.tensor([[0, -3], [-1, 0]])).sum())
+op("put", lambda h: h.put(torch.tensor([-1, 2]), h[0, :2].cos()))
+op("put, accumulate", lambda h: h.put(torch.tensor([2, 2]), h[0, :2].cos(), accumulate=True))
 op("scatter", lambda h: torch.zeros_like(h).scatter(1, h.argsort(1), h))
 op("scatter, both sides", lambda h: h.cos().scatter(1, torch.tensor([[1, 2]]).expand(h.shape[0], 2), h[:, :2]))
 op("scatter_add", lambda h: h.cos().scatter_add(1, torch.tensor([[1, 1, 0]]).expand(h.shape[0], 3), h[:, :3]))
@@ -91,12 +97,14 @@ op("slice_scatter", lambda h: h.slice_scatter(h[:, :2].cos(), 1, 2, 4))
 op("select_scatter", lambda h: h.select_scatter(h[:, 0].cos(), 1, 2))
 op("masked_select", lambda h: h * h.masked_select(h > 0).sum(), refused="masked_select")
 op("masked_scatter", lambda h: h.masked_scatter(h > 0, h.cos()))
+op("masked_scatter, broadcast", lambda h: h.masked_scatter(torch.arange(8) > 3, h.cos()))
 op("sort", lambda h: h.sort(1).values)
 op("sort, descending", lambda h: h.sort(1, descending=True)[0])
 op("argsort", lambda h: h * h.argsort(1))
 op("topk", lambda h: h.topk(3, 1).values)
 op("topk, smallest, indices", lambda h: h.topk(3, 1, largest=False)[0] * h.topk(3, 1)[1])
 op("kthvalue", lambda h: h.kthvalue(2, 1).values[:, None])
+op("kthvalue, keepdim, ties", lambda h: h.kthvalue(2, 1, keepdim=True).values * torch.ones(8).kthvalue(3).values)
 op("bucketize, searchsorted", lambda h: h * torch.bucketize(h, torch.tensor([-0.2, 0.0, 0.3])))
 op("one_hot", lambda h: h[:, :3] * F.one_hot(h.argmax(1) % 3, 3))
 op("nonzero", lambda h: h * h[0].nonzero().shape[0])
@@ -109,6 +117,7 @@ op("pad, negative", lambda h: F.pad(h, (-1, 2)), 3, 4)
 for mode in ("reflect", "replicate", "circular"):
     op(f"pad, {mode}, 1d", lambda h, mode=mode: F.pad(h, (2, 1), mode), 3, 5)
     op(f"pad, {mode}, 2d", lambda h, mode=mode: F.pad(h, (2, 1, 0, 1), mode), 3, 5, 4)
+    op(f"pad, {mode}, 3d", lambda h, mode=mode: F.pad(h, (1, 1, 0, 1, 1, 0), mode), 2, 3, 3, 3)
 op("ZeroPad2d", nn.ZeroPad2d((1, 0, 2, 1)), 3, 4, 4)
 op("interpolate, nearest", lambda h: F.interpolate(h, scale_factor=2), 3, 4, 4)
 op("interpolate, nearest, uneven", lambda h: F.interpolate(h, (7, 3)), 3, 4, 4)
@@ -126,9 +135,21 @@ op("interpolate, linear", lambda h: F.interpolate(h, 7, mode="linear"), 3, 4)
 op("interpolate, bicubic", lambda h: F.interpolate(h, (7, 5), mode="bicubic"), 3, 4, 4)
 op("interpolate, area", lambda h: F.interpolate(h, (2, 2), mode="area"), 3, 4, 4)
 op("interpolate, antialias", lambda h: F.interpolate(h, (3, 2), mode="bilinear", antialias=True), 3, 4, 4)
+for mode, shape in (("nearest-exact", (4,)), ("nearest", (2, 3, 2)), ("trilinear", (2, 3, 2)), ("bicubic", (3, 4))):
+    op(f"interpolate, {mode}, {len(shape)}d, scale_factor",
+       lambda h, mode=mode: F.interpolate(h, scale_factor=1.7, mode=mode), 2, *shape)  # fmt: skip
+op("interpolate, trilinear, align_corners",
+   lambda h: F.interpolate(h, (3, 5, 2), mode="trilinear", align_corners=True), 2, 2, 3, 4)  # fmt: skip
+op("interpolate, bicubic, antialias", lambda h: F.interpolate(h, (2, 3), mode="bicubic", antialias=True), 3, 6, 7)
 op("Upsample", nn.Upsample(scale_factor=2), 3, 4, 4)
 grid = torch.linspace(-0.9, 0.9, 18).reshape(1, 3, 3, 2)
 op("grid_sample", lambda h: F.grid_sample(h, grid.expand(h.shape[0], 3, 3, 2), align_corners=False), 3, 4, 4)
+for mode in ("bilinear", "nearest", "bicubic"):
+    for border in ("zeros", "border", "reflection"):
+        op(f"grid_sample, {mode}, {border}, moving",
+           lambda h, mode=mode, border=border: F.grid_sample(
+               h, grid.expand(h.shape[0], 3, 3, 2) * h.mean((1, 2, 3))[:, None, None, None].exp() * 1.3, mode, border,
+               align_corners=border == "border"), 3, 4, 4)  # fmt: skip
 
 PRODUCTS = Section("Products")
 op = PRODUCTS.op
@@ -215,6 +236,13 @@ loss("triplet_margin_loss", lambda y, t: F.triplet_margin_loss(y, t, t.cos()))
 loss("soft_margin_loss", lambda y, t: F.soft_margin_loss(y, 2 * t - 1), _labels)
 loss("multilabel_soft_margin_loss", F.multilabel_soft_margin_loss, _labels)
 loss("multi_margin_loss", F.multi_margin_loss, classes)
+loss("multi_margin_loss, p=2, weights, none",
+     lambda y, t: F.multi_margin_loss(y, t, 2, 0.3, weight, reduction="none").square().mean(), classes)  # fmt: skip
+loss("multilabel_margin_loss, several labels, sum",
+     lambda y, t: F.multilabel_margin_loss(
+         y, torch.stack((t, (t + 1) % 3, -torch.ones_like(t)), 1), reduction="sum"), classes)  # fmt: skip
+loss("multilabel_margin_loss, none",
+     lambda y, t: F.multilabel_margin_loss(y, t.long(), reduction="none").square().mean(), _labels)  # fmt: skip
 loss("multilabel_margin_loss", lambda y, t: F.multilabel_margin_loss(y, t.long()), _labels)
 loss("ctc_loss",
      lambda y, t: F.ctc_loss(y[:, None].log_softmax(2), t[:1, None], torch.tensor([4]), torch.tensor([1])),
