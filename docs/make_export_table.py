@@ -80,7 +80,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="REGEX", help="run the cases whose section and name match; write no page")
     parser.add_argument("--known", metavar="FILE", help="lines that earlier runs printed: these cases are not run")
-    only, file = vars(parser.parse_args()).values()
+    arguments = parser.parse_args()
+    only, file = arguments.only, arguments.known
     lines = Path(file).read_text(encoding="utf-8").splitlines() if file else []
     known = {(line.pop("section"), line.pop("name")): line for line in map(json.loads, lines)}
     logging.disable(logging.ERROR)

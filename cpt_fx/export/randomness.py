@@ -46,7 +46,7 @@ def drawing(uniform: Uniform) -> dict[Any, Callable[..., Any]]:
         return normal(x) * std + mean
 
     def whole(x: Tensor, low: Any, high: Any) -> Tensor:
-        made = torch.floor(of(x) * (high - low)) + low
+        made: Tensor = torch.floor(of(x) * (high - low)) + low
         return made.to(x.dtype)
 
     def rrelu(

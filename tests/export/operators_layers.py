@@ -94,9 +94,9 @@ module("MaxPool3d, overlapping, padded, ceil_mode", lambda: nn.MaxPool3d(3, 2, 1
 module("MaxPool3d, dilation", lambda: nn.MaxPool3d(2, 1, dilation=2), 2, 4, 4, 4)
 POOLING.op("max_pool2d, ties", lambda h: F.max_pool2d(torch.relu(h - 0.5), 3, 2), 3, 8, 8)
 POOLING.op("max_pool2d, indices returned", lambda h: F.max_pool2d(h, 2, return_indices=True)[0], 3, 8, 8)
-POOLING.op("max_unpool2d", lambda h: F.max_unpool2d(*F.max_pool2d(h, 2, return_indices=True), 2), 3, 8, 8)
-POOLING.op("max_unpool1d", lambda h: F.max_unpool1d(*F.max_pool1d(h, 2, return_indices=True), 2), 3, 8)
-POOLING.op("max_unpool3d", lambda h: F.max_unpool3d(*F.max_pool3d(h, 2, return_indices=True), 2), 2, 4, 4, 4)
+POOLING.op("max_unpool2d", lambda h: F.max_unpool2d(*F.max_pool2d(h, 2, return_indices=True), [2, 2]), 3, 8, 8)
+POOLING.op("max_unpool1d", lambda h: F.max_unpool1d(*F.max_pool1d(h, 2, return_indices=True), [2]), 3, 8)
+POOLING.op("max_unpool3d", lambda h: F.max_unpool3d(*F.max_pool3d(h, 2, return_indices=True), [2, 2, 2]), 2, 4, 4, 4)
 module("AvgPool1d, padded, ceil_mode", lambda: nn.AvgPool1d(3, 2, 1, ceil_mode=True), 3, 8)
 module("AvgPool1d, count_include_pad=False", lambda: nn.AvgPool1d(3, 2, 1, count_include_pad=False), 3, 8)
 module("AvgPool2d, divisor_override, padded, ceil_mode",
@@ -128,9 +128,7 @@ module("AdaptiveMaxPool2d(1)", lambda: nn.AdaptiveMaxPool2d(1), 3, 8, 8)
 module("AdaptiveMaxPool2d(2)", lambda: nn.AdaptiveMaxPool2d(2), 3, 8, 8)
 module("AdaptiveMaxPool2d, uneven", lambda: nn.AdaptiveMaxPool2d((3, 5)), 3, 8, 7)
 module("LPPool2d", lambda: nn.LPPool2d(2, 2), 3, 8, 8)
-module(
-    "FractionalMaxPool2d", lambda: nn.FractionalMaxPool2d(2, output_size=3), 3, 8, 8, refused="fractional_max_pool2d"
-)
+module("FractionalMaxPool2d", lambda: nn.FractionalMaxPool2d(2, 3), 3, 8, 8, refused="op: aten.fractional_max_pool2d")
 
 CONVOLUTIONS = Section("Convolutions and linear layers")
 module = CONVOLUTIONS.module  # type: ignore[assignment]

@@ -105,7 +105,8 @@ def _differences(case: Case) -> dict[str, float]:
     case.prepare(transformed)
     module = cpt_fx.single_graph(transformed, example)
     graph = program.trace(module, program.Call(example, {}, case.targets(EXAMPLE), case.loss), gradients=True)
-    if not isinstance(graph.model.graph.inputs[-len((*graph.inputs, *graph.targets))].shape[0], ir.SymbolicDim):
+    shape = next(value.shape for value in graph.model.graph.inputs if value.name == graph.inputs[0])
+    if shape is None or not isinstance(shape[0], ir.SymbolicDim):
         raise ExportError("the graph is for batches of one size only")
     add_functions(graph)
     parameters = dict(module.named_parameters())
@@ -122,8 +123,8 @@ def _differences(case: Case) -> dict[str, float]:
     found = _ort_step(graph, feed)
     expected = _torch_step(case, plain, inputs, targets, seeds)
     differences = {"loss": _difference(found["loss"], expected.pop("loss"))}
-    # Some gradients are 0 but for rounding, as that of a bias before batch norm: they are compared with the others. With
-    # a hundredth of the largest instead of a tenth, a single rounding of that (1.2e-7) would be too much.
+    # Some gradients are 0 but for rounding, as that of a bias before batch norm: they are compared with the others.
+    # With a hundredth of the largest instead of a tenth, a single rounding of it (1.2e-7) would be too much.
     largest = max(float(gradient.abs().max()) for gradient in expected.values() if gradient is not None)
     for name, gradient in expected.items():
         made = found.get(name + program.GRADIENT + program.NEXT)
