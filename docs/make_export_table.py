@@ -1,6 +1,6 @@
 """Write docs/export-operators.md, what becomes of every operator in an export: python docs/make_export_table.py
 
-Needs the extra `ort`. Takes some minutes: every operator is exported, trained for a step, and compared with PyTorch.
+Needs onnxruntime. Takes some minutes: every operator is exported, run for a step, and compared with PyTorch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -28,38 +28,31 @@ from tests.export.parity import BATCH, EXAMPLE, TOLERANCE, Outcome, run_apart  #
 
 LONGEST = 260
 TOP = """\
-# Operators in an export to ONNX Runtime training
+# Operators in an exported training step
 
 What `export.ort_training` makes of {count} operators and modules of PyTorch. Each stands in a small model with
-parameters before and after it, which is transformed, exported with a batch of {example}, and trained for one step in
+parameters before and after it, which is transformed, exported with a batch of {example}, and run for one step in
 ONNX Runtime with a batch of {batch}, at full precision. Loss, the gradients of all parameters and running statistics
 are compared with those of the plain model in PyTorch.
 
-* **right** ({right}): as torch's exporter writes it, ONNX Runtime computes the gradients of PyTorch: the largest
-  difference is below {tolerance} of the largest element. Gradients that are 0 but for rounding, as that of a bias
-  before batch norm, are measured against a hundredth of the model's largest gradient.
-* **rewritten** ({rewritten}): so, too, but in another form than torch's exporter would write: ONNX Runtime has no
-  gradient for that one, or a wrong one, or draws at random in a way that cannot be repeated.
-* **refused** ({refused}): the export ends in an `ExportError` that names the layer and the operator.
+* **right** ({right}): the largest difference is below {tolerance} of the largest element. Gradients that are 0 but for
+  rounding, as that of a bias before batch norm, are measured against a tenth of the model's largest gradient.
+* **refused** ({refused}): the export ends in an `ExportError` that names the operator, and the layer that calls it.
 
-There is no fourth kind. An operator that is not in this table is exported if it comes down to ONNX operators whose
-gradients were compared here, towards the same inputs ({proven} such pairs), and refused otherwise. Where PyTorch has a
-rule for equal elements (`amax` shares a gradient among them, `max(dim)` gives it to the first) or for a bound that is
-hit (`clamp` lets the gradient pass, `hardtanh` does not), the export follows it.
+There is no third kind. Gradients are what PyTorch's own backward pass makes them, rules for equal elements included:
+`amax` shares a gradient among them, `max(dim)` gives it to the first. An operator that is not in this table is exported
+if it comes down to operators that ONNX has; every export is compared with PyTorch before it is written.
 
-Written by `docs/make_export_table.py` (torch {torch}, onnxruntime-training {ort}).
+Written by `docs/make_export_table.py` (torch {torch}, onnxruntime {ort}).
 """
 
 
 def page(results: list[tuple[Case, Outcome]]) -> str:
     """Return the whole page."""
-    from cpt_fx.export.refusals import PROVEN
-
     counts = Counter(outcome.verdict for _, outcome in results)
     top = TOP.format(
-        count=len(results), example=EXAMPLE, batch=BATCH, tolerance=f"{TOLERANCE:g}",
-        torch=torch.__version__.partition("+")[0], ort=_installed("onnxruntime-training-cpu", "onnxruntime-training"),
-        proven=len(PROVEN), **{verdict: counts[verdict] for verdict in ("right", "rewritten", "refused")},
+        count=len(results), example=EXAMPLE, batch=BATCH, tolerance=f"{TOLERANCE:g}", right=counts["right"],
+        refused=counts["refused"], torch=torch.__version__.partition("+")[0], ort=version("onnxruntime"),
     )  # fmt: skip
     return top + "".join(_sections(results))
 
@@ -74,8 +67,6 @@ def _sections(results: list[tuple[Case, Outcome]]) -> Iterator[str]:
 
 
 def _remark(outcome: Outcome) -> str:
-    if outcome.verdict == "rewritten":
-        return ", ".join(f"`{name}`" for name in outcome.rewritten)
     lines = outcome.remark.splitlines()
     said = lines[0] if lines else ""
     return _text(said if len(said) <= LONGEST else said[:LONGEST].rpartition(" ")[0] + " ...")
@@ -85,33 +76,29 @@ def _text(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "\\<").replace("*", "\\*")
 
 
-def _installed(*names: str) -> str:
-    for name in names:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return "unknown"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="REGEX", help="run the cases whose section and name match; write no page")
-    only = parser.parse_args().only
+    parser.add_argument("--known", metavar="FILE", help="lines that earlier runs printed: these cases are not run")
+    arguments = parser.parse_args()
+    only, file = arguments.only, arguments.known
+    lines = Path(file).read_text(encoding="utf-8").splitlines() if file else []
+    known = {(line.pop("section"), line.pop("name")): line for line in map(json.loads, lines)}
     logging.disable(logging.ERROR)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     chosen = [case for case in CASES if only is None or re.search(only, f"{case.section}: {case.name}")]
-    results = []
-    unexpected = 0
-    for case, outcome in run_apart(chosen):
-        fine = not case.complaint(outcome.verdict, outcome.remark)
-        unexpected += not fine
-        print(json.dumps({"section": case.section, "name": case.name, "fine": fine, **asdict(outcome)}), flush=True)
-        results.append((case, outcome))
+    results = {name: Outcome(**outcome) for name, outcome in known.items()}
+    for case, outcome in run_apart(case for case in chosen if (case.section, case.name) not in known):
+        print(json.dumps({"section": case.section, "name": case.name, **asdict(outcome)}), flush=True)
+        results[case.section, case.name] = outcome
+    found = [(case, results[case.section, case.name]) for case in chosen]
+    unexpected = [case.name for case, outcome in found if case.complaint(outcome.verdict, outcome.remark)]
+    if unexpected:
+        print("not as expected:", ", ".join(unexpected), file=sys.stderr)
     if only is None and not unexpected:
-        (ROOT / "docs" / "export-operators.md").write_text(page(results), encoding="utf-8")
-    return min(unexpected, 1)
+        (ROOT / "docs" / "export-operators.md").write_text(page(found), encoding="utf-8")
+    return bool(unexpected)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._decomp import decomposition_table
+from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
 aten = torch.ops.aten
@@ -22,7 +24,7 @@ def batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
     training: bool, momentum: float, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Write out batch norm: the exporter takes it for that of evaluation, and its schema hides that it writes buffers."""
+    """Write out batch norm: the exporter takes it for that of evaluation, its schema hides that it writes buffers."""
     dims = [0, *range(2, x.ndim)]
     shape = [1, -1, *(1,) * (x.ndim - 2)]
     if training:
@@ -49,10 +51,10 @@ def convolution_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Write the gradients of a convolution as convolutions."""
     dims = x.ndim - 2
-    stride, padding, dilation = (_each(value, dims) for value in (stride, padding, dilation))
+    stride, padding, dilation = (each(value, dims) for value in (stride, padding, dilation))
     to_x = to_weight = to_bias = None
     if output_mask[0] and transposed:
-        to_x = aten.convolution.default(gradient, weight, None, stride, padding, dilation, False, [0] * dims, groups)
+        to_x = _convolution(gradient, weight, stride, padding, dilation, False, [0] * dims, groups)
     elif output_mask[0]:
         to_x = _back_through(gradient, weight, x.shape[2:], stride, padding, dilation, groups)
     if output_mask[1]:
@@ -62,6 +64,11 @@ def convolution_backward(
     if output_mask[2]:
         to_bias = gradient.sum([0, *range(2, gradient.ndim)])
     return to_x, to_weight, to_bias
+
+
+def _convolution(x: Tensor, weight: Tensor, *options: Any) -> Tensor:
+    made: Tensor = aten.convolution.default(x, weight, None, *options)
+    return made
 
 
 def _back_through(
@@ -75,13 +82,13 @@ def _back_through(
         # The same with a filter that is turned around, for which runtimes have their fastest kernels.
         own = weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1).flip(list(range(2, 2 + dims)))
         left = [reach[dim] - padding[dim] for dim in range(dims)]
-        return aten.convolution.default(gradient, own, None, stride, left, dilation, False, none, groups)
+        return _convolution(gradient, own, stride, left, dilation, False, none, groups)
     whole = [(gradient.shape[2 + dim] - 1) * stride[dim] + reach[dim] + 1 for dim in range(dims)]
     missing = [sizes[dim] + 2 * padding[dim] - whole[dim] for dim in range(dims)]
     if all(isinstance(size, int) for size in missing):
-        return aten.convolution.default(gradient, weight, None, stride, padding, dilation, True, missing, groups)
+        return _convolution(gradient, weight, stride, padding, dilation, True, missing, groups)
     # Where sizes vary, so does what the last step of the stride left over.
-    made = aten.convolution.default(gradient, weight, None, stride, none, dilation, True, none, groups)
+    made = _convolution(gradient, weight, stride, none, dilation, True, none, groups)
     for dim in range(dims):
         made = aten.constant_pad_nd.default(made, [0, 0] * (dims - 1 - dim) + [0, missing[dim]])
         made = made.narrow(2 + dim, padding[dim], sizes[dim])
@@ -96,7 +103,7 @@ def _weight_gradient(
     place = list(range(3, 3 + dims))
     given = x.unflatten(1, (groups, -1)).permute(2, 1, 0, *place).flatten(1, 2)
     filters = gradient.unflatten(1, (groups, -1)).permute(1, 2, 0, *place).flatten(0, 1)
-    made = aten.convolution.default(given, filters, None, dilation, padding, stride, False, [0] * dims, groups)
+    made = _convolution(given, filters, dilation, padding, stride, False, [0] * dims, groups)
     for dim in range(dims):
         made = made.narrow(2 + dim, 0, sizes[dim])
     return made.transpose(0, 1)
@@ -111,8 +118,8 @@ def _average_pool_backward(
     dims: int, gradient: Tensor, x: Tensor, kernel: Sizes, stride: Sizes, padding: Sizes, ceil_mode: bool,
     count_include_pad: bool, divisor_override: int | None,
 ) -> Tensor:  # fmt: skip
-    kernel, padding = _each(kernel, dims), _each(padding, dims)
-    stride = _each(stride, dims) if stride else kernel
+    kernel, padding = each(kernel, dims), each(padding, dims)
+    stride = each(stride, dims) if stride else kernel
     matrices = []
     for dim in range(dims):
         size, out = fixed(x.shape[dim - dims]), fixed(gradient.shape[dim - dims])
@@ -130,12 +137,17 @@ def _average_pool_backward(
 
 
 def _adaptive_average_pool_backward(dims: int, gradient: Tensor, x: Tensor) -> Tensor:
-    return through(gradient, [_adaptive(fixed(x.shape[dim]), fixed(gradient.shape[dim])) for dim in range(-dims, 0)])
+    return through(gradient, [adaptive(fixed(x.shape[dim]), fixed(gradient.shape[dim])) for dim in range(-dims, 0)])
 
 
-def _adaptive(size: int, out: int) -> Tensor:
-    ends = [(place * size // out, -((-(place + 1) * size) // out)) for place in range(out)]
-    return _matrix([(low, high, 1 / (high - low)) for low, high in ends], size)
+def adaptive(size: int, out: int) -> Tensor:
+    """Return the matrix of an adaptive average pooling along one dim."""
+    return _matrix([(low, high, 1 / (high - low)) for low, high in spans(size, out)], size)
+
+
+def spans(size: int, out: int) -> list[tuple[int, int]]:
+    """Return where each window of an adaptive pooling begins and ends."""
+    return [(place * size // out, -((-(place + 1) * size) // out)) for place in range(out)]
 
 
 def _matrix(rows: Sequence[tuple[int, int, float]], size: int) -> Tensor:
@@ -156,14 +168,74 @@ def _interpolation_backward(name: str, dims: int, *, corners: bool) -> Callable[
         matrices = []
         for dim in range(dims):
             size, out = fixed(input_size[2 + dim]), fixed(output_size[dim])
-            shape, sizes, factors = [1] * dims, [1] * dims, [None] * dims
-            shape[dim], sizes[dim], factors[dim] = size, out, scales[dim] if scales else None
+            # Two elements along the other dims, which stay as they are: with one, torch's antialiasing mixes dims up.
+            place, shape, sizes, factors = [1] * dims, [2] * dims, [2] * dims, [None] * dims
+            place[dim], shape[dim], sizes[dim], factors[dim] = size, size, out, scales[dim] if scales else None
             with _disable_current_modes():
-                units = torch.eye(size).view(1, size, *shape)
-                matrices.append(forward(units, sizes, *aligned, *factors).view(size, out).T.contiguous())
+                units = torch.eye(size).view(1, size, *place).expand(1, size, *shape).contiguous()
+                made = forward(units, sizes, *aligned, *factors)
+                matrices.append(made[0].movedim(1 + dim, 1).flatten(2)[..., 0].T.contiguous())
         return through(gradient, matrices)
 
     return backward
+
+
+def _by_autograd(forward: Any, count: int = 1) -> Callable[..., Any]:
+    """Return the backward pass that autograd makes of torch's own decomposition of a forward pass."""
+
+    def backward(gradient: Tensor, *arguments: Any) -> Any:
+        with enable_reentrant_dispatch(), torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in arguments[:count]]
+            made = decomposition_table[forward](*leaves, *arguments[count:])
+            found = torch.autograd.grad(made, leaves, gradient, materialize_grads=True)
+        return found[0] if count == 1 else found
+
+    return backward
+
+
+def _diagonal_backward(gradient: Tensor, sizes: Sizes, offset: int, dim1: int, dim2: int) -> Tensor:
+    rows, columns = sizes[dim1], sizes[dim2]
+    above = min(max(-offset, 0), rows)
+    column = aten.constant_pad_nd.default(gradient, [above, rows - above - gradient.shape[-1]]).unsqueeze(-1)
+    on = torch.arange(columns) - torch.arange(rows).unsqueeze(-1) == offset
+    return torch.where(on, column, 0.0).movedim((-2, -1), (dim1, dim2))
+
+
+def _masked_scatter_backward(gradient: Tensor, mask: Tensor, sizes: Sizes) -> Tensor:
+    """Send each element back to the one that was taken for it: they are taken one after the other."""
+    mask = mask.expand(gradient.shape).flatten()
+    places = (mask.to(torch.int64).cumsum(0) - 1).clamp_min(0)
+    taken = torch.where(mask, gradient.flatten(), 0.0)
+    return gradient.new_zeros(sizes).flatten().scatter_add(0, places, taken).view(sizes)
+
+
+def _multi_margin_backward(
+    gradient: Tensor, x: Tensor, target: Tensor, p: float, margin: float, weight: Tensor | None, reduction: int
+) -> Tensor:
+    rows, own = torch.atleast_2d(x), torch.atleast_1d(target).unsqueeze(1)
+    slack = margin - rows.gather(1, own) + rows
+    push = torch.where(slack > 0, torch.ones_like(slack) if p == 1 else 2 * slack, 0.0).scatter(1, own, 0.0)
+    push = push if weight is None else push * weight[own]
+    return _pushed(gradient, push.unsqueeze(1), own, reduction).view(x.shape)
+
+
+def _multilabel_margin_backward(
+    gradient: Tensor, x: Tensor, target: Tensor, reduction: int, is_target: Tensor
+) -> Tensor:
+    rows, own, marked = (torch.atleast_2d(part) for part in (x, target, is_target))
+    # Labels end at the first that is negative.
+    valid = (own < 0).to(torch.int64).cumsum(1) == 0
+    own = torch.where(valid, own, 0)
+    slack = 1 - rows.gather(1, own).unsqueeze(2) + rows.unsqueeze(1)
+    push = (slack > 0) & valid.unsqueeze(2) & (marked == 0).unsqueeze(1)
+    return _pushed(gradient, push.to(x.dtype), own, reduction).view(x.shape)
+
+
+def _pushed(gradient: Tensor, push: Tensor, own: Tensor, reduction: int) -> Tensor:
+    """Return the gradient of a loss where each label of a row pushes other classes down, and itself up as much."""
+    made = push.sum(1).scatter_add(1, own, -push.sum(2)) / push.shape[2]
+    gradient = gradient.unsqueeze(-1) if gradient.ndim else gradient
+    return made * gradient / (push.shape[0] if reduction == 1 else 1)
 
 
 def through(gradient: Tensor, matrices: Sequence[Tensor]) -> Tensor:
@@ -179,9 +251,22 @@ def fixed(size: Any) -> int:
     return int(size)
 
 
-def _each(values: Sizes, dims: int) -> list[Any]:
+def each(values: Sizes, dims: int) -> list[Any]:
+    """Return one number for each dim, where one may stand for all."""
     return list(values) * dims if len(values) == 1 else list(values)
 
+
+_INTERPOLATIONS = (
+    *((f"upsample_nearest{dims}d", dims, False) for dims in (1, 2, 3)),
+    *((f"_upsample_nearest_exact{dims}d", dims, False) for dims in (1, 2, 3)),
+    ("upsample_linear1d", 1, True),
+    ("upsample_bilinear2d", 2, True),
+    ("_upsample_bilinear2d_aa", 2, True),
+    ("upsample_bicubic2d", 2, True),
+    ("_upsample_bicubic2d_aa", 2, True),
+    ("upsample_trilinear3d", 3, True),
+)
+"""Operators, the dims that each works along, and whether it is told how corners lie."""
 
 BACKWARD: dict[Any, Callable[..., Any]] = {
     aten.native_batch_norm.default: batch_norm,
@@ -193,10 +278,6 @@ BACKWARD: dict[Any, Callable[..., Any]] = {
         *batch_norm(x, weight, bias, mean, var, True, momentum, eps),
         x.new_empty(0, dtype=torch.uint8),
     ),
-    aten.prod.default: lambda x, *, dtype=None: torch.prod(x.flatten(), 0, dtype=dtype),
-    aten.hypot.default: lambda x, y: torch.sqrt(x * x + y * y),
-    aten.fmin.default: lambda x, y: torch.where(torch.isnan(y) | (x <= y), x, y),
-    aten.fmax.default: lambda x, y: torch.where(torch.isnan(y) | (x >= y), x, y),
     aten.convolution_backward.default: convolution_backward,
     aten.max_pool2d_with_indices_backward.default: lambda g, x, *o: _to_places(g, x, o[-1], 2),
     aten.max_pool3d_with_indices_backward.default: lambda g, x, *o: _to_places(g, x, o[-1], 3),
@@ -206,14 +287,17 @@ BACKWARD: dict[Any, Callable[..., Any]] = {
     aten.avg_pool3d_backward.default: partial(_average_pool_backward, 3),
     aten._adaptive_avg_pool2d_backward.default: partial(_adaptive_average_pool_backward, 2),
     aten._adaptive_avg_pool3d_backward.default: partial(_adaptive_average_pool_backward, 3),
-    aten.upsample_nearest1d_backward.default: _interpolation_backward("upsample_nearest1d", 1, corners=False),
-    aten.upsample_nearest2d_backward.default: _interpolation_backward("upsample_nearest2d", 2, corners=False),
-    aten.upsample_nearest3d_backward.default: _interpolation_backward("upsample_nearest3d", 3, corners=False),
-    aten._upsample_nearest_exact2d_backward.default: _interpolation_backward(
-        "_upsample_nearest_exact2d", 2, corners=False
-    ),
-    aten.upsample_linear1d_backward.default: _interpolation_backward("upsample_linear1d", 1, corners=True),
-    aten.upsample_bilinear2d_backward.default: _interpolation_backward("upsample_bilinear2d", 2, corners=True),
-    aten.upsample_bicubic2d_backward.default: _interpolation_backward("upsample_bicubic2d", 2, corners=True),
-    aten.upsample_trilinear3d_backward.default: _interpolation_backward("upsample_trilinear3d", 3, corners=True),
+    aten.diagonal_backward.default: _diagonal_backward,
+    aten.masked_scatter_backward.default: _masked_scatter_backward,
+    aten._weight_norm_interface_backward.default: aten._weight_norm_differentiable_backward.default,
+    aten.replication_pad1d_backward.default: _by_autograd(aten.replication_pad1d.default),
+    aten.replication_pad2d_backward.default: _by_autograd(aten.replication_pad2d.default),
+    aten.replication_pad3d_backward.default: _by_autograd(aten.replication_pad3d.default),
+    aten.grid_sampler_2d_backward.default: lambda *a: _by_autograd(aten.grid_sampler_2d.default, 2)(*a[:-1]),
+    aten.multi_margin_loss_backward.default: _multi_margin_backward,
+    aten.multilabel_margin_loss_backward.default: _multilabel_margin_backward,
+    **{
+        getattr(aten, f"{name}_backward").default: _interpolation_backward(name, dims, corners=corners)
+        for name, dims, corners in _INTERPOLATIONS
+    },
 }

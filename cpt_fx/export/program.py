@@ -19,7 +19,7 @@ from cpt_fx.export.lowering import Lowering, Placed
 from cpt_fx.export.normalize import normalize
 from cpt_fx.export.randomness import drawing
 from cpt_fx.export.recording import convert, record
-from cpt_fx.export.refusals import check_modules
+from cpt_fx.export.refusals import UnsupportedError, check_modules, layer_of
 from cpt_fx.layer_state import ranges
 from cpt_fx.meta import STATE, Dial
 from cpt_fx.standalone import precision_of
@@ -97,7 +97,7 @@ class _Step:
         self.lowering = Lowering(seeds, self.names, gradients=self.gradients, plain=self.plain)
         with self.lowering, torch.set_grad_enabled(self.gradients):
             outputs = functional_call(self.model, tensors, args, kwargs)
-            loss = () if self.loss is None else (self.loss(outputs, *targets),)
+            loss: tuple[Tensor, ...] = () if self.loss is None else (self.loss(outputs, *targets),)
         if not self.gradients:
             named = dict(named_outputs(outputs))
             self.outputs = tuple(named)
@@ -145,8 +145,12 @@ def trace(
     varying = (*(pytree.tree_map(lambda _: False, part) for part in fixed),
                *(pytree.tree_map(lambda _: dynamic_batch, part) for part in given))  # fmt: skip
     arguments = (*fixed, *given)
-    recorded = record(step, arguments, varying, drawing(step.uniform), whole=not gradients)
-    graph = convert(recorded, arguments, varying)
+    try:
+        recorded = record(step, arguments, varying, drawing(step.uniform), whole=not gradients)
+        graph = convert(recorded, arguments)
+    except UnsupportedError as error:
+        layer = layer_of(model, call, error.operator)
+        raise UnsupportedError(f"{layer}: {error.operator}" if layer else error.operator, error.reason) from error
     inputs, targets = _input_names(model, call), _numbered(TARGET, len(call.targets))
     names = (*parameters, *state, *(BITS + name for name in bits), SEEDS,
              *(name + GRADIENT for name in sums), MORE, *inputs, *targets)  # fmt: skip

@@ -46,7 +46,16 @@ def drawing(uniform: Uniform) -> dict[Any, Callable[..., Any]]:
         return normal(x) * std + mean
 
     def whole(x: Tensor, low: Any, high: Any) -> Tensor:
-        return (torch.floor(of(x) * (high - low)) + low).to(x.dtype)
+        made: Tensor = torch.floor(of(x) * (high - low)) + low
+        return made.to(x.dtype)
+
+    def rrelu(
+        x: Tensor, noise: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, *_: Any, **__: Any
+    ) -> Tensor:
+        if not training:
+            return torch.where(x > 0, x, x * ((lower + upper) / 2))
+        noise.copy_(torch.where(x <= 0, between(x, lower, upper), 1.0))
+        return x * noise
 
     def like(x: Tensor, dtype: torch.dtype | None) -> Tensor:
         return x if dtype is None else torch.zeros_like(x, dtype=dtype)
@@ -57,6 +66,7 @@ def drawing(uniform: Uniform) -> dict[Any, Callable[..., Any]]:
         aten.bernoulli_.float: lambda x, p=0.5, *, generator=None: x.copy_(bernoulli(x, p)),
         aten.bernoulli_.Tensor: lambda x, p, *, generator=None: x.copy_(bernoulli(x, p)),
         aten.native_dropout.default: dropout,
+        aten.rrelu_with_noise.default: rrelu,
         aten.rand.default: lambda size, *, dtype=None, **_: of(shaped(size, dtype)).to(dtype or torch.float32),
         aten.randn.default: lambda size, *, dtype=None, **_: normal(shaped(size, dtype)).to(dtype or torch.float32),
         aten.rand_like.default: lambda x, *, dtype=None, **_: of(x).to(dtype or x.dtype),

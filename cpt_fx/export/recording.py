@@ -19,19 +19,30 @@ import torch
 from torch import Tensor, fx, nn
 from torch._decomp import core_aten_decompositions, decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.export import Dim
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # Which operators the exporter translates: nothing public says so.
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 from torch.utils import _pytree as pytree
 
-from cpt_fx.errors import ExportError
 from cpt_fx.export.backward import BACKWARD
 from cpt_fx.export.functions import OPSET
+from cpt_fx.export.operators import OPERATORS
+from cpt_fx.export.refusals import UnsupportedError, check_draws, check_numbers, operator_of
 
 Table = Mapping[Any, Callable[..., Any]]
 
@@ -50,7 +61,7 @@ def decompositions() -> Table:
         torch.ops.aten.empty_like.default: lambda x, *, dtype=None, **_: torch.zeros_like(x, dtype=dtype),
         torch.ops.aten.empty_permuted.default: lambda size, order, *, dtype=None, **_: torch.zeros(size, dtype=dtype),
     }
-    return {**plain, **backward, **BACKWARD, **empty}
+    return {**plain, **backward, **OPERATORS, **BACKWARD, **empty}
 
 
 def record(
@@ -68,17 +79,30 @@ def record(
         if not isinstance(value, Tensor):
             return value
         kind = DimDynamic.DYNAMIC if varies else DimDynamic.STATIC
-        context = StatelessSymbolicContext(dynamic_sizes=[kind] * value.ndim)
+        context: Any = StatelessSymbolicContext(dynamic_sizes=[kind] * value.ndim)
         return mode.from_tensor(value.detach(), symbolic_context=context)
 
     leaves, structure = pytree.tree_flatten(arguments)
     made = [fake(value, varies) for value, varies in zip(leaves, pytree.tree_leaves(varying), strict=True)]
     table = {**({} if whole else decompositions()), **extra}
     # Attention in one operator has a backward pass in one operator. Kernels in C++ read sizes as numbers.
+    trace = make_fx(function, decomposition_table=table, tracing_mode="real", pre_dispatch=whole)
     with mode, enable_python_dispatcher(), sdpa_kernel(SDPBackend.MATH):
-        return make_fx(function, decomposition_table=table, tracing_mode="real", pre_dispatch=whole)(
-            *pytree.tree_unflatten(made, structure)
-        )
+        try:
+            recorded = trace(*pytree.tree_unflatten(made, structure))
+        except (DynamicOutputShapeException, DataDependentOutputException, UnsupportedOperatorException) as error:
+            reason = "PyTorch cannot say what it returns without the values that it is given"
+            raise UnsupportedError(str(error.func).removesuffix(".default"), reason) from error
+        except GuardOnDataDependentSymNode as error:
+            reason = "the values of a tensor decide what is computed, which is fixed in a graph"
+            raise UnsupportedError("aten._local_scalar_dense", reason) from error
+    if not whole:
+        check_numbers(recorded)
+    return recorded
+
+
+def _is_open(size: Any) -> bool:
+    return isinstance(size, torch.SymInt) and not size.node.expr.is_number
 
 
 class _Recorded(nn.Module):
@@ -93,36 +117,40 @@ class _Recorded(nn.Module):
         return self.recorded(*arguments)
 
 
-def convert(graph: fx.GraphModule, arguments: tuple[Any, ...], varying: Any) -> ir.Model:
-    """Return a record as an ONNX graph: inputs are the tensors of the arguments, in their order."""
+def convert(graph: fx.GraphModule, arguments: tuple[Any, ...]) -> ir.Model:
+    """Return a record as an ONNX graph: inputs are the tensors of the arguments, in their order.
 
-    def shape(value: Any, varies: bool) -> Any:
-        return [Dim.AUTO] * value.ndim if varies and isinstance(value, Tensor) else None
-
-    leaves, structure = pytree.tree_flatten(arguments)
-    flags = pytree.tree_leaves(varying)
-    shapes = pytree.tree_unflatten([shape(*pair) for pair in zip(leaves, flags, strict=True)], structure)
+    Sizes are open that were left open and that nothing in the record has fixed.
+    """
+    given = [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]
+    shapes = [
+        [Dim.AUTO if _is_open(size) else Dim.STATIC for size in value.shape] if isinstance(value, Tensor) else None
+        for value in given
+    ]
+    structure = pytree.tree_structure(arguments)
     still = pytree.tree_map_only(Tensor, Tensor.detach, arguments)
     with _quiet(), torch.no_grad():
-        program = torch.export.export(_Recorded(graph), still, dynamic_shapes=(shapes,), strict=False)
+        program = torch.export.export(
+            _Recorded(graph), still, dynamic_shapes=(pytree.tree_unflatten(shapes, structure),), strict=False
+        )
         for node in program.graph.nodes:
             # Lines of the user's files, with their paths: nothing that belongs into an export.
             node.meta.pop("stack_trace", None)
         try:
             made = torch.onnx.export(program, dynamo=True, optimize=False, opset_version=OPSET, verbose=False)
         except torch.onnx.OnnxExporterError as error:
-            raise ExportError(_untranslated(error)) from error
+            raise _untranslated(error) from error
     assert made is not None
+    check_draws(made.model)
     return made.model
 
 
-def _untranslated(error: Exception) -> str:
+def _untranslated(error: Exception) -> UnsupportedError:
     """Say which operator has no translation to ONNX."""
     found = re.search(r"No ONNX function found for <OpOverload\(op='(\w+\.\w+)'", str(error))
-    name = re.search(r"translating node %(\w+)", str(error))
+    operator = found[1] if found else operator_of(str(error.__cause__ or error)) or "an operator"
     said = "" if found else f" ({str(error.__cause__ or error).strip().splitlines()[0]})"
-    operator = found[1] if found else name[1] if name else "an operator"
-    return f"{operator}: torch's ONNX exporter has no translation of it{said}"
+    return UnsupportedError(operator, f"torch's ONNX exporter has no translation of it{said}")
 
 
 @contextmanager

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import inspect
+from bisect import bisect_left
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import onnx_ir as ir
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpt_fx.errors import ExportError
-from cpt_fx.meta import Dial
+from cpt_fx.meta import Dial, module_path
+from cpt_fx.trial import trial
+
+if TYPE_CHECKING:
+    from cpt_fx.export.program import Call
+
+
+class UnsupportedError(ExportError):
+    """An operator that a graph cannot hold, and why."""
+
+    def __init__(self, operator: str, reason: str) -> None:
+        super().__init__(f"{operator}: {reason}")
+        self.operator, self.reason = operator, reason
 
 
 def check_modules(model: nn.Module) -> None:
@@ -30,4 +49,84 @@ def check_schedules(dials: Iterable[Dial]) -> None:
         )
 
 
+def check_numbers(graph: fx.GraphModule) -> None:
+    """Refuse numbers with which ONNX Runtime does not compute as PyTorch does."""
+    for node in graph.graph.nodes:
+        # An input may be of any kind: what the model makes of it counts.
+        values = pytree.tree_leaves(node.meta.get("val")) if node.op == "call_function" else ()
+        for value in values:
+            if _is_odd(value):
+                kind = "complex numbers" if value.is_complex() else "numbers of 16 bits, which it rounds elsewhere"
+                raise UnsupportedError(str(node.target).removesuffix(".default"), f"ONNX Runtime does not train {kind}")
+
+
+def _is_odd(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_complex() or value.dtype in (torch.float16, torch.bfloat16))
+
+
+def check_draws(model: ir.Model) -> None:
+    """Refuse what ONNX Runtime would draw from a generator of its own."""
+    for node in model.graph.all_nodes():
+        if node.op_type in _DRAWS and not node.domain:
+            raise UnsupportedError(
+                operator_of(node.metadata_props.get("pkg.torch.onnx.fx_node", "")) or node.op_type,
+                "draws at random in a way that an exported graph cannot repeat",
+            )
+
+
+def operator_of(text: str) -> str:
+    """Return which operator a node of torch's graphs calls, from its description."""
+    return text.partition("[target=torch.ops.")[2].partition("]")[0].removesuffix(".default")
+
+
+def layer_of(model: fx.GraphModule, call: Call, operator: str) -> str:
+    """Return the layer that calls an operator, in its forward pass or its backward pass; "" if none does."""
+    seen = _Seen(operator)
+    given = inspect.signature(model.forward).bind(*call.args, **call.kwargs).arguments.values()
+    with trial(model), torch.enable_grad(), seen:
+        outputs = _Walk(model, seen).run(*given)
+        seen.layer = "the loss"
+        if call.loss is not None:
+            call.loss(outputs, *call.targets).backward()
+    return seen.found
+
+
+class _Seen(TorchDispatchMode):
+    """Looks for an operator."""
+
+    def __init__(self, operator: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.name = operator.split(".")[1]
+        self.layer = self.found = ""
+        self.odd = False
+        """Whether it was found with numbers that are refused: the same operator may be harmless elsewhere."""
+        self.layers: list[tuple[int, str]] = []
+        """The layers that ran, each with the number of the last step backward that it added."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        odd = any(map(_is_odd, pytree.tree_leaves(result)))
+        if func._schema.name.partition("::")[2] == self.name and (odd > self.odd or not self.found):
+            step = torch._C._current_autograd_node()
+            place = bisect_left(self.layers, (step._sequence_nr() + 1, "")) if step else len(self.layers)
+            self.found = self.layers[place][1] if place < len(self.layers) else self.layer
+            self.odd = odd
+        return result
+
+
+class _Walk(fx.Interpreter):
+    """Runs a graph, and says which layer is at work."""
+
+    def __init__(self, model: fx.GraphModule, seen: _Seen) -> None:
+        super().__init__(model)
+        self.seen = seen
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.seen.layer = module_path(n)[0] or "the model"
+        result = super().run_node(n)
+        self.seen.layers.append((torch._C._autograd._get_sequence_nr(), self.seen.layer))
+        return result
+
+
+_DRAWS = {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
 _NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)

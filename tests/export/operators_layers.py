@@ -22,10 +22,10 @@ for module in (
     ACTIVATIONS.module(repr(module), lambda module=module: module)  # type: ignore[misc]
 ACTIVATIONS.module("PReLU()", nn.PReLU)
 ACTIVATIONS.module("PReLU(3)", lambda: nn.PReLU(3), 3, 4)
-ACTIVATIONS.module("RReLU(), random", nn.RReLU, refused="draws at random")
+ACTIVATIONS.module("RReLU(), random", nn.RReLU)
 ACTIVATIONS.module("Softmax2d()", nn.Softmax2d, 3, 2, 2)
 ACTIVATIONS.op("softmax, float64", lambda h: h.softmax(1, dtype=torch.float64).float())
-ACTIVATIONS.op("F.gumbel_softmax", lambda h: F.gumbel_softmax(h, dim=1), refused="draws at random")
+ACTIVATIONS.op("F.gumbel_softmax", lambda h: F.gumbel_softmax(h, dim=1))
 
 NORMALIZATION = Section("Normalization")
 module = NORMALIZATION.module  # type: ignore[assignment]
@@ -78,6 +78,9 @@ NORMALIZATION.op(
 NORMALIZATION.module("spectral_norm", lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)))
 NORMALIZATION.module("weight_norm", lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)))
 
+NORMALIZATION.module("weight_norm, dim=1",
+                     lambda: nn.utils.parametrizations.weight_norm(nn.Conv1d(3, 4, 3), dim=1), 3, 5)  # fmt: skip
+
 POOLING = Section("Pooling")
 module = POOLING.module  # type: ignore[assignment]
 module("MaxPool1d", lambda: nn.MaxPool1d(2), 3, 8)
@@ -86,9 +89,26 @@ module("MaxPool2d, overlapping, padded", lambda: nn.MaxPool2d(3, 2, 1), 3, 8, 8)
 module("MaxPool2d, dilation", lambda: nn.MaxPool2d(2, 1, dilation=2), 3, 8, 8)
 module("MaxPool2d, ceil_mode", lambda: nn.MaxPool2d(3, 2, ceil_mode=True), 3, 8, 8)
 module("MaxPool3d", lambda: nn.MaxPool3d(2), 2, 4, 4, 4)
+module("MaxPool1d, padded, dilation, ceil_mode", lambda: nn.MaxPool1d(3, 2, 1, 2, ceil_mode=True), 3, 9)
+module("MaxPool3d, overlapping, padded, ceil_mode", lambda: nn.MaxPool3d(3, 2, 1, ceil_mode=True), 2, 4, 4, 4)
+module("MaxPool3d, dilation", lambda: nn.MaxPool3d(2, 1, dilation=2), 2, 4, 4, 4)
 POOLING.op("max_pool2d, ties", lambda h: F.max_pool2d(torch.relu(h - 0.5), 3, 2), 3, 8, 8)
 POOLING.op("max_pool2d, indices returned", lambda h: F.max_pool2d(h, 2, return_indices=True)[0], 3, 8, 8)
-POOLING.op("max_unpool2d", lambda h: F.max_unpool2d(*F.max_pool2d(h, 2, return_indices=True), [2]), 3, 8, 8)
+POOLING.op("max_unpool2d", lambda h: F.max_unpool2d(*F.max_pool2d(h, 2, return_indices=True), [2, 2]), 3, 8, 8)
+POOLING.op("max_unpool1d", lambda h: F.max_unpool1d(*F.max_pool1d(h, 2, return_indices=True), [2]), 3, 8)
+POOLING.op("max_unpool3d", lambda h: F.max_unpool3d(*F.max_pool3d(h, 2, return_indices=True), [2, 2, 2]), 2, 4, 4, 4)
+module("AvgPool1d, padded, ceil_mode", lambda: nn.AvgPool1d(3, 2, 1, ceil_mode=True), 3, 8)
+module("AvgPool1d, count_include_pad=False", lambda: nn.AvgPool1d(3, 2, 1, count_include_pad=False), 3, 8)
+module("AvgPool2d, divisor_override, padded, ceil_mode",
+       lambda: nn.AvgPool2d(3, 2, 1, ceil_mode=True, divisor_override=5), 3, 8, 7)  # fmt: skip
+module("AvgPool3d, divisor_override", lambda: nn.AvgPool3d(2, divisor_override=3), 2, 4, 4, 4)
+module("AvgPool3d, ceil_mode, padded", lambda: nn.AvgPool3d(3, 2, 1, ceil_mode=True), 2, 4, 4, 4)
+module("AdaptiveAvgPool1d, uneven", lambda: nn.AdaptiveAvgPool1d(3), 3, 8)
+module("AdaptiveAvgPool3d, uneven", lambda: nn.AdaptiveAvgPool3d((3, 2, 1)), 2, 4, 3, 4)
+module("AdaptiveMaxPool1d, uneven", lambda: nn.AdaptiveMaxPool1d(3), 3, 8)
+module("AdaptiveMaxPool3d, uneven", lambda: nn.AdaptiveMaxPool3d((3, 2, 1)), 2, 4, 3, 4)
+POOLING.op("adaptive_max_pool2d, uneven, ties", lambda h: F.adaptive_max_pool2d(torch.relu(h - 0.5), 3), 3, 7, 8)
+module("LPPool1d", lambda: nn.LPPool1d(2, 3), 3, 8)
 module("AvgPool1d", lambda: nn.AvgPool1d(2), 3, 8)
 module("AvgPool2d", lambda: nn.AvgPool2d(2), 3, 8, 8)
 module("AvgPool2d, padded", lambda: nn.AvgPool2d(3, 2, 1), 3, 8, 8)
@@ -108,7 +128,7 @@ module("AdaptiveMaxPool2d(1)", lambda: nn.AdaptiveMaxPool2d(1), 3, 8, 8)
 module("AdaptiveMaxPool2d(2)", lambda: nn.AdaptiveMaxPool2d(2), 3, 8, 8)
 module("AdaptiveMaxPool2d, uneven", lambda: nn.AdaptiveMaxPool2d((3, 5)), 3, 8, 7)
 module("LPPool2d", lambda: nn.LPPool2d(2, 2), 3, 8, 8)
-module("FractionalMaxPool2d", lambda: nn.FractionalMaxPool2d(2, output_size=3), 3, 8, 8, refused="draws at random")
+module("FractionalMaxPool2d", lambda: nn.FractionalMaxPool2d(2, 3), 3, 8, 8, refused="op: aten.fractional_max_pool2d")
 
 CONVOLUTIONS = Section("Convolutions and linear layers")
 module = CONVOLUTIONS.module  # type: ignore[assignment]
@@ -138,10 +158,20 @@ module("ConvTranspose1d", lambda: nn.ConvTranspose1d(4, 6, 3, 2, 1), 4, 5)
 module("ConvTranspose2d", lambda: nn.ConvTranspose2d(4, 6, 3, 2, 1), 4, 5, 5)
 module("ConvTranspose2d, output_padding", lambda: nn.ConvTranspose2d(4, 6, 3, 2, 1, 1), 4, 5, 5)
 module("ConvTranspose2d, groups, dilation", lambda: nn.ConvTranspose2d(4, 6, 3, 2, 1, groups=2, dilation=2), 4, 5, 5)
+module("Conv1d, dilation, padding_mode='replicate'",
+       lambda: nn.Conv1d(4, 6, 3, padding=2, dilation=2, padding_mode="replicate"), 4, 8)  # fmt: skip
+module("Conv3d, dilation, padding_mode='circular'",
+       lambda: nn.Conv3d(2, 4, 2, dilation=2, padding=1, padding_mode="circular"), 2, 4, 4, 4)  # fmt: skip
+module("ConvTranspose1d, groups, dilation, output_padding",
+       lambda: nn.ConvTranspose1d(4, 6, 3, 3, 2, 1, 2, dilation=2), 4, 5)  # fmt: skip
+module("ConvTranspose3d, groups, stride", lambda: nn.ConvTranspose3d(4, 6, 3, 2, 1, groups=2), 4, 3, 3, 3)
 module("ConvTranspose3d", lambda: nn.ConvTranspose3d(2, 3, 2, 2), 2, 3, 3, 3)
 module("Bilinear", lambda: _Twice(nn.Bilinear(8, 8, 5)))
+module("Bilinear on (N, T, C)", lambda: _Twice(nn.Bilinear(4, 4, 5, bias=False)), 3, 4)
+module("Unfold, stride, dilation, padded", lambda: nn.Unfold((3, 2), 2, 1, 2), 3, 6, 6)
+module("Fold, stride, dilation, padded", lambda: nn.Fold((4, 4), 2, dilation=2, padding=1, stride=2), 12, 4)
 module("Unfold", lambda: nn.Unfold(2), 3, 4, 4)
-module("Fold", lambda: nn.Fold((4, 4), 2), 12, 9, refused="Col2Im")
+module("Fold", lambda: nn.Fold((4, 4), 2), 12, 9)
 
 
 class _Twice(nn.Module):
@@ -254,11 +284,13 @@ module("Dropout3d", lambda: nn.Dropout3d(0.4), 5, 2, 2, 2)
 module("AlphaDropout", lambda: nn.AlphaDropout(0.4))
 module("FeatureAlphaDropout", lambda: nn.FeatureAlphaDropout(0.4), 5, 4)
 DROPOUT.op("rand_like", lambda h: h + torch.rand_like(h))
-DROPOUT.op("randn", lambda h: h + torch.randn(8), refused="draws at random")
+DROPOUT.op("randn", lambda h: h + torch.randn(8))
 DROPOUT.op("bernoulli", lambda h: h * torch.bernoulli(h.sigmoid()))
-DROPOUT.op("randperm", lambda h: h[:, torch.randperm(8)], refused="draws at random")
-DROPOUT.op("multinomial", lambda h: h.gather(1, torch.multinomial(h.sigmoid(), 2)), refused="draws at random")
-DROPOUT.op("normal_", lambda h: h + torch.empty_like(h).normal_(), refused="draws at random")
+DROPOUT.op("randperm", lambda h: h[:, torch.randperm(8)])
+DROPOUT.op(
+    "multinomial", lambda h: h.gather(1, torch.multinomial(h.sigmoid(), 2)), refused="multinomial: draws at random"
+)
+DROPOUT.op("normal_", lambda h: h + torch.empty_like(h).normal_())
 
 
 class _Residual(nn.Module):

@@ -24,12 +24,7 @@ op(
 op("repeat", lambda h: h.repeat(1, 3))
 op("tile", lambda h: h.tile(2, 2)[: h.shape[0]])
 op("repeat_interleave", lambda h: h.repeat_interleave(2, 1))
-op(
-    "repeat_interleave, tensor",
-    lambda h: h.repeat_interleave(torch.tensor([1, 2, 1, 3]), 1),
-    4,
-    refused="repeat_interleave",
-)
+op("repeat_interleave, tensor", lambda h: h.repeat_interleave(torch.tensor([1, 2, 1, 3]), 1), 4)
 op("cat", lambda h: torch.cat([h, h.sin(), h[:, :2]], 1))
 op("cat over the batch", lambda h: torch.cat([h, h.sin()], 0)[h.shape[0] :])
 op("stack", lambda h: torch.stack([h, h.sin()], 2))
@@ -53,13 +48,15 @@ op("roll", lambda h: h.roll(2, 1))
 op("roll, two dims", lambda h: h.roll((1, -1), (1, 2)), 3, 4)
 op("rot90", lambda h: h.rot90(1, (1, 2)), 3, 4)
 op("diagonal", lambda h: h.diagonal(dim1=1, dim2=2), 3, 4)
+op("diagonal, offsets", lambda h: h.diagonal(1, 1, 2).sum(1) + h.diagonal(-2, 2, 1).prod(1), 3, 4, 2)
+op("diagonal_scatter", lambda h: h.diagonal_scatter(h[:, 0].cos(), 0, 1, 2), 4, 4)
 op("diag_embed", lambda h: h.diag_embed(), 4)
 op("tril, triu", lambda h: h.tril() + h.triu(1), 4, 4)
 op(
     "meshgrid",
     lambda h: h * torch.stack(torch.meshgrid(torch.arange(2.0), torch.arange(4.0), indexing="ij")).sum(0).flatten(),
 )
-op("as_strided", lambda h: h.as_strided((4, 8), (8, 1)) * 1, refused="any batch size")
+op("as_strided", lambda h: h.as_strided((4, 8), (8, 1)) * 1, refused="as_strided")
 op("pixel_shuffle", lambda h: F.pixel_shuffle(h, 2), 8, 3, 3)
 op("pixel_unshuffle", lambda h: F.pixel_unshuffle(h, 2), 2, 4, 4)
 op("channel_shuffle", lambda h: F.channel_shuffle(h, 2), 4, 3, 3)
@@ -77,17 +74,20 @@ op("index_select", lambda h: h.index_select(1, index), 4, 3)
 op("index, tensor", lambda h: h[:, index], 4, 3)
 op("index, two tensors", lambda h: h[:, index, torch.tensor([0, 1, 1, 2])], 4, 3)
 op("index, boolean mask, a constant", lambda h: h[:, torch.tensor([True, False, True, True])], 4, 3)
+op("index, boolean mask and a tensor", lambda h: h[:, torch.tensor([True, False, True, True]), index[:3]], 4, 3)
 op("index, boolean mask of data", lambda h: h * h[h > 0].sum(), 4, 3)
 op("gather", lambda h: h.gather(1, (h > 0).long()), 4)
-op("take_along_dim", lambda h: h.take_along_dim(h.argsort(1), 1), refused="any batch size")
+op("take_along_dim", lambda h: h.take_along_dim(h.argsort(1), 1), refused="one size only")
 op("take", lambda h: h * h.take(torch.tensor([0, 3])).sum())
+op("take, negative", lambda h: h * h.take(torch.tensor([[0, -3], [-1, 0]])).sum())
+op("put", lambda h: h.put(torch.tensor([-1, 2]), h[0, :2].cos()))
+op("put, accumulate", lambda h: h.put(torch.tensor([2, 2]), h[0, :2].cos(), accumulate=True))
 op("scatter", lambda h: torch.zeros_like(h).scatter(1, h.argsort(1), h))
 op("scatter, both sides", lambda h: h.cos().scatter(1, torch.tensor([[1, 2]]).expand(h.shape[0], 2), h[:, :2]))
 op("scatter_add", lambda h: h.cos().scatter_add(1, torch.tensor([[1, 1, 0]]).expand(h.shape[0], 3), h[:, :3]))
 op("scatter_reduce, sum", lambda h: h.scatter_reduce(1, torch.tensor([[1, 1]]).expand(h.shape[0], 2), h[:, :2], "sum"))
 op("scatter_reduce, amax",
-   lambda h: h.scatter_reduce(1, torch.tensor([[1, 1]]).expand(h.shape[0], 2), h[:, :2], "amax"),
-   refused="scatter_reduce")  # fmt: skip
+   lambda h: h.scatter_reduce(1, torch.tensor([[1, 1]]).expand(h.shape[0], 2), h[:, :2], "amax"))  # fmt: skip
 op("index_add", lambda h: torch.zeros_like(h).index_add(1, index, h), 4, 3)
 op("index_copy", lambda h: h.index_copy(1, torch.tensor([2, 0]), h[:, :2].cos()), 4, 3)
 op("index_fill", lambda h: h.index_fill(1, torch.tensor([2, 0]), 0.5), 4, 3)
@@ -97,12 +97,14 @@ op("slice_scatter", lambda h: h.slice_scatter(h[:, :2].cos(), 1, 2, 4))
 op("select_scatter", lambda h: h.select_scatter(h[:, 0].cos(), 1, 2))
 op("masked_select", lambda h: h * h.masked_select(h > 0).sum(), refused="masked_select")
 op("masked_scatter", lambda h: h.masked_scatter(h > 0, h.cos()))
+op("masked_scatter, broadcast", lambda h: h.masked_scatter(torch.arange(8) > 3, h.cos()))
 op("sort", lambda h: h.sort(1).values)
 op("sort, descending", lambda h: h.sort(1, descending=True)[0])
 op("argsort", lambda h: h * h.argsort(1))
 op("topk", lambda h: h.topk(3, 1).values)
 op("topk, smallest, indices", lambda h: h.topk(3, 1, largest=False)[0] * h.topk(3, 1)[1])
 op("kthvalue", lambda h: h.kthvalue(2, 1).values[:, None])
+op("kthvalue, keepdim, ties", lambda h: h.kthvalue(2, 1, keepdim=True).values * torch.ones(8).kthvalue(3).values)
 op("bucketize, searchsorted", lambda h: h * torch.bucketize(h, torch.tensor([-0.2, 0.0, 0.3])))
 op("one_hot", lambda h: h[:, :3] * F.one_hot(h.argmax(1) % 3, 3))
 op("nonzero", lambda h: h * h[0].nonzero().shape[0])
@@ -115,6 +117,7 @@ op("pad, negative", lambda h: F.pad(h, (-1, 2)), 3, 4)
 for mode in ("reflect", "replicate", "circular"):
     op(f"pad, {mode}, 1d", lambda h, mode=mode: F.pad(h, (2, 1), mode), 3, 5)
     op(f"pad, {mode}, 2d", lambda h, mode=mode: F.pad(h, (2, 1, 0, 1), mode), 3, 5, 4)
+    op(f"pad, {mode}, 3d", lambda h, mode=mode: F.pad(h, (1, 1, 0, 1, 1, 0), mode), 2, 3, 3, 3)
 op("ZeroPad2d", nn.ZeroPad2d((1, 0, 2, 1)), 3, 4, 4)
 op("interpolate, nearest", lambda h: F.interpolate(h, scale_factor=2), 3, 4, 4)
 op("interpolate, nearest, uneven", lambda h: F.interpolate(h, (7, 3)), 3, 4, 4)
@@ -132,10 +135,21 @@ op("interpolate, linear", lambda h: F.interpolate(h, 7, mode="linear"), 3, 4)
 op("interpolate, bicubic", lambda h: F.interpolate(h, (7, 5), mode="bicubic"), 3, 4, 4)
 op("interpolate, area", lambda h: F.interpolate(h, (2, 2), mode="area"), 3, 4, 4)
 op("interpolate, antialias", lambda h: F.interpolate(h, (3, 2), mode="bilinear", antialias=True), 3, 4, 4)
+for mode, shape in (("nearest-exact", (4,)), ("nearest", (2, 3, 2)), ("trilinear", (2, 3, 2)), ("bicubic", (3, 4))):
+    op(f"interpolate, {mode}, {len(shape)}d, scale_factor",
+       lambda h, mode=mode: F.interpolate(h, scale_factor=1.7, mode=mode), 2, *shape)  # fmt: skip
+op("interpolate, trilinear, align_corners",
+   lambda h: F.interpolate(h, (3, 5, 2), mode="trilinear", align_corners=True), 2, 2, 3, 4)  # fmt: skip
+op("interpolate, bicubic, antialias", lambda h: F.interpolate(h, (2, 3), mode="bicubic", antialias=True), 3, 6, 7)
 op("Upsample", nn.Upsample(scale_factor=2), 3, 4, 4)
 grid = torch.linspace(-0.9, 0.9, 18).reshape(1, 3, 3, 2)
-op("grid_sample", lambda h: F.grid_sample(h, grid.expand(h.shape[0], 3, 3, 2), align_corners=False), 3, 4, 4,
-   refused="GridSample")  # fmt: skip
+op("grid_sample", lambda h: F.grid_sample(h, grid.expand(h.shape[0], 3, 3, 2), align_corners=False), 3, 4, 4)
+for mode in ("bilinear", "nearest", "bicubic"):
+    for border in ("zeros", "border", "reflection"):
+        op(f"grid_sample, {mode}, {border}, moving",
+           lambda h, mode=mode, border=border: F.grid_sample(
+               h, grid.expand(h.shape[0], 3, 3, 2) * h.mean((1, 2, 3))[:, None, None, None].exp() * 1.3, mode, border,
+               align_corners=border == "border"), 3, 4, 4)  # fmt: skip
 
 PRODUCTS = Section("Products")
 op = PRODUCTS.op
@@ -159,7 +173,7 @@ op("cosine_similarity", lambda h: F.cosine_similarity(h, h.cos(), dim=1)[:, None
 op("pairwise_distance", lambda h: F.pairwise_distance(h, h.cos(), keepdim=True))
 op("cross", lambda h: torch.linalg.cross(h, h.cos()), 4, 3)
 op("linalg.inv", lambda h: torch.linalg.inv(h + 5 * torch.eye(3)), 3, 3, refused="linalg_inv")
-op("linalg.det", lambda h: torch.linalg.det(h)[:, None], 3, 3, refused="Det")
+op("linalg.det", lambda h: torch.linalg.det(h)[:, None], 3, 3, refused="linalg_lu_solve")
 op("linalg.svd", lambda h: torch.linalg.svdvals(h), 3, 3, refused="svd")
 op("linalg.cholesky", lambda h: torch.linalg.cholesky(h @ h.mT + 5 * torch.eye(3)), 3, 3, refused="cholesky")
 
@@ -214,7 +228,11 @@ loss("binary_cross_entropy_with_logits, pos_weight, weight",
 loss("kl_div", lambda y, t: F.kl_div(y.log_softmax(1), t, reduction="batchmean"), _probabilities)
 loss("kl_div, log_target", lambda y, t: F.kl_div(y.log_softmax(1), t.log(), log_target=True), _probabilities)
 loss("poisson_nll_loss", F.poisson_nll_loss)
-loss("gaussian_nll_loss", lambda y, t: F.gaussian_nll_loss(y, t, y.exp()), refused="any batch size")
+loss(
+    "gaussian_nll_loss",
+    lambda y, t: F.gaussian_nll_loss(y, t, y.exp()),
+    refused="the loss: aten._local_scalar_dense: the values of a tensor decide",
+)
 loss("hinge_embedding_loss", lambda y, t: F.hinge_embedding_loss(y, 2 * t - 1), _labels)
 loss("margin_ranking_loss", lambda y, t: F.margin_ranking_loss(y[:, 0], y[:, 1], t[:, 0].sign()))
 loss("cosine_embedding_loss", lambda y, t: F.cosine_embedding_loss(y, t, torch.ones(1)))
@@ -222,6 +240,13 @@ loss("triplet_margin_loss", lambda y, t: F.triplet_margin_loss(y, t, t.cos()))
 loss("soft_margin_loss", lambda y, t: F.soft_margin_loss(y, 2 * t - 1), _labels)
 loss("multilabel_soft_margin_loss", F.multilabel_soft_margin_loss, _labels)
 loss("multi_margin_loss", F.multi_margin_loss, classes)
+loss("multi_margin_loss, p=2, weights, none",
+     lambda y, t: F.multi_margin_loss(y, t, 2, 0.3, weight, reduction="none").square().mean(), classes)  # fmt: skip
+loss("multilabel_margin_loss, several labels, sum",
+     lambda y, t: F.multilabel_margin_loss(
+         y, torch.stack((t, (t + 1) % 3, -torch.ones_like(t)), 1), reduction="sum"), classes)  # fmt: skip
+loss("multilabel_margin_loss, none",
+     lambda y, t: F.multilabel_margin_loss(y, t.long(), reduction="none").square().mean(), _labels)  # fmt: skip
 loss("multilabel_margin_loss", lambda y, t: F.multilabel_margin_loss(y, t.long()), _labels)
 loss("ctc_loss",
      lambda y, t: F.ctc_loss(y[:, None].log_softmax(2), t[:1, None], torch.tensor([4]), torch.tensor([1])),
@@ -263,9 +288,8 @@ class _Words(nn.Module):
 EMBEDDINGS.model("Embedding", lambda: _Words(nn.Embedding(7, 5)), _tokens)
 EMBEDDINGS.model("Embedding, padding_idx", lambda: _Words(nn.Embedding(7, 5, padding_idx=2)), _tokens)
 EMBEDDINGS.model("Embedding, tied to the last layer", lambda: _Words(nn.Embedding(7, 5), tied=True), _tokens)
-EMBEDDINGS.model("Embedding, max_norm", lambda: _Words(nn.Embedding(7, 5, max_norm=1.0)), _tokens, refused="max_norm")
-EMBEDDINGS.model("Embedding, scale_grad_by_freq", lambda: _Words(nn.Embedding(7, 5, scale_grad_by_freq=True)), _tokens,
-                 refused="scale_grad_by_freq")  # fmt: skip
+EMBEDDINGS.model("Embedding, max_norm", lambda: _Words(nn.Embedding(7, 5, max_norm=1.0)), _tokens)
+EMBEDDINGS.model("Embedding, scale_grad_by_freq", lambda: _Words(nn.Embedding(7, 5, scale_grad_by_freq=True)), _tokens)
 EMBEDDINGS.model("EmbeddingBag, mean", lambda: _Words(nn.EmbeddingBag(7, 5)), _tokens, refused="embedding_bag")
 EMBEDDINGS.model(
     "EmbeddingBag, sum", lambda: _Words(nn.EmbeddingBag(7, 5, mode="sum")), _tokens, refused="embedding_bag"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,22 +20,22 @@ ROOT = Path(__file__).parents[2]
 CHOSEN = (
     "pow, tensor exponent", "maximum, ties", "clamp, tensor bounds", "where, broadcast", "masked_fill, tensor value",
     "detach, all of a layer", "detach, no gradient beyond it", "torch.no_grad() in forward", "in-place operators",
-    "to(float16) and back", "lgamma", "atan", "floor", "amax, ties", "max, dim, ties", "prod, with zeros", "cumsum",
-    "norm, of all", "GELU(approximate='none')", "Softplus(beta=2.0, threshold=0.5)", "PReLU(3)", "GroupNorm",
-    "BatchNorm2d", "BatchNorm2d, no affine", "BatchNorm2d, momentum=None", "BatchNorm1d in eval mode", "weight_norm",
-    "MaxPool2d", "AvgPool2d, padded", "AvgPool3d", "AdaptiveAvgPool2d, uneven", "Conv3d, groups, stride",
-    "ConvTranspose2d", "einsum, attention", "Embedding, padding_idx", "Dropout2d", "multinomial",
-    "split, unused outputs", "flip", "pad, reflect, 2d", "interpolate, bilinear",
-    "cross_entropy, label_smoothing, weights, ignore_index",
-    "inside the model, label_smoothing",
+    "to(float16) and back", "complex numbers", "lgamma", "atan", "floor", "amax, ties", "max, dim, ties",
+    "prod, with zeros", "cumsum", "median, not a number", "std over the batch", "norm, of all",
+    "GELU(approximate='none')", "Softplus(beta=2.0, threshold=0.5)", "PReLU(3)", "GroupNorm", "BatchNorm2d",
+    "BatchNorm2d, no affine", "BatchNorm2d, momentum=None", "BatchNorm1d in eval mode", "weight_norm", "MaxPool2d",
+    "AvgPool2d, padded", "AvgPool2d, divisor_override, padded, ceil_mode", "AvgPool3d", "AdaptiveAvgPool2d, uneven",
+    "AdaptiveMaxPool2d, uneven", "Conv3d, groups, stride", "ConvTranspose2d", "einsum, attention",
+    "Embedding, padding_idx", "Dropout2d", "multinomial", "RReLU(), random", "split, unused outputs", "flip",
+    "pad, reflect, 2d", "interpolate, bilinear", "interpolate, bicubic, antialias",
+    "grid_sample, bilinear, border, moving", "gaussian_nll_loss", "linalg.inv",
+    "cross_entropy, label_smoothing, weights, ignore_index", "inside the model, label_smoothing",
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, dict[str, Any]]:
     """Run the chosen cases in one process, which makes a copy of itself for each: ONNX Runtime may crash."""
-    import re
-
     pattern = "|".join(f": {re.escape(name)}$" for name in CHOSEN)
     command = [sys.executable, str(ROOT / "docs" / "make_export_table.py"), "--only", pattern]
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)

@@ -1,0 +1,147 @@
+"""Operators that ONNX does not have, or that its exporter gets wrong, written in operators that both have.
+
+Entries of a decomposition table, met below autograd: gradients stay what PyTorch's own backward passes make them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._decomp import decomposition_table
+from torch.utils._python_dispatch import _disable_current_modes
+
+from cpt_fx.export.backward import adaptive, each, fixed, spans, through
+
+aten, prims = torch.ops.aten, torch.ops.prims
+Sizes = Sequence[Any]
+
+
+def _product(x: Tensor, dims: Sizes, *, output_dtype: torch.dtype | None = None) -> Tensor:
+    for dim in sorted(dims, reverse=True):
+        x = aten.prod.dim_int(x, dim, dtype=output_dtype)
+    return x
+
+
+def _trilinear(
+    a: Tensor, b: Tensor, c: Tensor, expand1: Sizes, expand2: Sizes, expand3: Sizes, summed: Sizes, unroll: int = 1
+) -> Tensor:
+    dims = range(a.ndim + len(expand1))
+    first, second, third = ([dim for dim in dims if dim not in absent] for absent in (expand1, expand2, expand3))
+    made: Tensor = torch.einsum(a, first, b, second, c, third, [dim for dim in dims if dim not in summed])
+    return made
+
+
+def _average_pool(
+    operator: Any, dims: int, x: Tensor, kernel: Sizes, stride: Sizes = (), padding: Sizes = (0,),
+    ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
+) -> Any:  # fmt: skip
+    """Divide by a number of the user's own, which the exporter forgets."""
+    if divisor_override is None:
+        return NotImplemented
+    kernel, padding = each(kernel, dims), each(padding, dims)
+    stride = each(stride, dims) if stride else kernel
+    pads: list[int] = []
+    for dim in range(dims):
+        size = fixed(x.shape[dim - dims])
+        steps = (size + 2 * padding[dim] - kernel[dim]) / stride[dim]
+        last = (math.ceil(steps) if ceil_mode else math.floor(steps)) * stride[dim]
+        # A window that would start behind the input is left out.
+        last -= stride[dim] if last >= size + padding[dim] else 0
+        pads = [padding[dim], last + kernel[dim] - size - padding[dim], *pads]
+    return operator(aten.constant_pad_nd(x, pads), kernel, stride) * (math.prod(kernel) / divisor_override)
+
+
+def _adaptive_max_pool(operator: Any, x: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
+    """Look at each window as a row: torch's own decomposition knows windows of one size only."""
+    made = decomposition_table[operator](x, sizes)
+    if made is not NotImplemented:
+        return made  # type: ignore[no-any-return]
+    with _disable_current_modes():
+        places = torch.zeros(1, 1, dtype=torch.int64)
+        for size, out in zip(x.shape[-len(sizes) :], sizes, strict=True):
+            ends = spans(fixed(size), out)
+            longest = max(high - low for low, high in ends)
+            # A shorter window has its last element several times.
+            own = torch.tensor([[min(low + step, high - 1) for step in range(longest)] for low, high in ends])
+            places = (places[:, None, :, None] * fixed(size) + own[:, None, :]).flatten(2).flatten(0, 1)
+    values, chosen = x.flatten(-len(sizes))[..., places].max(-1)
+    indices = places.expand(*chosen.shape, -1).gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
+    return values.unflatten(-1, tuple(sizes)), indices.unflatten(-1, tuple(sizes))
+
+
+def _adaptive_average_pool(x: Tensor, sizes: Sizes) -> Tensor:
+    matrices = [adaptive(fixed(size), out).T for size, out in zip(x.shape[-len(sizes) :], sizes, strict=True)]
+    return through(x, matrices)
+
+
+def _kth(x: Tensor, k: Any, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    indices = x.argsort(dim).narrow(dim, k - 1, 1)
+    return _taken(x, indices, dim, keepdim)
+
+
+def _median(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """Return the lower of two medians; one that is not a number comes first."""
+    missing = x.isnan()
+    indices = x.argsort(dim).narrow(dim, (x.shape[dim] - 1) // 2, 1)
+    first = missing.to(torch.int64).argmax(dim, keepdim=True)
+    return _taken(x, torch.where(missing.any(dim, keepdim=True), first, indices), dim, keepdim)
+
+
+def _taken(x: Tensor, indices: Tensor, dim: int, keepdim: bool) -> tuple[Tensor, Tensor]:
+    values = x.gather(dim, indices)
+    return (values, indices) if keepdim else (values.squeeze(dim), indices.squeeze(dim))
+
+
+def _put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
+    places = torch.where(index < 0, index + x.numel(), index).flatten()
+    scatter = Tensor.scatter_add if accumulate else Tensor.scatter
+    return scatter(x.flatten(), 0, places, source.flatten()).view(x.shape)
+
+
+def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
+    """Write masks beside other indices as the places where they are true."""
+    masks = [index for index in indices if index is not None and index.dtype == torch.bool]
+    if not masks or len(indices) == 1:
+        return NotImplemented
+    places: list[Tensor | None] = []
+    for index in indices:
+        is_mask = index is not None and index.dtype == torch.bool
+        places += index.nonzero().unbind(1) if is_mask and index is not None else [index]
+    return aten.index_put.default(x, places, values, accumulate)
+
+
+def _first(operator: Any, x: Tensor, *dim: Any, **options: Any) -> Any:
+    """Compare truth values as numbers: ONNX Runtime looks for no largest among them."""
+    if x.dtype != torch.bool:
+        return NotImplemented
+    made = operator(x.to(torch.int32), *dim, **options)
+    return (made[0].to(torch.bool), made[1]) if isinstance(made, tuple) else made
+
+
+OPERATORS: dict[Any, Callable[..., Any]] = {
+    # A number that varies is a tensor in the graph.
+    aten.mul.Scalar: lambda x, factor: aten.mul.Tensor(x, factor),
+    aten.prod.default: lambda x, *, dtype=None: torch.prod(x.flatten(), 0, dtype=dtype),
+    prims.prod.default: _product,
+    aten.cumprod.default: decomposition_table[aten.cumprod.default],
+    aten.hypot.default: lambda x, y: torch.sqrt(x * x + y * y),
+    aten.fmin.default: lambda x, y: torch.where(torch.isnan(y) | (x <= y), x, y),
+    aten.fmax.default: lambda x, y: torch.where(torch.isnan(y) | (x >= y), x, y),
+    aten._trilinear.default: _trilinear,
+    aten.avg_pool2d.default: partial(_average_pool, aten.avg_pool2d.default, 2),
+    aten.avg_pool3d.default: partial(_average_pool, aten.avg_pool3d.default, 3),
+    aten._adaptive_avg_pool3d.default: _adaptive_average_pool,
+    aten.adaptive_max_pool2d.default: partial(_adaptive_max_pool, aten.adaptive_max_pool2d.default),
+    aten.adaptive_max_pool3d.default: partial(_adaptive_max_pool, aten.adaptive_max_pool3d.default),
+    aten.kthvalue.default: _kth,
+    aten.median.dim: _median,
+    aten.median.default: lambda x: _median(x.flatten(), 0)[0],
+    aten.put.default: _put,
+    **{name: partial(_first, name) for name in (aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default)},
+    aten.index_put.default: _index_put,
+}
