@@ -31,7 +31,7 @@ from cpt_fx.export.qdq_formats import (
 )
 from cpt_fx.export.qdq_graph import complete, constants, quantizers, replace
 from cpt_fx.export.qdq_probe import Seen, Tagged, Watch, extent_used, tagged
-from cpt_fx.export.sizes import settle_sizes
+from cpt_fx.export.sizes import settle_sizes, with_several
 from cpt_fx.schedules.bits import Bits, as_bits
 from cpt_fx.standalone import precision_of
 from cpt_fx.trial import tensors_in
@@ -42,6 +42,9 @@ ADVICE = (
     "What recipes.default() quantizes is exported exactly: symmetric weights per channel, activations with an integer "
     "zero point and a running range."
 )
+
+
+IN_STEPS = "in whole steps of input times weight, as integer kernels add it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +161,7 @@ def qdq(
         precision_of(module).at(widths),
     ):
         run(module, call)
+        call = with_several(call, partial(accepts, module)) if dynamic_batch else call
         graph = trace(module, call, dynamic_batch=dynamic_batch, plain=True)
         settle_sizes((graph,), call, partial(accepts, module))
         embed(graph, values_of(module))
@@ -167,7 +171,7 @@ def qdq(
         for name, places in nodes.items():
             for place, node in enumerate(places):
                 replace(model, node, watched.plan(name, place, len(places)), watched.tags[name].label)
-        complete(model)
+        watched.rounded = complete(model)
         describe(model, result, bits=widths)
         target.write(model)
         report = QdqReport(
@@ -204,6 +208,8 @@ class _Watched:
         self.plans: dict[str, list[Plan]] = {}
         self.errors: dict[str, list[tuple[float, float]]] = {name: [] for name in tags}
         """Squares of the difference that each call of a quantizer makes, and of what it is compared with."""
+        self.rounded: dict[str, tuple[float, float]] = {}
+        """The same of biases, by name, that were rounded to steps of a product."""
         with Watch(module, self._collect):
             self.outputs = run(module, call)
         for name, seen in self.seen.items():
@@ -230,7 +236,9 @@ class _Watched:
         """Say what became of a quantizer."""
         tag, plans = self.tags[name], self.plans[name]
         worst = next((plan for plan in plans if plan.status != EXACT), plans[0])
-        difference, reference = (sum(parts) for parts in zip((0.0, 0.0), *self.errors[name], strict=True))
+        stored = f"{tag.label}.quantized"
+        errors = [self.rounded[stored]] if stored in self.rounded else self.errors[name]
+        difference, reference = (sum(parts) for parts in zip((0.0, 0.0), *errors, strict=True))
         return Converted(
             layer=", ".join(tag.quantizer.layers),
             operand=tag.quantizer.operand,
@@ -239,7 +247,7 @@ class _Watched:
             bits=tag.bits,
             status=worst.status,
             error=(difference / reference) ** 0.5 if reference else float("inf") if difference else 0.0,
-            note="; ".join(worst.notes),
+            note="; ".join((*worst.notes, *((IN_STEPS,) if stored in self.rounded else ()))),
         )
 
     def _collect(self, name: str, function: Any, values: dict[str, Any], y: Tensor) -> None:
