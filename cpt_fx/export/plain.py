@@ -26,7 +26,7 @@ from cpt_fx.export.directory import new_file
 from cpt_fx.export.functions import add_functions
 from cpt_fx.export.normalize import strip
 from cpt_fx.export.program import BITS, SEEDS, Call, Graph, states_of, trace
-from cpt_fx.export.sizes import settle_sizes
+from cpt_fx.export.sizes import settle_sizes, with_several
 from cpt_fx.runtime import width_of
 from cpt_fx.schedules import Static
 from cpt_fx.schedules.bits import Bits, as_bits
@@ -72,6 +72,7 @@ def onnx(
     with new_file(path, overwrite=overwrite) as target:
         with in_mode(result, False, call) as module:
             run(module, call)
+            call = with_several(call, partial(accepts, module)) if dynamic_batch else call
             graph = trace(module, call, dynamic_batch=dynamic_batch)
             settle_sizes((graph,), call, partial(accepts, module))
             embed(graph, values_of(module))

@@ -64,6 +64,8 @@ class Graph:
     draws: int
     """How many seeds a run takes."""
     placed: tuple[Placed, ...]
+    still: frozenset[tuple[str, int]]
+    """Sizes that the graph is made for: the name of an input, and a dim."""
     dials: dict[str, Dial]
 
 
@@ -145,8 +147,8 @@ def trace(
     varying = (*(pytree.tree_map(lambda _: False, part) for part in fixed),
                *(pytree.tree_map(lambda _: dynamic_batch, part) for part in given))  # fmt: skip
     arguments = (*fixed, *given)
-    recorded = record(step, arguments, varying, drawing(step.uniform), whole=not gradients)
-    graph = convert(recorded, arguments, varying)
+    recorded, places = record(step, arguments, varying, drawing(step.uniform), whole=not gradients)
+    graph, more = convert(recorded, arguments, varying)
     inputs, targets = _input_names(model, call), _numbered(TARGET, len(call.targets))
     names = (*parameters, *state, *(BITS + name for name in bits), SEEDS,
              *(name + GRADIENT for name in sums), MORE, *inputs, *targets)  # fmt: skip
@@ -176,6 +178,7 @@ def trace(
         states={name: name + NEXT if name in changed else "" for name in state if name in used or name in changed},
         draws=step.lowering.draws if SEEDS in used else 0,
         placed=placed,
+        still=frozenset((names[place], dim) for place, dim in places | more),
         dials=dict(precision_of(model).dials),
     )
 
