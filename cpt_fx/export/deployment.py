@@ -8,16 +8,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from cpt_fx.errors import ExportError
 from cpt_fx.export.capture_modes import call_of, in_mode
+from cpt_fx.export.comparing import Difference, compared
 from cpt_fx.export.directory import new_file
 from cpt_fx.export.plain import accepts, describe, embed, finish, run, values_of
-from cpt_fx.export.program import Call, Graph, trace
+from cpt_fx.export.program import Call, trace
 from cpt_fx.export.qdq_formats import (
     CONVERTED,
     EXACT,
@@ -32,11 +31,9 @@ from cpt_fx.export.qdq_formats import (
 from cpt_fx.export.qdq_graph import complete, constants, quantizers, replace
 from cpt_fx.export.qdq_probe import Seen, Tagged, Watch, extent_used, tagged
 from cpt_fx.export.sizes import settle_sizes, with_several
+from cpt_fx.formats import Range
 from cpt_fx.schedules.bits import Bits, as_bits
 from cpt_fx.standalone import precision_of
-from cpt_fx.trial import tensors_in
-
-_WITHOUT = "session.disable_quant_qdq"
 
 ADVICE = (
     "What recipes.default() quantizes is exported exactly: symmetric weights per channel, activations with an integer "
@@ -44,7 +41,7 @@ ADVICE = (
 )
 
 
-IN_STEPS = "in whole steps of input times weight, as integer kernels add it"
+IN_STEPS = "in whole steps of input times weight, as integer kernels add"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,34 +68,18 @@ class Converted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
-    """One output of the file in ONNX Runtime against PyTorch at the same widths, on the examples."""
-
-    output: str
-    maximum: float
-    mean: float
-    largest: float
-    """Largest magnitude of the output itself."""
-    agreement: float | None = None
-    """Part of the rows whose largest element is the same one, for outputs of two dims."""
-
-    def __str__(self) -> str:
-        """Say it in one line."""
-        same = "" if self.agreement is None else f", the same class for {self.agreement:.1%} of the rows"
-        off = f"differs by {self.maximum:.3g} at most, {self.mean:.3g} on average"
-        return f"{self.output}: {off}, of {self.largest:.3g}{same}"
-
-
-@dataclass(frozen=True, kw_only=True)
 class QdqReport:
     """What was written, and how true it is to the trained model. Printed, it is a summary."""
 
     path: Path
     quantizers: tuple[Converted, ...]
     outputs: tuple[Difference, ...]
+    """Of each output, in each runtime that is installed: ONNX Runtime, OpenVINO."""
     runtime: str
     """What the outputs come from."""
     opset: int
+    untrained: str = ""
+    """What the model looks as if it had never been trained by, if it does."""
 
     @property
     def exact(self) -> bool:
@@ -112,8 +93,11 @@ class QdqReport:
         converted = sum(item.status == CONVERTED for item in others)
         counts = f"{exact} exact, {converted} converted, {len(others) - converted} left in floating point"
         lines = [f"{self.path}: {len(self.quantizers)} quantizers: {counts}"]
+        lines += [f"  WARNING: {self.untrained}"] if self.untrained else []
         lines += [f"  {item}" for item in others]
         lines += [f"  {ADVICE}"] if others else []
+        rounded = max((item.error for item in self.quantizers if IN_STEPS in item.note), default=0.0)
+        lines += [f"  biases are stored {IN_STEPS} them: off by {rounded:.2g} of their size at most"] if rounded else []
         lines += [f"  {item}" for item in self.outputs]
         return "\n".join((*lines, f"  {self.runtime}"))
 
@@ -178,11 +162,25 @@ def qdq(
             path=target.path,
             quantizers=tuple(watched.row(name) for name in watched.tags if name in nodes),
             opset=model.opset_imports[""],
+            untrained=_untrained(module, watched),
             **compared(target.made, graph, call, watched.outputs),
         )
     if verbose:
         print(report)
     return report
+
+
+def _untrained(module: fx.GraphModule, watched: _Watched) -> str:
+    """Say what speaks for a model that was never trained: ranges that nobody learned, a schedule at its start."""
+    fixed = [name for name, seen in watched.seen.items() if seen.low is not None]
+    unseen = [watched.tags[name].label for name in fixed if not watched.seen[name].fixed and watched.learns(name)]
+    if unseen:
+        others = f" and {len(unseen) - 1} more" if len(unseen) > 1 else ""
+        return f"the model was never trained: the range of {unseen[0]}{others} has seen no batch in training mode"
+    schedule = precision_of(module).schedule
+    if schedule is not None and schedule.position == 0:
+        return "the model has been trained for zero steps by its schedule: schedule.step() belongs behind each of them"
+    return ""
 
 
 def _checked(bits: Any) -> Bits:
@@ -231,6 +229,10 @@ class _Watched:
                 "use export.onnx"
             )
         return plans[place]
+
+    def learns(self, name: str) -> bool:
+        """Whether a quantizer has a range that training fixes."""
+        return self.tags[name].format.range is not Range.DYNAMIC
 
     def row(self, name: str) -> Converted:
         """Say what became of a quantizer."""
@@ -281,53 +283,3 @@ def _distinct(calls: list[tuple[Tensor, Tensor, Any]]) -> list[tuple[Tensor, Ten
     if all(torch.equal(x, calls[0][0]) for x, _, _ in calls[1:]):
         return calls[:1]
     return calls
-
-
-def compared(path: Path, graph: Graph, call: Call, outputs: Any) -> dict[str, Any]:
-    """Run a file on the examples; return how far each output is off, and what to know about where it ran."""
-    try:
-        import onnxruntime
-    except ImportError:
-        return {"outputs": (), "runtime": "outputs were not compared: install onnxruntime for that"}
-    given = [leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
-    session, remark = _session(onnxruntime, path)
-    read = {value.name for value in session.get_inputs()}
-    feed = {
-        name: tensor.detach().cpu().numpy() for name, tensor in zip(graph.inputs, given, strict=True) if name in read
-    }
-    found = session.run(list(graph.outputs), feed)
-    differences = tuple(
-        _difference(name, np.asarray(theirs), ours.detach().float().cpu().numpy())
-        for name, theirs, ours in zip(graph.outputs, found, tensors_in(outputs), strict=True)
-        if ours.is_floating_point() and ours.numel()
-    )
-    return {"outputs": differences, "runtime": f"compared in onnxruntime {onnxruntime.__version__}{remark}"}
-
-
-def _session(onnxruntime: Any, path: Path) -> tuple[Any, str]:
-    """Load a file. Some versions make integer products of opset 21 for which they have no kernel."""
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    providers = ["CPUExecutionProvider"]
-    try:
-        return onnxruntime.InferenceSession(str(path), options, providers=providers), ""
-    except Exception as error:
-        if "QLinear" not in str(error):
-            raise
-    options.add_session_config_entry(_WITHOUT, "1")
-    session = onnxruntime.InferenceSession(str(path), options, providers=providers)
-    return session, f' with {_WITHOUT} = "1": this version lacks an integer kernel of opset 21'
-
-
-def _difference(name: str, theirs: np.ndarray[Any, Any], ours: np.ndarray[Any, Any]) -> Difference:
-    theirs, ours = theirs.astype(np.float64), ours.astype(np.float64)
-    # Where both are the same infinity (a mask that is returned), there is no difference.
-    far = np.abs(np.where(theirs == ours, 0.0, theirs - ours))
-    classes = ours.ndim == 2 and ours.shape[1] > 1
-    return Difference(
-        output=name,
-        maximum=float(far.max()),
-        mean=float(far.mean()),
-        largest=float(np.abs(ours).max()),
-        agreement=float((theirs.argmax(1) == ours.argmax(1)).mean()) if classes else None,
-    )

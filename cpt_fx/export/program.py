@@ -96,10 +96,17 @@ class _Step:
         if self.gradients:
             leaves = {name: parameters[name].detach().requires_grad_() for name in self.trains}
             tensors |= leaves
+        versions = {name: value._version for name, value in tensors.items()}
         self.lowering = Lowering(seeds, self.names, gradients=self.gradients, plain=self.plain)
         with self.lowering, torch.set_grad_enabled(self.gradients):
             outputs = functional_call(self.model, tensors, args, kwargs)
             loss = () if self.loss is None else (self.loss(outputs, *targets),)
+        written = [name for name in self.trains if tensors[name]._version != versions[name]]
+        if self.gradients and written:
+            raise ExportError(
+                f"{written[0]} is a parameter that the forward pass writes to, as max_norm of an embedding does: only "
+                "the optimizer may"
+            )
         if not self.gradients:
             named = dict(named_outputs(outputs))
             self.outputs = tuple(named)

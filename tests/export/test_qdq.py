@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +287,53 @@ def test_floating_point_formats_become_integers(recipe: str, tmp_path: Path) -> 
     report = qdq(model, (x,), tmp_path / "model.onnx")
     assert {item.status for item in report.quantizers} == {"converted"}
     assert all(0 < item.error < 0.1 for item in report.quantizers)
+
+
+def test_a_model_that_was_never_trained_is_warned_of(tmp_path: Path) -> None:
+    schedule = cpt_fx.schedules.Static(8)
+    model = cpt_fx.transform(nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 4)), schedule)
+    x = torch.randn(8, 12)
+    report = qdq(model, (x,), tmp_path / "model.onnx")
+    assert "the range of 0.input and 1 more has seen no batch in training mode" in report.untrained
+    assert f"WARNING: {report.untrained}" in str(report)
+    model(x)
+    report = qdq(model, (x,), tmp_path / "model.onnx", overwrite=True)
+    assert "trained for zero steps" in report.untrained
+    schedule.step()
+    report = qdq(model, (x,), tmp_path / "model.onnx", overwrite=True)
+    assert not report.untrained and "WARNING" not in str(report)
+
+
+def test_openvino_is_compared_with_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in: the first export runs on it, the second does not."""
+    model, x = trained("mlp")
+
+    class Compiled:
+        inputs = (type("Port", (), {"names": {"input"}}),)
+
+        def __call__(self, feed: dict[str, Any]) -> dict[str, Any]:
+            return {"output": evaluated(model, torch.from_numpy(feed["input"])) + 0.5}
+
+    class Core:
+        def compile_model(self, path: str, device: str, settings: dict[str, str]) -> Compiled:
+            assert onnx.load(path).graph.node and (device, settings) == ("CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+            return Compiled()
+
+    openvino = type(sys)("openvino")
+    vars(openvino).update(__version__="2026.4.1-build", Core=Core)
+    monkeypatch.setitem(sys.modules, "openvino", openvino)
+    report = qdq(model, (x,), tmp_path / "model.onnx")
+    ours, theirs = report.outputs
+    assert ours.runtime.startswith("onnxruntime") and theirs.runtime == "OpenVINO 2026.4.1"
+    assert ours.maximum < 0.01 and theirs.maximum == pytest.approx(0.5)
+    assert "output in OpenVINO 2026.4.1: differs by 0.5 at most" in str(report)
+
+    def fails(*args: Any) -> None:
+        raise RuntimeError("Exception from core.cpp\nno such operation")
+
+    monkeypatch.setattr(Core, "compile_model", fails)
+    report = qdq(model, (x,), tmp_path / "model.onnx", overwrite=True)
+    assert len(report.outputs) == 1 and "not compared in OpenVINO 2026.4.1: no such operation" in str(report)
 
 
 def test_stochastic_rounding_becomes_nearest(tmp_path: Path) -> None:
