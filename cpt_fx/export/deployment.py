@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ from cpt_fx.errors import ExportError
 from cpt_fx.export.capture_modes import call_of, in_mode
 from cpt_fx.export.comparing import Difference, compared
 from cpt_fx.export.directory import new_file
-from cpt_fx.export.plain import accepts, describe, embed, finish, run, values_of
-from cpt_fx.export.program import Call, trace
+from cpt_fx.export.plain import describe, evaluation_of, finish, run
+from cpt_fx.export.program import Call
 from cpt_fx.export.qdq_formats import (
     CONVERTED,
     EXACT,
@@ -30,7 +29,6 @@ from cpt_fx.export.qdq_formats import (
 )
 from cpt_fx.export.qdq_graph import complete, constants, quantizers, replace
 from cpt_fx.export.qdq_probe import Seen, Tagged, Watch, extent_used, tagged
-from cpt_fx.export.sizes import settle_sizes, with_several
 from cpt_fx.formats import Range
 from cpt_fx.schedules.bits import Bits, as_bits
 from cpt_fx.standalone import precision_of
@@ -116,8 +114,8 @@ def qdq(
 
     Weights are stored as integers, symmetric per output channel: of 8 bits, and of 4 where the width is 4 or less.
     Activations have unsigned codes of 8 bits and one fixed range each, the running one that training left; at a
-    narrower width the codes are clipped to those of the width. Biases, and everything that was not quantized, stay in
-    floating point; biases hold their quantized values. What cannot be said like this is converted to the nearest
+    narrower width the codes are clipped to those of the width. Biases of integer products are whole steps of them; what
+    was not quantized stays in floating point. What cannot be said like this is converted to the nearest
     that can, and listed in the report with the error that this makes. Formats of `recipes.default()` are exact.
 
     Args:
@@ -127,7 +125,7 @@ def qdq(
         path: the file to write. One that exists is refused. Weights of more than 1.9 GB go to a file beside it.
         bits: 1 to 8, for all, or `Bits`. Layers that follow the schedule at a distance, or not at all, do so here;
             those with a schedule of their own have its evaluation bits at the model's position.
-        dynamic_batch: let the first dim of every input vary from call to call.
+        dynamic_batch: let sizes vary from call to call, as far as the model does; else they are those of the examples.
         overwrite: replace the file, as soon as the new one is complete.
         verbose: print the report.
 
@@ -144,11 +142,7 @@ def qdq(
         in_mode(result, False, call) as module,
         precision_of(module).at(widths),
     ):
-        run(module, call)
-        call = with_several(call, partial(accepts, module)) if dynamic_batch else call
-        graph = trace(module, call, dynamic_batch=dynamic_batch, plain=True)
-        settle_sizes((graph,), call, partial(accepts, module))
-        embed(graph, values_of(module))
+        graph = evaluation_of(module, call, dynamic_batch=dynamic_batch, plain=True)
         model = finish(graph)
         nodes = quantizers(model)
         watched = _Watched(module, call, tagged(module), constants(model, nodes))
