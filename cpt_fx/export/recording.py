@@ -103,9 +103,10 @@ def _relied_on(mode: FakeTensorMode, arguments: Sequence[Any]) -> Places:
         for symbol in equation.free_symbols
         if equation.subs({**values, symbol: values[symbol] + 1}) == sympy.false
     }
+    tensors: list[Any] = [value for value in arguments if isinstance(value, Tensor)]
     return frozenset(
         (place, dim)
-        for place, tensor in enumerate(value for value in arguments if isinstance(value, Tensor))
+        for place, tensor in enumerate(tensors)
         for dim, size in enumerate(tensor.shape)
         if isinstance(size, torch.SymInt) and size.node.expr.free_symbols & relied
     )
