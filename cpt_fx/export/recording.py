@@ -73,7 +73,7 @@ def record(
         if not isinstance(value, Tensor):
             return value
         kind = DimDynamic.DYNAMIC if varies else DimDynamic.STATIC
-        context = StatelessSymbolicContext(dynamic_sizes=[kind] * value.ndim)
+        context: Any = StatelessSymbolicContext(dynamic_sizes=[kind] * value.ndim)
         return mode.from_tensor(value.detach(), symbolic_context=context)
 
     leaves, structure = pytree.tree_flatten(arguments)
