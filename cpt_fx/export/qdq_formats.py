@@ -172,8 +172,8 @@ def _affine_grid(extent: Extent, bits: int) -> Activation:
 
 
 def _safe(scale: Tensor) -> Tensor:
-    """A range of zeros has no step; any will do."""
-    return torch.where(scale > 0, scale, torch.ones_like(scale))
+    """A range of zeros has no step: any will do that is small enough for biases in steps of the product."""
+    return torch.where(scale > 0, scale, torch.full_like(scale, 2.0**-20))
 
 
 def _rounding(format: Format) -> tuple[str, ...]:

@@ -188,6 +188,20 @@ def test_products_run_on_integers(
     assert all((item.error > 0) == ("whole steps" in item.note) and item.error < 1e-3 for item in rows)
 
 
+@pytest.mark.parametrize("rows", [slice(0, 1), slice(None)])
+def test_biases_of_weights_that_are_zero(rows: slice, tmp_path: Path) -> None:
+    """Weights of zeros have no step that biases could be told in: heads start like that, pruning makes such rows."""
+    layer = nn.Linear(6, 4)
+    with torch.no_grad():
+        layer.weight[rows] = 0.0
+    model = cpt_fx.transform(layer, cpt_fx.schedules.Static(8))
+    x = torch.randn(16, 6)
+    model(x)
+    report = qdq(model, (x,), tmp_path / "model.onnx")
+    assert optimized(report.path) == ["QuantizeLinear", "QGemm"]
+    assert all(output.maximum <= 1e-4 * output.largest for output in report.outputs)
+
+
 @pytest.mark.parametrize(
     ("dims", "options"),
     [
