@@ -49,6 +49,15 @@ def trained():
     result(*inputs)
     return result, inputs
 
+def of_one():
+    class Flat(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 3)
+        def forward(self, x):
+            return self.fc(x.view(4))
+    return Flat(), (torch.randn(1, 4),)
+
 def own_loss():
     class Own(nn.Module):
         def __init__(self):
@@ -223,6 +232,35 @@ def test_qdq_is_written_and_says_what_differs(capsys: Capture, models: Path) -> 
     found = data(capsys, "qdq", "cli_exports:trained", "again.onnx")
     assert found["bytes"] == (models / "again.onnx").stat().st_size
     assert len(found["report"]["quantizers"]) == 6
+
+
+@pytest.mark.parametrize("target", ["onnx", "qdq"])
+def test_widths_are_read_as_in_python(target: str, capsys: Capture) -> None:
+    arguments = ["export", target, "module:make", "made.onnx", "--bits"]
+    assert parser().parse_args([*arguments, "4,8,8"]).bits == (4, 8, 8)
+    assert parser().parse_args([*arguments, "5"]).bits == (5, 5, 5)
+    for wrong in ("4,8", "four", "33", "4,8,-1", "4.5", ""):
+        with pytest.raises(SystemExit):
+            parser().parse_args([*arguments[:-1], f"--bits={wrong}"])
+        assert "argument --bits: " in capsys.readouterr().err
+
+
+@needs_onnx
+def test_errors_name_the_options_of_the_command(capsys: Capture, models: Path) -> None:
+    Path("there.onnx").touch()
+    Path("full").mkdir()
+    Path("full", "file").touch()
+    for arguments, words, others in (
+        (("onnx", "cli_exports:make", "there.onnx"), "pass --overwrite to", "overwrite=True"),
+        (("ort-training", "cli_exports:make", "full"), "pass --overwrite to", "overwrite=True"),
+        (("onnx", "cli_exports:of_one", "made.onnx"), "with --fixed-batch", "dynamic_batch"),
+        (("qdq", "cli_exports:make", "made.onnx", "--bits", "9"), "--bits: weights of 9 bits", "export.onnx"),
+    ):
+        if arguments[0] == "ort-training" and importlib.util.find_spec("onnxruntime") is None:
+            continue
+        code, said = refused(capsys, *arguments)
+        assert code == 1
+        assert words in said and others not in said
 
 
 @needs_onnx

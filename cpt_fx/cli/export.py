@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import re
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from cpt_fx.cli import common
 from cpt_fx.cli.common import Commands, UsageError, build_schedule, command, print_json, print_table
 from cpt_fx.cli.models import RECIPE, add_model, load, model_and_inputs
+from cpt_fx.errors import ExportError
+from cpt_fx.schedules.bits import Bits, as_bits
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,9 +33,12 @@ def add(commands: Commands) -> None:
     top.set_defaults(parser=top)
     targets = top.add_subparsers(title="targets", metavar="TARGET")
     made = _model_command(targets, "onnx", run_onnx, output="FILE")
-    made.add_argument("--bits", type=int, metavar="N", help="fix all widths (default: they are inputs)")
+    three = "one for all, or three: weights, activations, gradients"
+    made.add_argument("--bits", type=_bits, metavar="N[,N,N]", help=f"fix widths: {three} (default: they are inputs)")
     made = _model_command(targets, "qdq", run_qdq, output="FILE")
-    made.add_argument("--bits", type=int, default=8, metavar="N", help="width (default: %(default)s)")
+    made.add_argument(
+        "--bits", type=_bits, default=8, metavar="N[,N,N]", help=f"widths: {three} (default: %(default)s)"
+    )
     made = _model_command(targets, "ort-training", run_training, output="DIRECTORY")
     returned = "(%(default)s); none: the model returns its loss"
     made.add_argument("--loss", choices=LOSSES, default=LOSSES[0], help=returned)
@@ -46,10 +53,46 @@ def add(commands: Commands) -> None:
     common.add_json(made)
 
 
+def _bits(text: str) -> Bits:
+    """Read widths as argparse wants them read."""
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+        return as_bits("bits", numbers[0] if len(numbers) == 1 else numbers)
+    except ValueError as error:
+        said = str(error) if "bits" in str(error) else f"one whole number or three, as in 4,8,8, got {text!r}"
+        raise argparse.ArgumentTypeError(said) from error
+
+
+_FLAGS = {
+    r"\boverwrite=True": "--overwrite",
+    r"\bdynamic_batch=False": "--fixed-batch",
+    r"^bits\b": "--bits",
+    r"\bloss=None": "--loss none",
+    r"\bloss='(\w+)'": r"--loss \1",
+    r"\bexport\.(onnx|qdq)\b": r"`cpt-fx export \1`",
+    r"\bexport\.ort_training\b": "`cpt-fx export ort-training`",
+}
+"""What errors call an argument, as a pattern, and what it is called here."""
+
+
+def _with_flags(run: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Namespace], None]:
+    """Let what a command raises name its own options."""
+
+    @functools.wraps(run)
+    def told(options: argparse.Namespace) -> None:
+        try:
+            run(options)
+        except ExportError as error:
+            said = functools.reduce(lambda text, flag: re.sub(flag[0], flag[1], text), _FLAGS.items(), str(error))
+            raise ExportError(said) from error
+
+    return told
+
+
 def _model_command(
     targets: Commands, name: str, run: Callable[[argparse.Namespace], None], output: str = ""
 ) -> argparse.ArgumentParser:
-    made = command(targets, name, run)
+    made = command(targets, name, _with_flags(run))
     made.description = f"{made.description}\n{MODEL}"
     add_model(made)
     if output:

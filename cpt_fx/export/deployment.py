@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from cpt_fx.errors import ExportError
 from cpt_fx.export.capture_modes import call_of, in_mode
+from cpt_fx.export.comparing import Difference, compared
 from cpt_fx.export.directory import new_file
-from cpt_fx.export.plain import accepts, describe, embed, finish, run, values_of
-from cpt_fx.export.program import Call, Graph, trace
+from cpt_fx.export.plain import describe, evaluation_of, finish, run
+from cpt_fx.export.program import Call
 from cpt_fx.export.qdq_formats import (
     CONVERTED,
     EXACT,
@@ -31,17 +29,17 @@ from cpt_fx.export.qdq_formats import (
 )
 from cpt_fx.export.qdq_graph import complete, constants, quantizers, replace
 from cpt_fx.export.qdq_probe import Seen, Tagged, Watch, extent_used, tagged
-from cpt_fx.export.sizes import settle_sizes
+from cpt_fx.formats import Range
 from cpt_fx.schedules.bits import Bits, as_bits
 from cpt_fx.standalone import precision_of
-from cpt_fx.trial import tensors_in
-
-_WITHOUT = "session.disable_quant_qdq"
 
 ADVICE = (
     "What recipes.default() quantizes is exported exactly: symmetric weights per channel, activations with an integer "
     "zero point and a running range."
 )
+
+
+IN_STEPS = "in whole steps of input times weight, as integer kernels add"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,34 +66,18 @@ class Converted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
-    """One output of the file in ONNX Runtime against PyTorch at the same widths, on the examples."""
-
-    output: str
-    maximum: float
-    mean: float
-    largest: float
-    """Largest magnitude of the output itself."""
-    agreement: float | None = None
-    """Part of the rows whose largest element is the same one, for outputs of two dims."""
-
-    def __str__(self) -> str:
-        """Say it in one line."""
-        same = "" if self.agreement is None else f", the same class for {self.agreement:.1%} of the rows"
-        off = f"differs by {self.maximum:.3g} at most, {self.mean:.3g} on average"
-        return f"{self.output}: {off}, of {self.largest:.3g}{same}"
-
-
-@dataclass(frozen=True, kw_only=True)
 class QdqReport:
     """What was written, and how true it is to the trained model. Printed, it is a summary."""
 
     path: Path
     quantizers: tuple[Converted, ...]
     outputs: tuple[Difference, ...]
+    """Of each output, in each runtime that is installed: ONNX Runtime, OpenVINO."""
     runtime: str
     """What the outputs come from."""
     opset: int
+    untrained: str = ""
+    """What the model looks as if it had never been trained by, if it does."""
 
     @property
     def exact(self) -> bool:
@@ -109,8 +91,11 @@ class QdqReport:
         converted = sum(item.status == CONVERTED for item in others)
         counts = f"{exact} exact, {converted} converted, {len(others) - converted} left in floating point"
         lines = [f"{self.path}: {len(self.quantizers)} quantizers: {counts}"]
+        lines += [f"  WARNING: {self.untrained}"] if self.untrained else []
         lines += [f"  {item}" for item in others]
         lines += [f"  {ADVICE}"] if others else []
+        rounded = max((item.error for item in self.quantizers if IN_STEPS in item.note), default=0.0)
+        lines += [f"  biases are stored {IN_STEPS} them: off by {rounded:.2g} of their size at most"] if rounded else []
         lines += [f"  {item}" for item in self.outputs]
         return "\n".join((*lines, f"  {self.runtime}"))
 
@@ -129,8 +114,8 @@ def qdq(
 
     Weights are stored as integers, symmetric per output channel: of 8 bits, and of 4 where the width is 4 or less.
     Activations have unsigned codes of 8 bits and one fixed range each, the running one that training left; at a
-    narrower width the codes are clipped to those of the width. Biases, and everything that was not quantized, stay in
-    floating point; biases hold their quantized values. What cannot be said like this is converted to the nearest
+    narrower width the codes are clipped to those of the width. Biases of integer products are whole steps of them; what
+    was not quantized stays in floating point. What cannot be said like this is converted to the nearest
     that can, and listed in the report with the error that this makes. Formats of `recipes.default()` are exact.
 
     Args:
@@ -140,7 +125,7 @@ def qdq(
         path: the file to write. One that exists is refused. Weights of more than 1.9 GB go to a file beside it.
         bits: 1 to 8, for all, or `Bits`. Layers that follow the schedule at a distance, or not at all, do so here;
             those with a schedule of their own have its evaluation bits at the model's position.
-        dynamic_batch: let the first dim of every input vary from call to call.
+        dynamic_batch: let sizes vary from call to call, as far as the model does; else they are those of the examples.
         overwrite: replace the file, as soon as the new one is complete.
         verbose: print the report.
 
@@ -157,28 +142,39 @@ def qdq(
         in_mode(result, False, call) as module,
         precision_of(module).at(widths),
     ):
-        run(module, call)
-        graph = trace(module, call, dynamic_batch=dynamic_batch, plain=True)
-        settle_sizes((graph,), call, partial(accepts, module))
-        embed(graph, values_of(module))
+        graph = evaluation_of(module, call, dynamic_batch=dynamic_batch, plain=True)
         model = finish(graph)
         nodes = quantizers(model)
         watched = _Watched(module, call, tagged(module), constants(model, nodes))
         for name, places in nodes.items():
             for place, node in enumerate(places):
                 replace(model, node, watched.plan(name, place, len(places)), watched.tags[name].label)
-        complete(model)
+        watched.rounded = complete(model)
         describe(model, result, bits=widths)
         target.write(model)
         report = QdqReport(
             path=target.path,
             quantizers=tuple(watched.row(name) for name in watched.tags if name in nodes),
             opset=model.opset_imports[""],
+            untrained=_untrained(module, watched),
             **compared(target.made, graph, call, watched.outputs),
         )
     if verbose:
         print(report)
     return report
+
+
+def _untrained(module: fx.GraphModule, watched: _Watched) -> str:
+    """Say what speaks for a model that was never trained: ranges that nobody learned, a schedule at its start."""
+    fixed = [name for name, seen in watched.seen.items() if seen.low is not None]
+    unseen = [watched.tags[name].label for name in fixed if not watched.seen[name].fixed and watched.learns(name)]
+    if unseen:
+        others = f" and {len(unseen) - 1} more" if len(unseen) > 1 else ""
+        return f"the model was never trained: the range of {unseen[0]}{others} has seen no batch in training mode"
+    schedule = precision_of(module).schedule
+    if schedule is not None and schedule.position == 0:
+        return "the model has been trained for zero steps by its schedule: schedule.step() belongs behind each of them"
+    return ""
 
 
 def _checked(bits: Any) -> Bits:
@@ -204,6 +200,8 @@ class _Watched:
         self.plans: dict[str, list[Plan]] = {}
         self.errors: dict[str, list[tuple[float, float]]] = {name: [] for name in tags}
         """Squares of the difference that each call of a quantizer makes, and of what it is compared with."""
+        self.rounded: dict[str, tuple[float, float]] = {}
+        """The same of biases, by name, that were rounded to steps of a product."""
         with Watch(module, self._collect):
             self.outputs = run(module, call)
         for name, seen in self.seen.items():
@@ -226,11 +224,17 @@ class _Watched:
             )
         return plans[place]
 
+    def learns(self, name: str) -> bool:
+        """Whether a quantizer has a range that training fixes."""
+        return self.tags[name].format.range is not Range.DYNAMIC
+
     def row(self, name: str) -> Converted:
         """Say what became of a quantizer."""
         tag, plans = self.tags[name], self.plans[name]
         worst = next((plan for plan in plans if plan.status != EXACT), plans[0])
-        difference, reference = (sum(parts) for parts in zip((0.0, 0.0), *self.errors[name], strict=True))
+        stored = f"{tag.label}.quantized"
+        errors = [self.rounded[stored]] if stored in self.rounded else self.errors[name]
+        difference, reference = (sum(parts) for parts in zip((0.0, 0.0), *errors, strict=True))
         return Converted(
             layer=", ".join(tag.quantizer.layers),
             operand=tag.quantizer.operand,
@@ -239,7 +243,7 @@ class _Watched:
             bits=tag.bits,
             status=worst.status,
             error=(difference / reference) ** 0.5 if reference else float("inf") if difference else 0.0,
-            note="; ".join(worst.notes),
+            note="; ".join((*worst.notes, *((IN_STEPS,) if stored in self.rounded else ()))),
         )
 
     def _collect(self, name: str, function: Any, values: dict[str, Any], y: Tensor) -> None:
@@ -273,53 +277,3 @@ def _distinct(calls: list[tuple[Tensor, Tensor, Any]]) -> list[tuple[Tensor, Ten
     if all(torch.equal(x, calls[0][0]) for x, _, _ in calls[1:]):
         return calls[:1]
     return calls
-
-
-def compared(path: Path, graph: Graph, call: Call, outputs: Any) -> dict[str, Any]:
-    """Run a file on the examples; return how far each output is off, and what to know about where it ran."""
-    try:
-        import onnxruntime
-    except ImportError:
-        return {"outputs": (), "runtime": "outputs were not compared: install onnxruntime for that"}
-    given = [leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
-    session, remark = _session(onnxruntime, path)
-    read = {value.name for value in session.get_inputs()}
-    feed = {
-        name: tensor.detach().cpu().numpy() for name, tensor in zip(graph.inputs, given, strict=True) if name in read
-    }
-    found = session.run(list(graph.outputs), feed)
-    differences = tuple(
-        _difference(name, np.asarray(theirs), ours.detach().float().cpu().numpy())
-        for name, theirs, ours in zip(graph.outputs, found, tensors_in(outputs), strict=True)
-        if ours.is_floating_point() and ours.numel()
-    )
-    return {"outputs": differences, "runtime": f"compared in onnxruntime {onnxruntime.__version__}{remark}"}
-
-
-def _session(onnxruntime: Any, path: Path) -> tuple[Any, str]:
-    """Load a file. Some versions make integer products of opset 21 for which they have no kernel."""
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    providers = ["CPUExecutionProvider"]
-    try:
-        return onnxruntime.InferenceSession(str(path), options, providers=providers), ""
-    except Exception as error:
-        if "QLinear" not in str(error):
-            raise
-    options.add_session_config_entry(_WITHOUT, "1")
-    session = onnxruntime.InferenceSession(str(path), options, providers=providers)
-    return session, f' with {_WITHOUT} = "1": this version lacks an integer kernel of opset 21'
-
-
-def _difference(name: str, theirs: np.ndarray[Any, Any], ours: np.ndarray[Any, Any]) -> Difference:
-    theirs, ours = theirs.astype(np.float64), ours.astype(np.float64)
-    # Where both are the same infinity (a mask that is returned), there is no difference.
-    far = np.abs(np.where(theirs == ours, 0.0, theirs - ours))
-    classes = ours.ndim == 2 and ours.shape[1] > 1
-    return Difference(
-        output=name,
-        maximum=float(far.max()),
-        mean=float(far.mean()),
-        largest=float(np.abs(ours).max()),
-        agreement=float((theirs.argmax(1) == ours.argmax(1)).mean()) if classes else None,
-    )

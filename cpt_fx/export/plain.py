@@ -26,7 +26,7 @@ from cpt_fx.export.directory import new_file
 from cpt_fx.export.functions import add_functions
 from cpt_fx.export.normalize import strip
 from cpt_fx.export.program import BITS, SEEDS, Call, Graph, states_of, trace
-from cpt_fx.export.sizes import settle_sizes
+from cpt_fx.export.sizes import settle_sizes, with_several
 from cpt_fx.runtime import width_of
 from cpt_fx.schedules import Static
 from cpt_fx.schedules.bits import Bits, as_bits
@@ -51,14 +51,13 @@ def onnx(
 
     Args:
         result: what `transform` returned. It is left as it is, whatever mode it is in.
-        example_inputs: a tuple of the model's arguments, or a dict of them by name. Sizes other than the batch are
-            fixed to theirs.
+        example_inputs: a tuple of the model's arguments, or a dict of them by name.
         path: the file to write. One that exists is refused. Weights of more than 1.9 GB go to a file beside it.
         bits: None leaves widths open as inputs of the file, int64 without dims, called `bits.weight`,
             `bits.activation` and so on. A number of bits, or `Bits`, fixes them; layers that follow the schedule at
             a distance, or not at all, do so from there, and those with a schedule of their own have its evaluation
             bits at the model's position.
-        dynamic_batch: let the first dim of every input vary from call to call.
+        dynamic_batch: let sizes vary from call to call, as far as the model does; else they are those of the examples.
         overwrite: replace the file, as soon as the new one is complete.
 
     Returns:
@@ -71,10 +70,7 @@ def onnx(
     call = call_of(example_inputs)
     with new_file(path, overwrite=overwrite) as target:
         with in_mode(result, False, call) as module:
-            run(module, call)
-            graph = trace(module, call, dynamic_batch=dynamic_batch)
-            settle_sizes((graph,), call, partial(accepts, module))
-            embed(graph, values_of(module))
+            graph = evaluation_of(module, call, dynamic_batch=dynamic_batch)
         if fixed is not None:
             embed(graph, _fixed_widths(result, graph, fixed))
         model = finish(graph)
@@ -82,6 +78,17 @@ def onnx(
         describe(model, result, bits="open" if fixed is None else fixed)
         target.write(model)
     return target.path
+
+
+def evaluation_of(module: fx.GraphModule, call: Call, *, dynamic_batch: bool = True, plain: bool = False) -> Graph:
+    """Trace a model in evaluation, with what it has learned inside, for all sizes that it takes."""
+    run(module, call)
+    call = with_several(call, partial(_accepts, module)) if dynamic_batch else call
+    graph = trace(module, call, dynamic_batch=dynamic_batch, plain=plain)
+    settle_sizes((graph,), call, partial(_accepts, module))
+    held = {**dict(module.named_parameters()), **states_of(module)}
+    embed(graph, {name: value.detach().cpu().numpy() for name, value in held.items()})
+    return graph
 
 
 def _fixed_widths(result: nn.Module, graph: Graph, bits: Bits) -> dict[str, Any]:
@@ -103,13 +110,7 @@ def run(module: fx.GraphModule, call: Call) -> Any:
         raise ExportError(f"the model does not run on example_inputs: {type(error).__name__}: {error}") from error
 
 
-def values_of(module: fx.GraphModule) -> dict[str, Any]:
-    """Return what a graph in evaluation reads besides its inputs: parameters and running state."""
-    held = {**dict(module.named_parameters()), **states_of(module)}
-    return {name: value.detach().cpu().numpy() for name, value in held.items()}
-
-
-def accepts(module: fx.GraphModule, call: Call) -> bool:
+def _accepts(module: fx.GraphModule, call: Call) -> bool:
     """Whether a model takes a call."""
     try:
         run(module, call)
@@ -138,12 +139,6 @@ def finish(graph: Graph) -> ir.Model:
     strip(model)
     optimizer.fold_constants(model)
     common.IdentityEliminationPass()(model)
-    for node in model.graph:
-        # The second output of a normalization is for training.
-        while node.op_type in ("LayerNormalization", "Dropout") and node.domain == "" and len(node.outputs) > 1:
-            if node.outputs[-1].uses() or node.outputs[-1] in model.graph.outputs:
-                break
-            node.resize_outputs(len(node.outputs) - 1)
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     for value in list(model.graph.inputs):
         ours = str(value.name).startswith(BITS) or value.name == SEEDS or str(value.name) in graph.states

@@ -64,6 +64,8 @@ class Graph:
     draws: int
     """How many seeds a run takes."""
     placed: tuple[Placed, ...]
+    still: frozenset[tuple[str, int]]
+    """Sizes that the graph is made for: the name of an input, and a dim."""
     dials: dict[str, Dial]
 
 
@@ -94,10 +96,17 @@ class _Step:
         if self.gradients:
             leaves = {name: parameters[name].detach().requires_grad_() for name in self.trains}
             tensors |= leaves
+        versions = {name: value._version for name, value in tensors.items()}
         self.lowering = Lowering(seeds, self.names, gradients=self.gradients, plain=self.plain)
         with self.lowering, torch.set_grad_enabled(self.gradients):
             outputs = functional_call(self.model, tensors, args, kwargs)
             loss: tuple[Tensor, ...] = () if self.loss is None else (self.loss(outputs, *targets),)
+        written = [name for name in self.trains if tensors[name]._version != versions[name]]
+        if self.gradients and written:
+            raise ExportError(
+                f"{written[0]} is a parameter that the forward pass writes to, as max_norm of an embedding does: only "
+                "the optimizer may"
+            )
         if not self.gradients:
             named = dict(named_outputs(outputs))
             self.outputs = tuple(named)
@@ -146,8 +155,8 @@ def trace(
                *(pytree.tree_map(lambda _: dynamic_batch, part) for part in given))  # fmt: skip
     arguments = (*fixed, *given)
     try:
-        recorded = record(step, arguments, varying, drawing(step.uniform), whole=not gradients)
-        graph = convert(recorded, arguments)
+        recorded, places = record(step, arguments, varying, drawing(step.uniform), whole=not gradients)
+        graph, more = convert(recorded, arguments)
     except UnsupportedError as error:
         layer = layer_of(model, call, error.operator)
         raise UnsupportedError(f"{layer}: {error.operator}" if layer else error.operator, error.reason) from error
@@ -180,6 +189,7 @@ def trace(
         states={name: name + NEXT if name in changed else "" for name in state if name in used or name in changed},
         draws=step.lowering.draws if SEEDS in used else 0,
         placed=placed,
+        still=frozenset((names[place], dim) for place, dim in places | more),
         dials=dict(precision_of(model).dials),
     )
 

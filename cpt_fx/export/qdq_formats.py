@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -46,6 +46,10 @@ class Activation:
     lowest: int
     highest: int
     bits: int
+    low: float | None = None
+    """Where a range above zero begins: the codes reach down to zero, so that values have to be clipped before."""
+    high: float | None = None
+    """Where a range below zero ends."""
 
     @property
     def clips(self) -> bool:
@@ -54,6 +58,7 @@ class Activation:
 
     def values(self, x: Tensor) -> Tensor:
         """Return what the nodes make of a tensor."""
+        x = x if self.low is None and self.high is None else x.clamp(self.low, self.high)
         codes = (x.to(torch.float32) / self.scale).round() + self.zero_point
         return ((codes.clamp(self.lowest, self.highest) - self.zero_point) * self.scale).to(x.dtype)
 
@@ -74,7 +79,7 @@ def constant_plan(tag: Tagged, x: Tensor, y: Tensor, options: dict[str, Any]) ->
     if left is not None:
         return left
     if tag.quantizer.role == "bias":
-        return Plan(y.detach(), EXACT, ("its quantized values, in floating point", *_rounding(tag.format)))
+        return Plan(y.detach(), EXACT, ("its quantized values", *_rounding(tag.format)))
     x, y = x.detach(), y.detach()
     if not y.isfinite().all():
         raise ExportError(f"{tag.label} holds a NaN or an infinity, which no integer stands for")
@@ -128,6 +133,13 @@ def activation_plan(tag: Tagged, seen: Seen) -> Plan:
         if format.scheme is not Scheme.AFFINE_INTEGER or format.block:
             notes.insert(0, f"{_what(format)}: one grid with a zero point that is a whole code")
         form = _affine_grid(extent, bits)
+        if format.scheme is Scheme.AFFINE and not format.block:
+            low, high = float(seen.low), float(seen.high)
+            form = replace(form, low=low if low > 0 else None, high=high if high < 0 else None)
+            if low > 0 or high < 0:
+                notes[0] = (
+                    f"its range, {low:.3g} to {high:.3g}, is without the zero of integers: clipped, on a grid to zero"
+                )
     return Plan(form, CONVERTED if notes else EXACT, tuple(notes))
 
 
@@ -160,8 +172,8 @@ def _affine_grid(extent: Extent, bits: int) -> Activation:
 
 
 def _safe(scale: Tensor) -> Tensor:
-    """A range of zeros has no step; any will do."""
-    return torch.where(scale > 0, scale, torch.ones_like(scale))
+    """A range of zeros has no step: any will do that is small enough for biases in steps of the product."""
+    return torch.where(scale > 0, scale, torch.full_like(scale, 2.0**-20))
 
 
 def _rounding(format: Format) -> tuple[str, ...]:

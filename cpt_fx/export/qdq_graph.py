@@ -15,7 +15,7 @@ from cpt_fx.errors import ExportError
 from cpt_fx.export.functions import DOMAIN
 from cpt_fx.export.lowering import QUANTIZER
 from cpt_fx.export.program import BITS
-from cpt_fx.export.qdq_formats import MOST_BITS, Activation, Constant, Plan
+from cpt_fx.export.qdq_formats import MOST_BITS, Activation, Constant, Plan, squares
 
 FOUR_BITS = 4
 FOUR_BIT_OPSET = 21
@@ -74,8 +74,12 @@ def replace(model: ir.Model, node: ir.Node, plan: Plan, label: str) -> None:
     ir.convenience.replace_nodes_and_values(model.graph, node, [node], made, [old], [new])
 
 
-def complete(model: ir.Model) -> ir.Model:
-    """Drop what is not read any more, and raise the version where integers of 4 bits ask for it."""
+def complete(model: ir.Model) -> dict[str, tuple[float, float]]:
+    """Drop what is not read any more, let biases be integers, raise the version where integers of 4 bits ask for it.
+
+    Returned are the biases that were rounded, by name, with the squares of the difference and of their values.
+    """
+    rounded: dict[str, tuple[float, float]] = {}
     graph = model.graph
     common.IdentityEliminationPass()(model)
     common.RemoveUnusedNodesPass()(model)
@@ -87,14 +91,16 @@ def complete(model: ir.Model) -> ir.Model:
         # Without a bias a convolution of integers is one; a bias of zeros in floating point keeps it from being one.
         if node.op_type == "Conv" and len(node.inputs) == 3 and _is_zero(node.inputs[2]):
             node.resize_inputs(2)
-        elif node.op_type in ("Conv", "ConvTranspose", "Gemm") and len(node.inputs) == 3:
-            _protect_bias(model, node)
+        elif node.op_type in ("Conv", "ConvTranspose", "Gemm") and len(node.inputs) == 3 and (held := node.inputs[2]):
+            changed = _settle_bias(model, node)
+            if changed is not None:
+                rounded[str(held.name)] = changed
     model.opset_imports.pop(DOMAIN, None)
     if any(value.dtype in (ir.DataType.INT4, ir.DataType.UINT4) for value in graph.initializers.values()):
         version_converter.convert_version(model, FOUR_BIT_OPSET)
     common.RemoveUnusedNodesPass()(model)
     common.NameFixPass()(model)
-    return model
+    return rounded
 
 
 def _constant(model: ir.Model, form: Constant, label: str) -> list[ir.Node]:
@@ -115,7 +121,15 @@ def _activation(model: ir.Model, form: Activation, x: ir.Value, label: str) -> l
         _initializer(model, f"{label}.scale", form.scale.cpu().numpy()),
         _initializer(model, f"{label}.zero_point", np.array(form.zero_point, np.uint8)),
     ]
-    made = [ir.node("QuantizeLinear", [x, *grid])]
+    made = []
+    if form.low is not None or form.high is not None:
+        bounds = [
+            None if bound is None else _initializer(model, f"{label}.{name}", np.array(bound, np.float32))
+            for name, bound in (("low", form.low), ("high", form.high))
+        ]
+        made.append(ir.node("Clip", [x, *bounds]))
+        x = made[-1].outputs[0]
+    made.append(ir.node("QuantizeLinear", [x, *grid]))
     if form.clips:
         ends = [
             _initializer(model, f"{label}.{name}", np.array(code, np.uint8))
@@ -142,28 +156,67 @@ def _initializer(model: ir.Model, name: str, values: np.ndarray[Any, Any]) -> ir
     return value
 
 
-def _protect_bias(model: ir.Model, node: ir.Node) -> None:
-    """Keep runtimes from rounding a bias in floating point to whole steps of the product, where these are coarse.
+def _settle_bias(model: ir.Model, node: ir.Node) -> tuple[float, float] | None:
+    """Store a bias as what runtimes that multiply on integers make of it; return what that changes, where it does.
 
-    Newer versions of ONNX Runtime do that in front of every QuantizeLinear. At 8 bits it is below all other rounding;
-    at 2 bits it moved outputs by half of their largest. A bias that comes from a DequantizeLinear they leave alone: its
-    codes are signs, and the scales are the values.
+    They add whole steps of the product: of the input's scale times the weight's. At 8 bits these are below all other
+    rounding, and a bias that is not made of them would keep the product in floating point. Of narrower widths the steps
+    are coarse: at 2 bits they moved outputs by half of their largest. There the codes are signs, and the scales are the
+    values: newer versions of ONNX Runtime round plain biases themselves, those of a DequantizeLinear they leave alone.
     """
-    x, weight, bias = node.inputs
-    producers = [value.producer() for value in (x, weight) if value is not None]
-    widths = [producer.meta.get(_BITS, MOST_BITS) for producer in producers if producer is not None]
+    bias = node.inputs[2]
     held = None if bias is None else bias.const_value
-    if held is None or bias is None or min(widths, default=MOST_BITS) >= MOST_BITS or held.dtype != ir.DataType.FLOAT:
-        return
+    makers = [value.producer() for value in node.inputs[:2] if value is not None]
+    widths = [maker.meta[_BITS] for maker in makers if maker is not None and _BITS in maker.meta]
+    if bias is None or held is None or held.dtype != ir.DataType.FLOAT or held.shape.rank() != 1 or not widths:
+        return None
     values = held.numpy()
-    if values.ndim != 1:
-        return
-    codes = _initializer(model, f"{bias.name}.sign", np.sign(values).astype(np.int8))
-    scale = _initializer(model, f"{bias.name}.value", np.where(values == 0, np.float32(1), np.abs(values)))
-    made = ir.node("DequantizeLinear", [codes, scale], {"axis": 0}, name=f"{bias.name}.DequantizeLinear")
+    steps = _steps_of_product(node) if widths == [MOST_BITS] * 2 else None
+    if steps is not None and np.abs(values / steps).max(initial=0) < 2**31 - 1:
+        scale, codes = steps, np.rint(values / steps).astype(np.int32)
+    elif min(widths) < MOST_BITS:
+        scale, codes = np.where(values == 0, np.float32(1), np.abs(values)), np.sign(values).astype(np.int8)
+    else:
+        return None
+    stored = [_initializer(model, f"{bias.name}.codes", codes), _initializer(model, f"{bias.name}.scale", scale)]
+    made = ir.node("DequantizeLinear", stored, {"axis": 0} if scale.ndim else {}, name=f"{bias.name}.DequantizeLinear")
     made.outputs[0].type, made.outputs[0].shape = bias.type, bias.shape
     model.graph.insert_before(node, made)
     node.replace_input_with(2, made.outputs[0])
+    return squares(torch.from_numpy(codes * scale), torch.from_numpy(values)) if codes.dtype == np.int32 else None
+
+
+def _steps_of_product(node: ir.Node) -> np.ndarray[Any, Any] | None:
+    """Return what a step of the sums of a product of integers is worth, for each channel or for all.
+
+    None where it has none, or where it runs in floating point anyway: there are no integer kernels of transposed
+    convolutions, and those of others return codes.
+    """
+    if node.op_type == "ConvTranspose" or (node.op_type == "Conv" and not _becomes_codes(node)):
+        return None
+    if any(node.attributes.get_float(name, 1.0) != 1.0 for name in ("alpha", "beta")):
+        return None
+    scales, axes = [], []
+    for value in node.inputs[:2]:
+        maker = None if value is None else value.producer()
+        held = None if maker is None or maker.inputs[1] is None else maker.inputs[1].const_value
+        if maker is None or held is None:
+            return None
+        scales.append(held.numpy())
+        axes.append(maker.attributes.get_int("axis", 1))
+    channels = 1 if node.op_type == "Gemm" and not node.attributes.get_int("transB", 0) else 0
+    if scales[0].ndim or (scales[1].ndim and axes[1] != channels):
+        return None
+    product: np.ndarray[Any, Any] = np.asarray(scales[0] * scales[1], np.float32)
+    return product
+
+
+def _becomes_codes(node: ir.Node) -> bool:
+    """Whether the next thing that happens to what a node returns is that it is quantized."""
+    after = [user for user, _ in node.outputs[0].uses()]
+    return len(after) == 1 and (
+        after[0].op_type == "QuantizeLinear" or (after[0].op_type in ("Relu", "Clip") and _becomes_codes(after[0]))
+    )
 
 
 def _is_zero(value: ir.Value | None) -> bool:

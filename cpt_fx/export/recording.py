@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import onnx_ir as ir
+import sympy
 import torch
 from torch import Tensor, fx, nn
 from torch._decomp import core_aten_decompositions, decomposition_table
@@ -22,6 +23,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
 )
@@ -45,6 +47,8 @@ from cpt_fx.export.operators import OPERATORS
 from cpt_fx.export.refusals import UnsupportedError, check_draws, check_numbers, operator_of
 
 Table = Mapping[Any, Callable[..., Any]]
+Places = frozenset[tuple[int, int]]
+"""Dims of arguments: each the number of a tensor, and the dim."""
 
 
 @cache
@@ -64,13 +68,18 @@ def decompositions() -> Table:
     return {**plain, **backward, **OPERATORS, **BACKWARD, **empty}
 
 
+_DRAWING = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "rrelu")
+"""Whole operators that are taken apart nevertheless: the exporter would leave it to runtimes what they draw."""
+
+
 def record(
     function: Callable[..., Any], arguments: Any, varying: Any, extra: Table, *, whole: bool = False
-) -> fx.GraphModule:
+) -> tuple[fx.GraphModule, Places]:
     """Record what a function does with tensors like the given ones, autograd included.
 
     `varying` has the structure of the arguments: whether the sizes of a tensor are left open. `whole` operators are
-    recorded as the model calls them, before they are taken apart: for a graph that has no way back.
+    recorded as the model calls them, before they are taken apart: for a graph that has no way back. Returned are the
+    record and the sizes that it is made for.
     """
     # Without duck shapes: sizes that happen to be equal in the examples are not the same size.
     mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False), allow_non_fake_inputs=True)
@@ -84,7 +93,8 @@ def record(
 
     leaves, structure = pytree.tree_flatten(arguments)
     made = [fake(value, varies) for value, varies in zip(leaves, pytree.tree_leaves(varying), strict=True)]
-    table = {**({} if whole else decompositions()), **extra}
+    drawing = {entry: entry.decompose for name in _DRAWING if (entry := getattr(torch.ops.aten, name).default)}
+    table = {**(drawing if whole else decompositions()), **extra}
     # Attention in one operator has a backward pass in one operator. Kernels in C++ read sizes as numbers.
     trace = make_fx(function, decomposition_table=table, tracing_mode="real", pre_dispatch=whole)
     with mode, enable_python_dispatcher(), sdpa_kernel(SDPBackend.MATH):
@@ -98,11 +108,35 @@ def record(
             raise UnsupportedError("aten._local_scalar_dense", reason) from error
     if not whole:
         check_numbers(recorded)
-    return recorded
+    return recorded, _relied_on(mode, made)
 
 
 def _is_open(size: Any) -> bool:
     return isinstance(size, torch.SymInt) and not size.node.expr.is_number
+
+
+def _relied_on(mode: FakeTensorMode, arguments: Sequence[Any]) -> Places:
+    """Return the open sizes with which equations hold that the next larger size does not fulfil.
+
+    A graph that was taken apart for one of them (windows of equal size in adaptive pooling) is wrong for others.
+    """
+    env = mode.shape_env
+    assert env is not None
+    values = env.backed_var_to_val
+    equations = [known for guard in env.guards if isinstance(known := env.replace(guard.expr), sympy.Eq)]
+    relied = {
+        symbol
+        for equation in equations
+        for symbol in equation.free_symbols
+        if equation.subs({**values, symbol: values[symbol] + 1}) == sympy.false
+    }
+    tensors: list[Any] = [value for value in arguments if isinstance(value, Tensor)]
+    return frozenset(
+        (place, dim)
+        for place, tensor in enumerate(tensors)
+        for dim, size in enumerate(tensor.shape)
+        if isinstance(size, torch.SymInt) and size.node.expr.free_symbols & relied
+    )
 
 
 class _Recorded(nn.Module):
@@ -117,10 +151,11 @@ class _Recorded(nn.Module):
         return self.recorded(*arguments)
 
 
-def convert(graph: fx.GraphModule, arguments: tuple[Any, ...]) -> ir.Model:
-    """Return a record as an ONNX graph: inputs are the tensors of the arguments, in their order.
+def convert(graph: fx.GraphModule, arguments: tuple[Any, ...]) -> tuple[ir.Model, Places]:
+    """Return a record as an ONNX graph, and the sizes that it is made for.
 
-    Sizes are open that were left open and that nothing in the record has fixed.
+    Inputs are the tensors of the arguments, in their order. Sizes are open that were left open and that nothing in the
+    record has fixed.
     """
     given = [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]
     shapes = [
@@ -142,7 +177,9 @@ def convert(graph: fx.GraphModule, arguments: tuple[Any, ...]) -> ir.Model:
             raise _untranslated(error) from error
     assert made is not None
     check_draws(made.model)
-    return made.model
+    values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
+    mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
+    return made.model, _relied_on(mode, values)
 
 
 def _untranslated(error: Exception) -> UnsupportedError:

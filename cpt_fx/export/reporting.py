@@ -9,7 +9,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from cpt_fx.export.capture_modes import call_of, in_mode
 from cpt_fx.export.deployment import qdq
 from cpt_fx.export.environment import check_runtime
 from cpt_fx.export.functions import add_functions
-from cpt_fx.export.plain import embed, finish, values_of
+from cpt_fx.export.plain import evaluation_of, finish, run
 from cpt_fx.export.program import Graph, states_of, trace
 from cpt_fx.export.refusals import check_schedules
 from cpt_fx.export.training import ort_training
@@ -205,16 +204,11 @@ class _Trial:
     def _say(self, key: _Key, verdict: Verdict) -> None:
         self.found.setdefault(key, {})[self.target] = verdict
 
-    @cached_property
-    def _evaluated(self) -> tuple[Graph, dict[str, Any]]:
-        """The graph in evaluation, traced once, and the values that it reads."""
-        with in_mode(self.result, False, self.call) as module:
-            return trace(module, self.call), values_of(module)
-
     def _ort_training(self) -> tuple[str, ...]:
         """Do it with a loss that depends on every output."""
         call = replace(self.call, loss=_every_output)
         with in_mode(self.result, True, call) as module:
+            run(module, call)
             graph = trace(module, call, gradients=True)
             buffers = states_of(module)
         self._quantizers(graph)
@@ -234,10 +228,10 @@ class _Trial:
         return ("tried: three steps were compared with PyTorch's",)
 
     def _onnx(self) -> tuple[str, ...]:
-        graph, values = self._evaluated
+        with in_mode(self.result, False, self.call) as module:
+            graph = evaluation_of(module, self.call)
         self._quantizers(graph)
         self._drawn(graph)
-        embed(graph, values)
         finish(graph)
         add_functions(graph)
         onnx.checker.check_model(ir.to_proto(graph.model), full_check=True)
@@ -254,7 +248,8 @@ class _Trial:
                 why = row.note if exact or row.note else row.status
                 verdict = Verdict(EXACT, why) if exact else Verdict(APPROXIMATED, why, row.error)
                 self._say(_quantizer(view), verdict)
-        return ("tried, at 8 bits", *(str(item) for item in made.outputs))
+        warning = (f"WARNING: {made.untrained}",) if made.untrained else ()
+        return (*warning, "tried, at 8 bits", *(str(item) for item in made.outputs), made.runtime)
 
     def _quantizers(self, graph: Graph) -> None:
         """Say of the quantizers that were traced that each is a function of the same arithmetic."""

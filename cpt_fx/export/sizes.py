@@ -13,9 +13,29 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from cpt_fx.errors import ExportError
 from cpt_fx.export.program import Call, Graph
 
 BATCH = "batch"
+
+
+def with_several(call: Call, runs: Callable[[Call], bool]) -> Call:
+    """Return examples whose batch is not one, which a trace takes for a size that never varies: that one, twice."""
+    leaves = [leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
+    if not leaves or len(leaves[0]) != 1:
+        return call
+
+    def twice(value: Any) -> Any:
+        return torch.cat((value, value)) if isinstance(value, Tensor) and value.ndim and len(value) == 1 else value
+
+    args, kwargs = pytree.tree_map(twice, (call.args, call.kwargs))
+    larger = replace(call, args=args, kwargs=kwargs)
+    if not runs(larger):
+        raise ExportError(
+            "example_inputs has a batch of one, and the model does not run on two of it: pass at least 2, or fix the "
+            "batch with dynamic_batch=False"
+        )
+    return larger
 
 
 def open_sizes(graph: Graph, call: Call) -> dict[str, int]:
@@ -51,9 +71,16 @@ def settle_sizes(graphs: Sequence[Graph], call: Call, runs: Callable[[Call], boo
         name_sizes(graph)
     first, *_ = graphs
     working = []
+    still = {
+        str(size.value)
+        for graph in graphs
+        for value in _given(graph)
+        for dim, size in enumerate(value.shape or ())
+        if isinstance(size, ir.SymbolicDim) and (value.name, dim) in graph.still
+    }
     for name, size in open_sizes(first, call).items():
         larger = resized(first, call, {name: size + 1})
-        if runs(larger):
+        if name not in still and runs(larger):
             working.append(larger)
         else:
             for graph in graphs:
@@ -101,14 +128,11 @@ def _pairs(graph: Graph, call: Call) -> list[tuple[ir.Value, Tensor]]:
 
 def _substitute(graph: Graph, names: Mapping[str, str]) -> None:
     """Put names or numbers in the place of symbols, wherever they stand."""
-    if not names:
-        return
-    pattern = re.compile(r"\b(" + "|".join(map(re.escape, names)) + r")\b")
 
     def new(size: Any) -> Any:
         if not isinstance(size, ir.SymbolicDim) or size.value is None:
             return size
-        text = pattern.sub(lambda found: names[found[0]], str(size.value))
+        text = re.sub(r"\w+", lambda found: names.get(found[0], found[0]), str(size.value))
         known = sympy.sympify(text) if not text.isidentifier() else None
         return int(known) if known is not None and known.is_Integer else text
 

@@ -278,7 +278,8 @@ def _as_if_compiling(kind: Any) -> Iterator[None]:
 def _as_function(name: str, run: Callable[..., Any], given: tuple[Any, ...], *, exact: bool) -> ir.Function:
     """Trace a function of tensors as a local function of ONNX: for their sizes, or for tensors of as many dims."""
     varying = tuple(value.ndim > 0 and not exact for value in given)
-    model = normalize(convert(record(run, given, varying, _TABLE), given))
+    recorded, _ = record(run, given, varying, _TABLE)
+    model = normalize(convert(recorded, given)[0])
     graph = model.graph
     for index, value in enumerate(graph.inputs):
         value.name = f"in_{index}"

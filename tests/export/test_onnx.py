@@ -25,6 +25,14 @@ runner = pytest.importorskip("tests.export.run_exported")
 directory = pytest.importorskip("cpt_fx.export.directory")
 
 OPEN = {"bits.activation", "bits.weight"}
+FIXED = {
+    "mlp": (True,),
+    "residual": (True, False, False),
+    "grouped": (True, False, False),
+    "transformer": (False,),
+    "lstm": (True, True),
+}
+"""Which dims behind the batch each model of the examples fixes."""
 
 
 def session(path: Path | bytes, *, optimized: bool = True) -> Any:
@@ -49,8 +57,10 @@ def test_widths_are_inputs_and_numbers_are_those_of_pytorch(name: str, tmp_path:
     model, x = trained(name)
     path = plain.onnx(model, (x,), tmp_path / "model.onnx")
     argument = MODELS[name][2]
-    shapes = inputs_of(path)
-    assert shapes == {argument: ["batch", *x.shape[1:]], "bits.activation": [], "bits.weight": []}
+    # What the model leaves open: lengths and sides of images, not features, nor the length of a recurrent layer.
+    sizes = ["batch", *(size if fixed else f"{argument}_{dim}" for dim, (size, fixed) in enumerate(
+        zip(x.shape[1:], FIXED[name], strict=True), 1))]  # fmt: skip
+    assert inputs_of(path) == {argument: sizes, "bits.activation": [], "bits.weight": []}
     run = session(path)
     other_batch = x[:3]
     for bits in (8, 5, 3, 32):
@@ -149,6 +159,70 @@ def test_the_file_is_standard_and_says_where_it_comes_from(tmp_path: Path) -> No
     assert props["cpt_fx.schedule"] == "Static(bits=8)"
     assert "name='default'" in props["cpt_fx.pipeline"]
     assert [value.name for value in proto.graph.output] == ["output"]
+
+
+def test_a_batch_of_one_is_no_size_to_keep(tmp_path: Path) -> None:
+    model, x = trained("residual")
+    path = plain.onnx(model, (x[:1],), tmp_path / "model.onnx", 8)
+    assert inputs_of(path) == {"x": ["batch", 4, "x_2", "x_3"]}
+    close(session(path).run(None, {"x": x.numpy()})[0], evaluated(model, x))
+    flat = cpt_fx.transform(Flat(), cpt_fx.schedules.Static(8))
+    one = torch.randn(1, 6)
+    flat(one)
+    with pytest.raises(ExportError, match=r"pass at least 2, or .*dynamic_batch=False"):
+        plain.onnx(flat, (one,), tmp_path / "flat.onnx", 8)
+    assert inputs_of(plain.onnx(flat, (one,), tmp_path / "flat.onnx", 8, dynamic_batch=False)) == {"x": [1, 6]}
+
+
+class Flat(nn.Module):
+    """A model of one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x.view(6))
+        return y
+
+
+class Messages(nn.Module):
+    """A layer on the nodes of a graph and one on what their neighbours say: as many edges as there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.first(x))
+        y: torch.Tensor = self.last(torch.zeros_like(x).index_add(0, edges[1], x[edges[0]]))
+        return y
+
+
+def test_nodes_and_edges_are_two_sizes(tmp_path: Path) -> None:
+    model = cpt_fx.transform(Messages(), cpt_fx.schedules.Static(8))
+    # As many of one as of the other, which says nothing.
+    x, edges = torch.randn(5, 6), torch.randint(5, (2, 5))
+    model(x, edges)
+    path = plain.onnx(model, (x, edges), tmp_path / "model.onnx", 8)
+    assert inputs_of(path) == {"x": ["batch", 6], "edges": [2, "edges_1"]}
+    model.eval()
+    for nodes, count in ((5, 5), (9, 4), (3, 20)):
+        x, edges = torch.randn(nodes, 6), torch.randint(nodes, (2, count))
+        with torch.no_grad():
+            expected = model(x, edges).numpy()
+        close(session(path).run(None, {"x": x.numpy(), "edges": edges.numpy()})[0], expected)
+
+
+def test_a_size_that_the_graph_is_made_for_is_fixed(tmp_path: Path) -> None:
+    """Pooling to two by two in windows of one size each, which sides of odd length have not got."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3))
+    model = cpt_fx.transform(net, cpt_fx.schedules.Static(8))
+    x = torch.randn(4, 3, 6, 8)
+    model(x)
+    path = plain.onnx(model, (x,), tmp_path / "model.onnx", 8)
+    assert inputs_of(path) == {"input": ["batch", 3, 6, 8]}
+    close(session(path).run(None, {"input": x[:3].numpy()})[0], evaluated(model, x[:3]))
 
 
 def test_a_fixed_batch(tmp_path: Path) -> None:

@@ -1,0 +1,112 @@
+"""An exported file in the runtimes that are installed, against what PyTorch returned on the same examples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from cpt_fx.export.program import Call, Graph
+from cpt_fx.trial import tensors_in
+
+_WITHOUT = "session.disable_quant_qdq"
+Feed = dict[str, np.ndarray[Any, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """One output of the file in a runtime against PyTorch at the same widths, on the examples."""
+
+    output: str
+    runtime: str
+    maximum: float
+    mean: float
+    largest: float
+    """Largest magnitude of the output itself."""
+    agreement: float | None = None
+    """Part of the rows whose largest element is the same one, for outputs of two dims."""
+
+    def __str__(self) -> str:
+        """Say it in one line."""
+        same = "" if self.agreement is None else f", the same class for {self.agreement:.1%} of the rows"
+        off = f"differs by {self.maximum:.3g} at most, {self.mean:.3g} on average"
+        return f"{self.output} in {self.runtime}: {off}, of {self.largest:.3g}{same}"
+
+
+def compared(path: Path, graph: Graph, call: Call, outputs: Any) -> dict[str, Any]:
+    """Run a file on the examples; return how far each output is off, and what to know about where it ran."""
+    given = [leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
+    feed = {name: tensor.detach().cpu().numpy() for name, tensor in zip(graph.inputs, given, strict=True)}
+    differences: list[Difference] = []
+    remarks = []
+    for run in (_in_onnxruntime, _in_openvino):
+        try:
+            runtime, remark, found = run(path, feed, graph.outputs)
+        except ImportError:
+            continue
+        remarks.append(f"{'' if found else 'not '}compared in {runtime}{remark}")
+        differences += [
+            _difference(name, runtime, np.asarray(theirs), ours.detach().float().cpu().numpy())
+            for name, theirs, ours in zip(graph.outputs, found, tensors_in(outputs), strict=bool(found))
+            if ours.is_floating_point() and ours.numel()
+        ]
+    nowhere = "outputs were not compared: install onnxruntime for that"
+    return {"outputs": tuple(differences), "runtime": "; ".join(remarks) or nowhere}
+
+
+def _in_onnxruntime(path: Path, feed: Feed, names: tuple[str, ...]) -> tuple[str, str, list[Any]]:
+    """Run a file. Some versions make integer products of opset 21 for which they have no kernel."""
+    import onnxruntime
+
+    def session(**settings: str) -> Any:
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        for name, value in settings.items():
+            options.add_session_config_entry(name, value)
+        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+    remark = ""
+    try:
+        made = session()
+    except Exception as error:
+        if "QLinear" not in str(error):
+            raise
+        made = session(**{_WITHOUT: "1"})
+        remark = f' with {_WITHOUT} = "1": this version lacks an integer kernel of opset 21'
+    read = {value.name for value in made.get_inputs()}
+    found = made.run(list(names), {name: value for name, value in feed.items() if name in read})
+    return f"onnxruntime {onnxruntime.__version__}", remark, found
+
+
+def _in_openvino(path: Path, feed: Feed, names: tuple[str, ...]) -> tuple[str, str, list[Any]]:
+    """Run a file, in floating point where it says so: on some processors the default is of 16 bits."""
+    import openvino
+
+    runtime = f"OpenVINO {openvino.__version__.partition('-')[0]}"
+    try:
+        made = openvino.Core().compile_model(str(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+        read = {name for value in made.inputs for name in value.names}
+        found = made({name: value for name, value in feed.items() if name in read})
+    except RuntimeError as error:
+        # What it has no operator for is no fault of the file.
+        return runtime, f": {str(error).strip().splitlines()[-1]}", []
+    return runtime, "", [found[name] for name in names]
+
+
+def _difference(name: str, runtime: str, theirs: np.ndarray[Any, Any], ours: np.ndarray[Any, Any]) -> Difference:
+    theirs, ours = theirs.astype(np.float64), ours.astype(np.float64)
+    # Where both are the same infinity (a mask that is returned), there is no difference.
+    far = np.abs(np.where(theirs == ours, 0.0, theirs - ours))
+    classes = ours.ndim == 2 and ours.shape[1] > 1
+    return Difference(
+        output=name,
+        runtime=runtime,
+        maximum=float(far.max()),
+        mean=float(far.mean()),
+        largest=float(np.abs(ours).max()),
+        agreement=float((theirs.argmax(1) == ours.argmax(1)).mean()) if classes else None,
+    )
