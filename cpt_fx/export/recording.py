@@ -39,9 +39,12 @@ Table = Mapping[Any, Callable[..., Any]]
 @cache
 def decompositions() -> Table:
     """Return what ONNX has no operator for, in operators that it has."""
-    known = ONNXRegistry.from_torchlib()
+    with _quiet():
+        known = ONNXRegistry.from_torchlib()
     plain = {key: entry for key, entry in core_aten_decompositions().items() if not known.is_registered(key)}
     backward = {key: entry for key, entry in decomposition_table.items() if "_backward" in str(key)}
+    # ONNX has this loss, but not the sum of weights that its backward pass needs.
+    backward |= {key: entry for key, entry in decomposition_table.items() if "nll_loss" in str(key)}
     # What nobody has written to yet may as well be zeros, which ONNX has.
     empty = {
         torch.ops.aten.empty_like.default: lambda x, *, dtype=None, **_: torch.zeros_like(x, dtype=dtype),
