@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from cpt_fx.errors import ExportError, check_int
 from cpt_fx.export import manifest as files
 from cpt_fx.export.cuda import session_providers
-from cpt_fx.export.directory import digest
 from cpt_fx.export.environment import require_training
 from cpt_fx.export.manifest import Manifest
 from cpt_fx.ort import state_file, transfer
 from cpt_fx.ort.engine import CPU, Engine
-from cpt_fx.ort.feeding import arrays_of, check_ranges, check_two, needs_two, ranges_of
+from cpt_fx.ort.feeding import arrays_of, check_least, check_ranges, ranges_of
 from cpt_fx.ort.loops import Backward, Evaluation, Outputs, Update
 from cpt_fx.ort.memory import Memory
 from cpt_fx.ort.rates import OptimizerView, Rate, RateFunction, Rates
@@ -75,7 +74,7 @@ class Trainer:
         folder = Path(directory)
         self.manifest: Manifest = files.read(folder)
         """What the directory says of itself."""
-        check_files(folder, self.manifest)
+        files.check_files(folder, self.manifest)
         self.schedule = schedule
         self.device = str(device)
         self.generator = torch.Generator()
@@ -93,7 +92,6 @@ class Trainer:
         self._update = Update(update, self.memory, self.manifest)
         self._evaluation = Evaluation(evaluation, self.memory, self.manifest)
         taken = (tensor.name for tensor in (*self.manifest.inputs, *self.manifest.targets))
-        self._needs_two = needs_two(folder / files.GRADIENTS)
         self._ranges = ranges_of(folder / files.EVALUATION, taken)
         self._shared: transfer.SharedParameters | None = None
         self.updates = 0
@@ -122,8 +120,7 @@ class Trainer:
         Running ranges and statistics learn from the batch. For optimizers of torch, see `torch_parameters`.
         """
         arrays = self._taken(inputs_and_targets, named)
-        if self._needs_two:
-            check_two(self.manifest, arrays)
+        check_least(self.manifest, arrays)
         if self._shared is not None:
             self._shared.before_backward(fresh=not self.pending)
         bits = self.schedule.bits(self.schedule.position)
@@ -250,13 +247,3 @@ class Trainer:
 
     def _values(self) -> dict[str, Array]:
         return {name: np.asarray(block.read()) for name, block in (self.memory.parameters | self.memory.states).items()}
-
-
-def check_files(folder: Path, manifest: Manifest) -> None:
-    """Refuse a directory where a file is missing, or is not the one that was written."""
-    for name in files.FILES:
-        path = folder / name
-        if not path.is_file():
-            raise ExportError(f"{path} is missing: export again")
-        if digest(path) != manifest.digests.get(name):
-            raise ExportError(f"{path} is not as it was written (its checksum differs): export again")

@@ -99,7 +99,8 @@ def test_schedulers_of_torch_drive_it() -> None:
         warnings.simplefilter("error")
         for number in range(5):
             trainer.step(*ort.batch(number))
-            seen.append(trainer._update.controls["learning_rate"].read().tolist())
+            update = trainer._update if number else trainer._first_update
+            seen.append(update.controls["learning_rate"].read().tolist())
             scheduler.step()
     assert seen == [[0.4], [0.4], [0.2], [0.2], [0.1]]
 
