@@ -16,15 +16,16 @@ from cpt_fx.meta import Dial
 
 NAME = "manifest.json"
 VERSION = 2
-GRADIENTS, FIRST_UPDATE, UPDATE, EVALUATION, VALUES, DATA = (
+GRADIENTS, CLIPPING, FIRST_UPDATE, UPDATE, EVALUATION, VALUES, DATA = (
     "gradients.onnx",
+    "clipping.onnx",
     "first_update.onnx",
     "update.onnx",
     "evaluation.onnx",
     "values.onnx",
     "values.data",
 )
-FILES = (GRADIENTS, FIRST_UPDATE, UPDATE, EVALUATION, VALUES, DATA)
+FILES = (GRADIENTS, CLIPPING, FIRST_UPDATE, UPDATE, EVALUATION, VALUES, DATA)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from cpt_fx.errors import ExportError
 from cpt_fx.export import losses
 from cpt_fx.export import manifest as files
 from cpt_fx.export.capture_modes import call_of, in_mode
+from cpt_fx.export.clipping import clipping_graph
 from cpt_fx.export.directory import digest, new_directory
 from cpt_fx.export.environment import EXTRAS, require_training, version_of
 from cpt_fx.export.functions import OPSET, add_functions
@@ -127,6 +128,7 @@ def _write(
     for graph, name in ((training, files.GRADIENTS), (evaluation, files.EVALUATION)):
         add_functions(graph)
         _save(graph.model, folder / name)
+    _save(clipping_graph({name: named[name].shape for name in training.gradients}), folder / files.CLIPPING)
     _save(updates.first, folder / files.FIRST_UPDATE)
     _save(updates.later, folder / files.UPDATE)
     states = {**evaluation.states, **training.states}

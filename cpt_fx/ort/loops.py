@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from cpt_fx.errors import ExportError
+from cpt_fx.export.clipping import MAX_NORM, MAX_VALUE
 from cpt_fx.export.manifest import Manifest
 from cpt_fx.export.program import LOSS, MORE, OUTPUT, SEEDS
 from cpt_fx.export.updates import GRADIENT_SCALE, LEARNING_RATE, STEP
@@ -49,6 +50,7 @@ class _Bound:
         passed |= dict.fromkeys(said.dials, Slot("int64", ())) | {
             SEEDS: Slot("int32", (said.seeds, 2)), MORE: Slot("bool", ()), STEP: Slot("float64", ()),
             LEARNING_RATE: Slot("float64", (len(said.optimizer.learning_rates),)), GRADIENT_SCALE: Slot("float32", ()),
+            MAX_VALUE: Slot("float32", ()), MAX_NORM: Slot("float32", ()),
         }  # fmt: skip
         returned = {LOSS: Slot("float32", ())} | {tensor.name: slot_of(tensor) for tensor in said.outputs}
         places, targets = (
@@ -117,6 +119,19 @@ class Backward(_Bound):
         self.engine.run(self.feed(arrays, bits))
         self.memory.swap()
         return float(self.results[LOSS].read().item())
+
+
+class Clipping(_Bound):
+    """Limits gathered gradients, in place."""
+
+    changing = (MAX_VALUE, MAX_NORM, GRADIENT_SCALE)
+
+    def __call__(self, value: float | None, norm: float | None, scale: float) -> None:
+        """Limit each element of what the update will make of the gradients, then the norm of all."""
+        self.set(MAX_VALUE, np.inf if value is None else value)
+        self.set(MAX_NORM, np.inf if norm is None else norm)
+        self.set(GRADIENT_SCALE, scale)
+        self.engine.run(self.ready())
 
 
 class Update(_Bound):

@@ -137,6 +137,7 @@ def with_optimizer(
     from onnx_ir.passes import common
 
     from cpt_fx.export import manifest as files
+    from cpt_fx.export.clipping import clipping_graph
     from cpt_fx.export.directory import digest
     from cpt_fx.export.training import described
     from cpt_fx.export.updates import resolve_optimizer, trace_updates
@@ -159,6 +160,7 @@ def with_optimizer(
     common.RemoveUnusedNodesPass()(gradients)
     gradients.graph.inputs[:] = [one for one in gradients.graph.inputs if one.name not in untrained]
     ir.save(gradients, target / files.GRADIENTS)
+    ir.save(clipping_graph({name: named[name].shape for name in trained}), target / files.CLIPPING)
     ir.save(updates.first, target / files.FIRST_UPDATE)
     ir.save(updates.later, target / files.UPDATE)
     replace(
