@@ -162,6 +162,26 @@ def test_old_state_is_there_until_the_step_is_over(tmp_path: Path) -> None:
     close(trainer.state_dict(), model.state_dict())
 
 
+def test_nothing_moves_between_steps() -> None:
+    """What a step reads lies where the one before wrote it: running state in two places that take turns."""
+    trainer = trainer_of(directory=ort.tied_directory(), clip_norm=1.0)
+    memory = trainer.memory
+
+    def places() -> list[dict[str, int]]:
+        held = (memory.parameters, memory.gradients, memory.moments, memory.states)
+        return [{name: block.tensor.data_ptr() for name, block in blocks.items()} for blocks in held]
+
+    seen = []
+    for number in range(4):
+        seen.append(places())
+        trainer.step(*ort.tokens(number))
+    for kept in range(3):
+        assert all(each[kept] == seen[0][kept] and each[kept] for each in seen)
+    states = [each[3] for each in seen]
+    assert states[0] == states[2] and states[1] == states[3]
+    assert not {*states[0].values()} & {*states[1].values()}
+
+
 def test_it_is_quiet(capfd: pytest.CaptureFixture[str]) -> None:
     """Whatever ONNX Runtime has to say comes as an exception, or not at all."""
     trainer = trainer_of(directory=ort.tied_directory())
