@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,6 +26,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import cpt_fx
+from cpt_fx.export.environment import check_runtime
 
 CLASSES, STEPS_OF_SCHEDULE, WARM = 10, 10_000, 4
 
@@ -121,7 +121,7 @@ def report(found: dict[str, Any]) -> str:
     lines = [
         "# A step in ONNX Runtime, and in PyTorch",
         "",
-        f"{origin(found)} onnxruntime-training-cpu {found['onnxruntime']}.",
+        f"{origin(found)} {found['onnxruntime']}.",
         "",
         "Simulated low precision, default recipe, schedule CR from 3 to 8 bits, SGD with momentum; forward, backward "
         "and update. Ratios to PyTorch eager with the same quantizers: median of "
@@ -148,7 +148,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     found = about(f"python benchmarks/ort_step.py --rounds {options.rounds}", options.threads)
-    found |= {"rounds": options.rounds, "onnxruntime": version("onnxruntime-training-cpu")}
+    found |= {"rounds": options.rounds, "onnxruntime": check_runtime().found}
     found["rows"] = [measure(name, options.rounds, options.threads) for name in options.models]
     page = report(found)
     write(options.output, "ort_step", found, page)

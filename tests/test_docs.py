@@ -21,7 +21,7 @@ COMMANDS = (
 # Every block says what it is. "python" is run, always: there is no word that stops it.
 LANGUAGES = {"bash", "json", "mermaid", "python", "text", "toml", "yaml"}
 # What blocks of a document need that the default environment has not: .ci/export runs these.
-NEEDS = {"docs/export.md": ("onnxscript", "onnxruntime.training")}
+NEEDS = {"docs/export.md": ("onnxscript", "onnxruntime")}
 
 FENCE = re.compile(r"^(?P<indent>[ >]*)(?P<ticks>`{3,}|~{3,})(?P<info>[^`]*)$")
 LINK = re.compile(r"""\]\(\s*<?([^)\s>]+)|^\s*\[[^\]]+\]:\s+(\S+)|(?:src|href)=["']([^"']+)["']""", re.MULTILINE)

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 
 # What an environment may lack. The default one has no training in ONNX Runtime: .ci/export runs that.
-NEEDS = {"node_classification.py": "torch_geometric", "ort_training.py": "onnxruntime.training"}
+NEEDS = {"node_classification.py": "torch_geometric", "ort_training.py": "onnxruntime"}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -188,13 +188,14 @@ def run_doctor(options: argparse.Namespace) -> None:
     example:
       cpt-fx export doctor --json
     """
-    from cpt_fx.export.doctor import TRAIN, examine
+    from cpt_fx.export.doctor import RUN, WRITE, examine
     from cpt_fx.export.environment import PackageError
 
     found = examine()
     common.answer(options, found.to_dict, found)
-    if not found.findings[TRAIN].works:
-        raise PackageError(f"models cannot be exported for training here: {found.findings[TRAIN].problem}")
+    for finding in (found.findings[WRITE], found.findings[RUN]):
+        if not finding.works:
+            raise PackageError(f"models cannot be exported for training here: {finding.problem}")
 
 
 def run_inspect(options: argparse.Namespace) -> None:
@@ -273,11 +274,11 @@ def _print_directory(directory: Path, as_json: bool) -> None:
     print(f"schedule: {manifest.schedule}; any other may drive the training")
     print(f"loss: {manifest.loss}; optimizer: {manifest.optimizer.name}, learning rate {rates}")
     print(
-        f"batch: {'any' if manifest.dynamic_batch else 'fixed'}; parameters: {len(manifest.parameters)}, trained: "
-        f"{trained}; state: {len(manifest.states)}; random draws in a step: {manifest.seeds}"
+        f"parameters: {len(manifest.parameters)}, trained: {trained}; state: {len(manifest.states)}; random draws in a "
+        f"step: {manifest.seeds}"
     )
     rows = [
-        (kind, tensor.name, tensor.dtype, " x ".join("any" if dim is None else str(dim) for dim in tensor.shape) or "–")
+        (kind, tensor.name, tensor.dtype, " x ".join(map(str, tensor.shape)) or "–")
         for kind, tensors in (("input", manifest.inputs), ("target", manifest.targets), ("output", manifest.outputs))
         for tensor in tensors
     ]

@@ -11,29 +11,32 @@ from pathlib import Path
 from typing import Any
 
 from cpt_fx.errors import ExportError
+from cpt_fx.export.directory import digest
 from cpt_fx.meta import Dial
 
 NAME = "manifest.json"
 VERSION = 2
-GRADIENTS, FIRST_UPDATE, UPDATE, EVALUATION, VALUES, DATA = (
+GRADIENTS, CLIPPING, FIRST_UPDATE, UPDATE, EVALUATION, VALUES, DATA = (
     "gradients.onnx",
+    "clipping.onnx",
     "first_update.onnx",
     "update.onnx",
     "evaluation.onnx",
     "values.onnx",
     "values.data",
 )
-FILES = (GRADIENTS, FIRST_UPDATE, UPDATE, EVALUATION, VALUES, DATA)
+FILES = (GRADIENTS, CLIPPING, FIRST_UPDATE, UPDATE, EVALUATION, VALUES, DATA)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """A tensor that goes in or comes out: dims that vary from call to call are None."""
+    """A tensor that goes in or comes out."""
 
     name: str
     dtype: str
     """As numpy calls it."""
-    shape: tuple[int | None, ...]
+    shape: tuple[int | str, ...]
+    """A size that varies from call to call has a name, which is the same wherever the size is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +68,8 @@ class Optimizer:
 
     name: str
     learning_rates: tuple[float, ...]
+    settings: tuple[dict[str, str], ...] = ()
+    """Of each group, as Python writes them: `{"betas": "(0.9, 0.999)"}`."""
     remembered: tuple[State, ...] = ()
 
 
@@ -101,7 +106,8 @@ class Manifest:
     loss: str
     schedule: str
     """`repr` of the schedule that the model was transformed with; any other may drive the training."""
-    dynamic_batch: bool
+    least: dict[str, int] = field(default_factory=dict)
+    """Sizes below which the model does not train."""
     versions: dict[str, str] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
     """SHA-256 of every other file."""
@@ -110,7 +116,7 @@ class Manifest:
     def write(self, directory: Path) -> None:
         """Write the file, with a digest of what it says."""
         values = asdict(self)
-        text = json.dumps(values | {"digest": _digest(values)}, indent=1)
+        text = json.dumps(values | {"digest": digest_of(values)}, indent=1)
         (directory / NAME).write_text(text + "\n", encoding="utf-8")
 
 
@@ -132,7 +138,7 @@ def read(directory: Path) -> Manifest:
             f"{directory} was written in format {found}{why}, by cpt_fx {_version_of(values)}; this cpt_fx reads "
             f"format {VERSION}: export again"
         )
-    if values.pop("digest", None) != _digest(values):
+    if values.pop("digest", None) != digest_of(values):
         raise ExportError(f"{path} is not as it was written (its digest differs): export again")
     try:
         made: Manifest = _checked(Manifest, values, "manifest")
@@ -141,7 +147,18 @@ def read(directory: Path) -> Manifest:
     return made
 
 
-def _digest(values: dict[str, Any]) -> str:
+def check_files(directory: Path, manifest: Manifest) -> None:
+    """Refuse a directory where a file is missing, or is not the one that was written."""
+    for name in FILES:
+        path = directory / name
+        if not path.is_file():
+            raise ExportError(f"{path} is missing: export again")
+        if digest(path) != manifest.digests.get(name):
+            raise ExportError(f"{path} is not as it was written (its checksum differs): export again")
+
+
+def digest_of(values: dict[str, Any]) -> str:
+    """Return the SHA-256 of what a manifest says."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
@@ -159,8 +176,7 @@ def _checked(kind: Any, value: Any, place: str) -> Any:
     if origin is dict and isinstance(value, dict):
         return {key: _checked(inner[1], item, f"{place}[{key!r}]") for key, item in value.items()}
     if origin in (types.UnionType, typing.Union):
-        allowed = [one for one in inner if one is type(value)]
-        if allowed or (value is None and type(None) in inner):
+        if type(value) in inner:
             return value
     elif kind is Any or type(value) is kind or (kind is float and type(value) is int):
         return value

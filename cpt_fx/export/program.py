@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -136,10 +136,12 @@ def widths_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def trace(
-    model: fx.GraphModule, call: Call, *, gradients: bool = False, dynamic_batch: bool = True, plain: bool = False
-) -> Graph:
+    model: fx.GraphModule, call: Call, *, gradients: bool = False, trained: Container[str] | None = None,
+    dynamic_batch: bool = True, plain: bool = False,
+) -> Graph:  # fmt: skip
     """Trace a transformed graph in the mode it is in, with its backward pass or without.
 
+    `trained` are the parameters that gradients are wanted of: by default all that require one.
     `plain` makes quantizers nodes that say which one they are: for a caller that replaces them.
     """
     _check_execution(model)
@@ -148,6 +150,7 @@ def trace(
     state, bits = states_of(model), widths_of(model)
     parameters = {name: value.detach() for name, value in model.named_parameters()}
     step = _Step(model, call, gradients=gradients, plain=plain)
+    step.trains = [name for name in step.trains if trained is None or name in trained]
     sums = {name: torch.zeros_like(parameters[name]) for name in step.trains} if gradients else {}
     fixed = (parameters, state, bits, torch.zeros(1, 2, dtype=torch.int32), sums, torch.zeros((), dtype=torch.bool))
     given = (call.args, call.kwargs, call.targets)

@@ -18,8 +18,9 @@ from cpt_fx.errors import ExportError
 from cpt_fx.export import losses
 from cpt_fx.export import manifest as files
 from cpt_fx.export.capture_modes import call_of, in_mode
+from cpt_fx.export.clipping import clipping_graph
 from cpt_fx.export.directory import digest, new_directory
-from cpt_fx.export.environment import require_training, version_of
+from cpt_fx.export.environment import EXTRAS, require_training, version_of
 from cpt_fx.export.functions import OPSET, add_functions
 from cpt_fx.export.losses import LossLike, resolve
 from cpt_fx.export.manifest import Manifest, Optimizer, Parameter, State, Width
@@ -27,13 +28,13 @@ from cpt_fx.export.normalize import strip
 from cpt_fx.export.plain import run
 from cpt_fx.export.program import BITS, Call, Graph, states_of, trace
 from cpt_fx.export.refusals import check_schedules
-from cpt_fx.export.sizes import settle_sizes
+from cpt_fx.export.sizes import BATCH, open_sizes, resized, settle_sizes
 from cpt_fx.export.updates import IR_VERSION, Updates, resolve_optimizer, trace_updates
 from cpt_fx.export.verify import verify
 from cpt_fx.standalone import precision_of
 from cpt_fx.trial import eager_model, trial
 
-_PACKAGES = ("cpt_fx", "torch", "onnx", "onnxscript", "onnxruntime-training-cpu", "onnxruntime-training")
+_PACKAGES = ("cpt_fx", "torch", "onnx", "onnxscript", "onnxruntime", *EXTRAS)
 
 
 def ort_training(
@@ -74,7 +75,7 @@ def ort_training(
     made, groups = resolve_optimizer(optimizer, dict(result.named_parameters(remove_duplicate=False)))
     call = _with_targets(result, call_of(example_inputs), loss, function, example_targets)
     with in_mode(result, True, call) as graph:
-        training = trace(graph, call, gradients=True, dynamic_batch=dynamic_batch)
+        training = trace(graph, call, gradients=True, trained=groups, dynamic_batch=dynamic_batch)
         values = {name: buffer.detach().cpu().numpy() for name, buffer in states_of(graph).items()}
     check_schedules(training.dials.values())
     with in_mode(result, False, call) as graph:
@@ -82,7 +83,9 @@ def ort_training(
     with new_directory(Path(directory), overwrite=overwrite) as folder:
         with in_mode(result, True, call) as graph:
             others = settle_sizes((training, evaluation), call, partial(_runs, graph))
-            manifest = _write(result, training, evaluation, values, made, groups, folder, loss_name, dynamic_batch)
+            single = BATCH in open_sizes(training, call) and not _runs(graph, resized(training, call, {BATCH: 1}))
+            least = {BATCH: 2} if single else {}
+            manifest = _write(result, training, evaluation, values, made, groups, folder, loss_name, least)
             # At least three steps, so that what the optimizer remembers is used.
             verify(folder, manifest, graph, made, (call, *others, *[call] * (2 - len(others))))
         return manifest
@@ -114,18 +117,18 @@ def _with_targets(result: nn.Module, call: Call, loss: LossLike, function: Calla
 
 def _write(
     result: nn.Module, training: Graph, evaluation: Graph, values: dict[str, Any],
-    optimizer: torch.optim.Optimizer, groups: dict[str, int], folder: Path, loss: str, dynamic_batch: bool,
+    optimizer: torch.optim.Optimizer, groups: dict[str, int], folder: Path, loss: str, least: dict[str, int],
 ) -> Manifest:  # fmt: skip
     """Write all files of a directory."""
     named = dict(result.named_parameters(remove_duplicate=False))
     known = {**evaluation.parameters, **training.parameters}
     moved = {name: next((groups[one] for one in also if one in groups), -1) for name, also in known.items()}
-    trained = [name for name in training.gradients if moved[name] >= 0]
-    updates = trace_updates(optimizer, {name: named[name] for name in trained}, moved)
+    updates = trace_updates(optimizer, {name: named[name] for name in training.gradients}, moved)
     values = values | {name: named[name].detach().cpu().numpy() for name in known}
     for graph, name in ((training, files.GRADIENTS), (evaluation, files.EVALUATION)):
         add_functions(graph)
         _save(graph.model, folder / name)
+    _save(clipping_graph({name: named[name].shape for name in training.gradients}), folder / files.CLIPPING)
     _save(updates.first, folder / files.FIRST_UPDATE)
     _save(updates.later, folder / files.UPDATE)
     states = {**evaluation.states, **training.states}
@@ -144,7 +147,7 @@ def _write(
         parameters=tuple(
             Parameter(
                 tensor=_tensor_of(name, values[name]),
-                trainable=name in trained,
+                trainable=name in training.gradients,
                 also=tuple(one for one in also if one != name),
                 group=moved[name],
             )
@@ -154,7 +157,7 @@ def _write(
         optimizer=described(optimizer, updates),
         loss=loss,
         schedule=repr(precision_of(result).schedule),
-        dynamic_batch=dynamic_batch,
+        least=least,
         versions={name: found for name in _PACKAGES if (found := version_of(name))},
         digests={name: digest(folder / name) for name in files.FILES},
     )
@@ -167,7 +170,16 @@ def described(optimizer: torch.optim.Optimizer, updates: Updates) -> Optimizer:
     return Optimizer(
         name=type(optimizer).__name__.lower(),
         learning_rates=tuple(float(group["lr"]) for group in optimizer.param_groups),
+        settings=settings_of(optimizer),
         remembered=updates.remembered,
+    )
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> tuple[dict[str, str], ...]:
+    """Return the options of each group, as Python writes them."""
+    own = ("params", "lr")
+    return tuple(
+        {key: repr(value) for key, value in group.items() if key not in own} for group in optimizer.param_groups
     )
 
 
@@ -196,5 +208,5 @@ def _tensor_of(name: str, array: Any) -> files.Tensor:
 
 def _tensor(value: ir.Value) -> files.Tensor:
     assert value.dtype is not None and value.shape is not None
-    shape = tuple(size if isinstance(size, int) else None for size in value.shape)
+    shape = tuple(size if isinstance(size, int) else str(size.value) for size in value.shape)
     return files.Tensor(name=str(value.name), dtype=str(value.dtype.numpy()), shape=shape)

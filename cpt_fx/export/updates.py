@@ -206,13 +206,19 @@ class _Function:
         return parameter.detach(), *(after[key].detach() for key in self.states)
 
 
-_aten = torch.ops.aten
-_TABLE = {
-    # A power of float32, as the exporter has it, is too coarse for 1 - 0.999 ** step.
-    _aten.pow.Scalar: lambda base, power: torch.exp(power * math.log(base)),
-    # One limit that is a whole number, and one that is not, are too much for the exporter.
-    _aten.clamp_.default: lambda x, low, high: x.clamp_min_(float(low)).clamp_max_(float(high)),
-}
+def _power(base: float, power: Tensor) -> Tensor:
+    """Return a power as float64 has it: that of float32, as the exporter writes it, is too coarse for 0.999 ** step."""
+    return torch.exp(power * math.log(base)) if base else (power == 0).to(power.dtype)
+
+
+def _clamp_(x: Tensor, low: float | None = None, high: float | None = None) -> Tensor:
+    """Clamp by one limit after the other: a whole number and one that is not are too much for the exporter."""
+    if low is not None:
+        x.clamp_min_(float(low))
+    return x if high is None else x.clamp_max_(float(high))
+
+
+_TABLE = {torch.ops.aten.pow.Scalar: _power, torch.ops.aten.clamp_.default: _clamp_}
 
 
 class _SizesMatterError(Exception):

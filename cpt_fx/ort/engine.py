@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from cpt_fx.errors import ExportError
 from cpt_fx.export.cuda import check_session, session_providers
+from cpt_fx.export.manifest import Tensor
 
 CPU = "cpu"
 _ERRORS, _FATAL = 3, 4
@@ -28,6 +29,10 @@ class Slot(NamedTuple):
     def zeros(self) -> NDArray[Any]:
         """Return zeros for it: dims that vary are 1 long."""
         return np.zeros([1 if size is None else size for size in self.shape], self.dtype)
+
+    def __str__(self) -> str:
+        """Type and sizes."""
+        return f"{self.dtype} ({', '.join('any' if size is None else str(size) for size in self.shape)})"
 
 
 class Engine:
@@ -49,7 +54,7 @@ class Engine:
         except Exception as error:
             raise ExportError(f"ONNX Runtime does not load {path}: {said(error)}") from error
         check_session(self._session, device)
-        self.device = device
+        self.path, self.device = path, device
         self.inputs = {value.name: _slot(value) for value in self._session.get_inputs()}
         self.outputs = {value.name: _slot(value) for value in self._session.get_outputs()}
         self._run_options = onnxruntime.RunOptions()
@@ -70,6 +75,11 @@ def said(error: Exception) -> str:
     """Return the first line of what ONNX Runtime complains of."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def slot_of(tensor: Tensor) -> Slot:
+    """Return what a manifest says of a tensor."""
+    return Slot(tensor.dtype, tuple(None if isinstance(size, str) else size for size in tensor.shape))
 
 
 def _slot(value: Any) -> Slot:

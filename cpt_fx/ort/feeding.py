@@ -1,13 +1,11 @@
 """What a user passes to a step, checked against what the graph takes, and converted where nothing is lost.
 
 What torch refuses in a batch and ONNX Runtime computes with is refused here, too; the graph says what that is. With
-labels and words that are out of range it counts from the end, or reads foreign memory; batch normalization of a single
-value makes the running variance NaN for good.
+labels and words that are out of range it counts from the end, or reads foreign memory.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +21,6 @@ from cpt_fx.export.manifest import Manifest, Tensor
 
 Array = NDArray[Any]
 _LOSSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
-_NORMS = ("BatchNormalization", "BatchNormInternal")
 _MOVES = {
     "Cast", "Expand", "Flatten", "Gather", "Identity", "Reshape", "Slice", "Split", "Squeeze", "Transpose", "Unsqueeze",
 }  # fmt: skip
@@ -35,8 +32,7 @@ def arrays_of(manifest: Manifest, args: tuple[Any, ...], kwargs: Mapping[str, An
     expected = {tensor.name: tensor for tensor in (*manifest.inputs, *manifest.targets)}
     given = _named(tuple(expected), args, kwargs)
     arrays = {name: _array(expected[name], given[name]) for name in expected}
-    if manifest.dynamic_batch:
-        _check_batch(expected, arrays)
+    _check_sizes(expected, arrays)
     return arrays
 
 
@@ -73,7 +69,7 @@ def _array(expected: Tensor, value: Any) -> Array:
 
 def _check_shape(expected: Tensor, array: Array) -> None:
     fits = len(array.shape) == len(expected.shape) and all(
-        wanted in (None, size) for wanted, size in zip(expected.shape, array.shape, strict=True)
+        isinstance(wanted, str) or wanted == size for wanted, size in zip(expected.shape, array.shape, strict=True)
     )
     if not fits:
         raise ValueError(f"{expected.name} must have the shape {_shown(expected.shape)}, got {_shown(array.shape)}")
@@ -98,16 +94,30 @@ def _converted(expected: Tensor, array: Array) -> Array:
     raise TypeError(f"{expected.name} must be of {wanted}, got {array.dtype}")
 
 
-def _check_batch(expected: Mapping[str, Tensor], arrays: Mapping[str, Array]) -> None:
-    sizes = {name: len(arrays[name]) for name, tensor in expected.items() if tensor.shape[:1] == (None,)}
-    if len(set(sizes.values())) > 1:
-        listed = ", ".join(f"{name} holds {size}" for name, size in sizes.items())
-        raise ValueError(f"all inputs and targets must hold the same number of examples: {listed}")
+def _check_sizes(expected: Mapping[str, Tensor], arrays: Mapping[str, Array]) -> None:
+    """Refuse sizes that differ where the graph has one name for them."""
+    found: dict[str, tuple[str, int]] = {}
+    for name, tensor in expected.items():
+        for size, given in zip(tensor.shape, arrays[name].shape, strict=True):
+            if isinstance(size, str) and found.setdefault(size, (name, given))[1] != given:
+                first, other = found[size]
+                raise ValueError(f"{size} must be one size: {first} has {other}, {name} has {given}")
 
 
-def _shown(shape: tuple[int | None, ...]) -> str:
-    sizes = ["any" if size is None else str(size) for size in shape]
-    return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
+def check_least(manifest: Manifest, arrays: Mapping[str, Array]) -> None:
+    """Refuse sizes that the model itself does not train with."""
+    for tensor in (*manifest.inputs, *manifest.targets):
+        for size, given in zip(tensor.shape, arrays[tensor.name].shape, strict=True):
+            least = manifest.least.get(size, 0) if isinstance(size, str) else 0
+            if given < least:
+                raise ValueError(
+                    f"{tensor.name} holds a {size} of {given}; the model trains with {least} or more, as batch "
+                    "normalization does: leave out what is left of an epoch (DataLoader(drop_last=True))"
+                )
+
+
+def _shown(shape: tuple[int | str, ...]) -> str:
+    return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
 
 
 class Range(NamedTuple):
@@ -203,25 +213,3 @@ def check_ranges(ranges: Mapping[str, Range], arrays: Mapping[str, Array]) -> No
             place = tuple(int(index) for index in np.argwhere(wrong)[0])
             besides = "" if ignored is None else f", or {ignored}, which is ignored"
             raise ValueError(f"{name} holds {values[place]} at {place}: it must be from 0 to {size - 1}{besides}")
-
-
-def needs_two(path: Path) -> bool:
-    """Look whether a training graph normalizes, per channel, over nothing but the batch."""
-    graph = _Graph(path)
-    for node in graph.nodes:
-        if node.op_type in _NORMS and node.input[0] in graph.shapes:
-            first, _, *rest = graph.shapes[node.input[0]]
-            # 0 stands for a dim that varies.
-            if not first and math.prod(rest) == 1:
-                return True
-    return False
-
-
-def check_two(manifest: Manifest, arrays: Mapping[str, Array]) -> None:
-    """Refuse a batch of one example."""
-    for tensor in manifest.inputs:
-        if tensor.shape[:1] == (None,) and len(arrays[tensor.name]) == 1:
-            raise ValueError(
-                f"{tensor.name} holds 1 example; the model trains with batch normalization over the examples alone, "
-                "which takes at least 2: leave out a last batch of one (DataLoader(drop_last=True))"
-            )

@@ -8,10 +8,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cpt_fx.errors import ExportError
+from cpt_fx.export.clipping import MAX_NORM, MAX_VALUE
 from cpt_fx.export.manifest import Manifest
 from cpt_fx.export.program import LOSS, MORE, OUTPUT, SEEDS
 from cpt_fx.export.updates import GRADIENT_SCALE, LEARNING_RATE, STEP
-from cpt_fx.ort.engine import CPU, Engine
+from cpt_fx.ort.engine import CPU, Engine, Slot, slot_of
 from cpt_fx.ort.memory import Block, Memory
 from cpt_fx.runtime import dial_width
 from cpt_fx.schedules import Bits
@@ -38,7 +40,32 @@ class _Bound:
         self.controls = {name: Block(engine.inputs[name].zeros(), CPU) for name in names}
         kept = [LOSS] if LOSS in engine.outputs else []
         self.results = {name: Block(engine.outputs[name].zeros(), CPU) for name in kept}
+        self._check()
         self._bindings = {(side, update): self._bind(side, update) for side in range(2) for update in range(2)}
+
+    def _check(self) -> None:
+        """Refuse a graph that is not the one which the manifest speaks of."""
+        said = self.manifest
+        passed = {tensor.name: slot_of(tensor) for tensor in (*said.inputs, *said.targets)}
+        passed |= dict.fromkeys(said.dials, Slot("int64", ())) | {
+            SEEDS: Slot("int32", (said.seeds, 2)), MORE: Slot("bool", ()), STEP: Slot("float64", ()),
+            LEARNING_RATE: Slot("float64", (len(said.optimizer.learning_rates),)), GRADIENT_SCALE: Slot("float32", ()),
+            MAX_VALUE: Slot("float32", ()), MAX_NORM: Slot("float32", ()),
+        }  # fmt: skip
+        returned = {LOSS: Slot("float32", ())} | {tensor.name: slot_of(tensor) for tensor in said.outputs}
+        places, targets = (
+            {name: Slot(block.dtype, block.shape) for name, block in blocks(0, 0).items()}
+            for blocks in (self.memory.places, self.memory.targets)
+        )
+        for kind, found, known in (
+            ("takes", self.engine.inputs, passed | places), ("returns", self.engine.outputs, returned | targets)
+        ):  # fmt: skip
+            for name, slot in found.items():
+                if known.get(name) != slot:
+                    other = known.get(name, "nothing of it")
+                    raise ExportError(
+                        f"{self.engine.path} {kind} {name}, {slot}; the manifest says {other}: export again"
+                    )
 
     def _bind(self, side: int, update_side: int) -> Any:
         bindings = self.engine.bindings()
@@ -92,6 +119,19 @@ class Backward(_Bound):
         self.engine.run(self.feed(arrays, bits))
         self.memory.swap()
         return float(self.results[LOSS].read().item())
+
+
+class Clipping(_Bound):
+    """Limits gathered gradients, in place."""
+
+    changing = (MAX_VALUE, MAX_NORM, GRADIENT_SCALE)
+
+    def __call__(self, value: float | None, norm: float | None, scale: float) -> None:
+        """Limit each element of what the update will make of the gradients, then the norm of all."""
+        self.set(MAX_VALUE, np.inf if value is None else value)
+        self.set(MAX_NORM, np.inf if norm is None else norm)
+        self.set(GRADIENT_SCALE, scale)
+        self.engine.run(self.ready())
 
 
 class Update(_Bound):

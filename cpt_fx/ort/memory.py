@@ -105,18 +105,18 @@ def initial_values(manifest: Manifest, path: Path) -> dict[str, Array]:
     """Read the values that a training starts with; what an optimizer remembers, and has none, starts with zeros."""
     import onnx_ir as ir
 
-    held = ir.load(path).graph.initializers
+    try:
+        held = ir.load(path).graph.initializers
+        read = {name: np.array(one.const_value.numpy()) for name, one in held.items() if one.const_value is not None}
+    except Exception as error:  # of whatever reads it: protobuf, numpy, the file system
+        raise ExportError(f"{path} and its data cannot be read ({error}): export again") from error
     values: dict[str, Array] = {}
     tensors = [item.tensor for item in (*manifest.parameters, *manifest.states, *manifest.optimizer.remembered)]
     optional = {state.tensor.name for state in manifest.optimizer.remembered}
     for tensor in tensors:
-        found = held[tensor.name].const_value if tensor.name in held else None
-        if found is None and tensor.name in optional:
-            values[tensor.name] = np.zeros(tensor.shape, tensor.dtype)
-            continue
-        if found is None:
+        if tensor.name not in read and tensor.name not in optional:
             raise ExportError(f"{path} has no value for {tensor.name}: export again")
-        value = np.array(found.numpy())
+        value = read.get(tensor.name, np.zeros(tensor.shape, tensor.dtype))
         if value.shape != tensor.shape or str(value.dtype) != tensor.dtype:
             raise ExportError(
                 f"{path} has {tensor.name} of {value.dtype} {value.shape}, the manifest says {tensor.dtype} "

@@ -13,12 +13,26 @@ Rate = float | Sequence[float]
 RateFunction = Callable[[int], Rate]
 
 
+class _Group(dict[str, Any]):
+    """The options of a parameter group that schedulers may change."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        """Set one, unless the exported update has it as a constant."""
+        if key in ("momentum", "betas"):
+            raise ValueError(
+                f"{key} is a constant of the exported update, and this scheduler would change it: pass "
+                "cycle_momentum=False"
+            )
+        super().__setitem__(key, value)
+
+
 class OptimizerView(torch.optim.Optimizer):
     """What torch's learning-rate schedulers see of a `Trainer`'s optimizer: a learning rate for each group."""
 
     def __init__(self, rates: Sequence[float]) -> None:
-        groups = [{"params": [torch.nn.Parameter(torch.zeros(()))], "lr": rate} for rate in rates]
-        super().__init__(groups, {"lr": 0.0})
+        groups = [_Group(params=[torch.nn.Parameter(torch.zeros(()))], lr=rate) for rate in rates]
+        # Those that cycle the momentum want to see one.
+        super().__init__(groups, {"lr": 0.0, "momentum": 0.0})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Do nothing but count, as schedulers want it: the update runs in ONNX Runtime."""

@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from cpt_fx.errors import ExportError, check_int
 from cpt_fx.export import manifest as files
 from cpt_fx.export.cuda import session_providers
-from cpt_fx.export.directory import digest
 from cpt_fx.export.environment import require_training
 from cpt_fx.export.manifest import Manifest
 from cpt_fx.ort import state_file, transfer
 from cpt_fx.ort.engine import CPU, Engine
-from cpt_fx.ort.feeding import arrays_of, check_ranges, check_two, needs_two, ranges_of
-from cpt_fx.ort.loops import Backward, Evaluation, Outputs, Update
+from cpt_fx.ort.feeding import arrays_of, check_least, check_ranges, ranges_of
+from cpt_fx.ort.loops import Backward, Clipping, Evaluation, Outputs, Update
 from cpt_fx.ort.memory import Memory
 from cpt_fx.ort.rates import OptimizerView, Rate, RateFunction, Rates
 from cpt_fx.schedules.base import Schedule
@@ -47,6 +46,8 @@ class Trainer:
         accumulation: how many steps make one update, which is of the mean of their gradients.
         learning_rate: a number, one for each parameter group, or a function of the update, counted from 0, that
             returns such; None for what the optimizer was exported with.
+        clip_norm: the largest norm of all gradients together, as of `torch.nn.utils.clip_grad_norm_`; None for none.
+        clip_value: the largest element of a gradient, as of `clip_grad_value_`; it comes before the norm.
         seed: for stochastic rounding and dropout; None takes one from torch's generator (`torch.manual_seed`).
         threads: how many threads ONNX Runtime uses; None for one per core.
     """
@@ -59,6 +60,8 @@ class Trainer:
         *,
         accumulation: int = 1,
         learning_rate: Rate | RateFunction | None = None,
+        clip_norm: float | None = None,
+        clip_value: float | None = None,
         seed: int | None = None,
         threads: int | None = None,
     ) -> None:
@@ -70,12 +73,16 @@ class Trainer:
         self.accumulation = check_int("accumulation", accumulation, 1)
         if threads is not None:
             check_int("threads", threads, 1)
+        for name, limit in (("clip_norm", clip_norm), ("clip_value", clip_value)):
+            if limit is not None and not limit > 0:
+                raise ValueError(f"{name} must be a number above 0, or None, got {limit!r}")
+        self.clip_norm, self.clip_value = clip_norm, clip_value
         require_training()
         session_providers(str(device))  # Refuses a device that is not there, before anything is read.
         folder = Path(directory)
         self.manifest: Manifest = files.read(folder)
         """What the directory says of itself."""
-        check_files(folder, self.manifest)
+        files.check_files(folder, self.manifest)
         self.schedule = schedule
         self.device = str(device)
         self.generator = torch.Generator()
@@ -89,11 +96,14 @@ class Trainer:
         self.memory = Memory(self.manifest, folder, self.device)
         """Every tensor of the training, by name."""
         self._backward = Backward(gradients, self.memory, self.manifest)
+        self._clipping: Clipping | None = None
+        if clip_norm is not None or clip_value is not None:
+            clipping = Engine(folder / files.CLIPPING, self.device, threads)
+            self._clipping = Clipping(clipping, self.memory, self.manifest)
         self._first_update = Update(first, self.memory, self.manifest)
         self._update = Update(update, self.memory, self.manifest)
         self._evaluation = Evaluation(evaluation, self.memory, self.manifest)
         taken = (tensor.name for tensor in (*self.manifest.inputs, *self.manifest.targets))
-        self._needs_two = needs_two(folder / files.GRADIENTS)
         self._ranges = ranges_of(folder / files.EVALUATION, taken)
         self._shared: transfer.SharedParameters | None = None
         self.updates = 0
@@ -122,8 +132,7 @@ class Trainer:
         Running ranges and statistics learn from the batch. For optimizers of torch, see `torch_parameters`.
         """
         arrays = self._taken(inputs_and_targets, named)
-        if self._needs_two:
-            check_two(self.manifest, arrays)
+        check_least(self.manifest, arrays)
         if self._shared is not None:
             self._shared.before_backward(fresh=not self.pending)
         bits = self.schedule.bits(self.schedule.position)
@@ -139,6 +148,8 @@ class Trainer:
     def update(self) -> None:
         """Update the parameters now, by the mean of the gradients gathered so far: also before `accumulation` steps."""
         self._require_gradients("update")
+        if self._clipping is not None:
+            self._clipping(self.clip_value, self.clip_norm, 1 / self.pending)
         update = self._update if self.optimizer_steps else self._first_update
         update(self.rates.at(self.updates), self.optimizer_steps, 1 / self.pending)
         self.optimizer_steps += 1
@@ -250,13 +261,3 @@ class Trainer:
 
     def _values(self) -> dict[str, Array]:
         return {name: np.asarray(block.read()) for name, block in (self.memory.parameters | self.memory.states).items()}
-
-
-def check_files(folder: Path, manifest: Manifest) -> None:
-    """Refuse a directory where a file is missing, or is not the one that was written."""
-    for name in files.FILES:
-        path = folder / name
-        if not path.is_file():
-            raise ExportError(f"{path} is missing: export again")
-        if digest(path) != manifest.digests.get(name):
-            raise ExportError(f"{path} is not as it was written (its checksum differs): export again")

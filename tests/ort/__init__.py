@@ -54,6 +54,24 @@ class Tied(nn.Module):
         return made
 
 
+class Remembering(nn.Module):
+    """Uses what a buffer held before it writes to it: the backward pass needs the old value after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(FEATURES, 16)
+        self.last = nn.Linear(16, CLASSES)
+        self.scale: Tensor
+        self.register_buffer("scale", torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.scale.clone()
+        if self.training:
+            self.scale.mul_(0.5).add_(x.detach().mean())
+        made: Tensor = self.last(self.inner(x) * before)
+        return made
+
+
 def schedule(name: str = "CR") -> Schedule:
     return cpt_fx.schedules.named(name, q_min=3, q_max=8, total_steps=40, cycles=2)
 
@@ -116,8 +134,10 @@ def with_optimizer(
 ) -> Path:
     """Copy a directory, and give it another optimizer: what an export with that one writes."""
     import onnx_ir as ir
+    from onnx_ir.passes import common
 
     from cpt_fx.export import manifest as files
+    from cpt_fx.export.clipping import clipping_graph
     from cpt_fx.export.directory import digest
     from cpt_fx.export.training import described
     from cpt_fx.export.updates import resolve_optimizer, trace_updates
@@ -133,6 +153,14 @@ def with_optimizer(
     trained = {item.tensor.name for item in manifest.parameters if item.trainable and groups[item.tensor.name] >= 0}
     updates = trace_updates(optimizer, {name: named[name] for name in sorted(trained)}, groups)
     assert not updates.initial
+    gradients = ir.load(target / files.GRADIENTS)
+    untrained = {item.tensor.name + ".grad" for item in manifest.parameters} - {name + ".grad" for name in trained}
+    outputs = [one for one in gradients.graph.outputs if str(one.name).removesuffix(".next") not in untrained]
+    gradients.graph.outputs[:] = outputs
+    common.RemoveUnusedNodesPass()(gradients)
+    gradients.graph.inputs[:] = [one for one in gradients.graph.inputs if one.name not in untrained]
+    ir.save(gradients, target / files.GRADIENTS)
+    ir.save(clipping_graph({name: named[name].shape for name in trained}), target / files.CLIPPING)
     ir.save(updates.first, target / files.FIRST_UPDATE)
     ir.save(updates.later, target / files.UPDATE)
     replace(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
@@ -146,27 +146,9 @@ def test_what_evaluation_draws_is_its_own() -> None:
 # State.
 
 
-class Remembering(nn.Module):
-    """Uses what a buffer held before it writes to it: the backward pass needs the old value after that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(ort.FEATURES, 16)
-        self.last = nn.Linear(16, ort.CLASSES)
-        self.scale: Tensor
-        self.register_buffer("scale", torch.ones(16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        before = self.scale.clone()
-        if self.training:
-            self.scale.mul_(0.5).add_(x.detach().mean())
-        made: Tensor = self.last(self.inner(x) * before)
-        return made
-
-
 def test_old_state_is_there_until_the_step_is_over(tmp_path: Path) -> None:
     torch.manual_seed(7)
-    model = Remembering()
+    model = ort.Remembering()
     result = cpt_fx.transform(copy.deepcopy(model), ort.full())
     ort_training(result, ort.batch(0)[:1], tmp_path / "d", loss="cross_entropy", optimizer="sgd")
     trainer = trainer_of(ort.full(), tmp_path / "d", learning_rate=0.3)
@@ -178,6 +160,26 @@ def test_old_state_is_there_until_the_step_is_over(tmp_path: Path) -> None:
         optimizer.step()
         trainer.step(x, target)
     close(trainer.state_dict(), model.state_dict())
+
+
+def test_nothing_moves_between_steps() -> None:
+    """What a step reads lies where the one before wrote it: running state in two places that take turns."""
+    trainer = trainer_of(directory=ort.tied_directory(), clip_norm=1.0)
+    memory = trainer.memory
+
+    def places() -> list[dict[str, int]]:
+        held = (memory.parameters, memory.gradients, memory.moments, memory.states)
+        return [{name: block.tensor.data_ptr() for name, block in blocks.items()} for blocks in held]
+
+    seen = []
+    for number in range(4):
+        seen.append(places())
+        trainer.step(*ort.tokens(number))
+    for kept in range(3):
+        assert all(each[kept] == seen[0][kept] and each[kept] for each in seen)
+    states = [each[3] for each in seen]
+    assert states[0] == states[2] and states[1] == states[3]
+    assert not {*states[0].values()} & {*states[1].values()}
 
 
 def test_it_is_quiet(capfd: pytest.CaptureFixture[str]) -> None:

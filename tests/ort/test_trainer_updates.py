@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,7 +101,8 @@ def test_schedulers_of_torch_drive_it() -> None:
         warnings.simplefilter("error")
         for number in range(5):
             trainer.step(*ort.batch(number))
-            seen.append(trainer._update.controls["learning_rate"].read().tolist())
+            update = trainer._update if number else trainer._first_update
+            seen.append(update.controls["learning_rate"].read().tolist())
             scheduler.step()
     assert seen == [[0.4], [0.4], [0.2], [0.2], [0.1]]
 
@@ -124,3 +127,92 @@ def test_groups_have_their_own(tmp_path: Path) -> None:
 def test_a_learning_rate_is_a_sane_number(rate: float) -> None:
     with pytest.raises(ValueError, match="a learning rate must be a finite number"):
         trainer_of().lr = rate
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.5, total_steps=8, cycle_momentum=False),
+        lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+        lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 6),
+        lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+        lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.01, 0.4, step_size_up=2, cycle_momentum=False),
+        lambda o: torch.optim.lr_scheduler.SequentialLR(
+            o,
+            [torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=2), torch.optim.lr_scheduler.ExponentialLR(o, 0.7)],
+            [3],
+        ),
+    ],
+    ids=["one cycle", "lambda", "cosine", "restarts", "cyclic", "warmup, then exponential"],
+)
+def test_schedulers_do_what_they_do_in_torch(make: Callable[[Any], Any]) -> None:
+    """Whole trainings, with the same rates as in torch."""
+    trainer = trainer_of(ort.full(), learning_rate=0.3)
+    model = ort.net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    ours, theirs = make(trainer.optimizer_view), make(optimizer)
+    for number in range(7):
+        x, target = ort.batch(number)
+        assert trainer.lr == optimizer.param_groups[0]["lr"]
+        trainer.step(x, target)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), target).backward()
+        optimizer.step()
+        ours.step()
+        theirs.step()
+    close(trainer.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.5, total_steps=8),
+        lambda o: torch.optim.lr_scheduler.CyclicLR(o, 0.01, 0.4),
+    ],
+    ids=["one cycle", "cyclic"],
+)
+def test_schedulers_do_not_change_the_momentum(make: Callable[[Any], Any]) -> None:
+    with pytest.raises(ValueError, match=r"momentum is a constant of the exported update.*pass cycle_momentum=False"):
+        make(trainer_of().optimizer_view)
+
+
+# Clipping.
+
+
+@pytest.mark.parametrize(
+    ("norm", "value"), [(0.3, None), (1e3, None), (None, 0.05), (None, 1e3), (0.2, 0.05)],
+    ids=["norm", "large norm", "value", "large value", "both"],
+)  # fmt: skip
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_clipping_equals_torch(norm: float | None, value: float | None, accumulation: int) -> None:
+    trainer = trainer_of(ort.full(), learning_rate=0.5, accumulation=accumulation, clip_norm=norm, clip_value=value)
+    model = ort.net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for number in range(4 * accumulation):
+        x, target = ort.batch(number)
+        trainer.step(x, target)
+        (nn.functional.cross_entropy(model(x), target) / accumulation).backward()
+        if number % accumulation == accumulation - 1:
+            if value is not None:
+                nn.utils.clip_grad_value_(model.parameters(), value)
+            if norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), norm)
+            optimizer.step()
+            optimizer.zero_grad()
+    close(trainer.state_dict(), model.state_dict())
+
+
+def test_gradients_that_are_no_numbers_stay_so() -> None:
+    """As in torch: clipping hides nothing."""
+    for limits in ({"clip_norm": 1.0}, {"clip_value": 1.0}):
+        trainer = trainer_of(ort.full(), **limits)
+        x, target = ort.batch(0)
+        trainer.step(x * float("nan"), target)
+        assert trainer.state_dict()["last.weight"].isnan().all()
+
+
+@pytest.mark.parametrize("limit", [0, -1.0, float("nan")])
+def test_limits_are_above_zero(limit: float) -> None:
+    for name in ("clip_norm", "clip_value"):
+        with pytest.raises(ValueError, match=f"{name} must be a number above 0"):
+            trainer_of(**{name: limit})

@@ -1,0 +1,176 @@
+"""`export.ort_artifacts`: an exported directory as ONNX Runtime's own API for training loads it.
+
+Its `Module` holds parameters and the sums of their gradients, and one node of the graph adds to a sum, or begins it
+anew. The same node writes running state, which goes along as parameters that nothing trains.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx import numpy_helper
+from onnx_ir.passes import common
+
+from cpt_fx.errors import ExportError
+from cpt_fx.export import manifest as files
+from cpt_fx.export.directory import new_directory
+from cpt_fx.export.environment import check_training, require
+from cpt_fx.export.manifest import Manifest, Optimizer
+from cpt_fx.export.program import GRADIENT, NEXT, SEEDS
+from cpt_fx.ort.memory import initial_values
+
+TRAINING, EVALUATION, OPTIMIZER = "training_model.onnx", "eval_model.onnx", "optimizer_model.onnx"
+CHECKPOINT = "checkpoint"
+_DOMAIN = "com.microsoft"
+_SUM, _DONE, _FRESH = "_grad.accumulation.buffer", "_grad.accumulation.out", "lazy_reset_grad"
+"""What the API calls the sum of a parameter's gradients, the sign that it is up to date, and the input that begins a
+new one. It keeps them to itself."""
+_UPDATE = """<ir_version: 10, opset_import: ["" : 18, "com.microsoft" : 1]>
+update (float[1] learning_rate, int64[1] step, seq(float[]) params, seq(float[]) gradients,
+        seq(float[]) first_order_moments{more}) => (bool[1] updated) {{
+    updated = com.microsoft.{call}
+}}"""
+
+
+def ort_artifacts(directory: str | PathLike[str], target: str | PathLike[str], *, overwrite: bool = False) -> None:
+    """Write a directory of `ort_training` as `onnxruntime.training.api` loads it, in Python, C++, C# and Java.
+
+    Its `Optimizer` knows AdamW and plain SGD; `cpt_fx.ort.Trainer` trains with all others. Written are
+    `training_model.onnx`, `eval_model.onnx`, `optimizer_model.onnx` and `checkpoint`. A step takes the model's inputs,
+    the targets, a width for each `bits...`, and `seeds` where the model draws some; `Module.input_names()` has the
+    order. Gradients of several steps are summed, not averaged.
+
+    Args:
+        directory: what `ort_training` wrote.
+        target: where to write. A directory that is not empty is refused.
+        overwrite: replace what `target` holds, as soon as all is written.
+
+    Raises:
+        ExportError: the optimizer is another one, or the build of ONNX Runtime that has this API is not installed.
+    """
+    source = Path(directory)
+    manifest = files.read(source)
+    files.check_files(source, manifest)
+    update = update_graph(manifest.optimizer)
+    require(check_training())
+    with new_directory(Path(target), overwrite=overwrite) as folder:
+        ir.save(_training(ir.load(source / files.GRADIENTS), manifest), folder / TRAINING)
+        ir.save(_evaluation(ir.load(source / files.EVALUATION), manifest), folder / EVALUATION)
+        onnx.save(update, str(folder / OPTIMIZER))
+        _write_checkpoint(manifest, initial_values(manifest, source / files.VALUES), folder / CHECKPOINT)
+
+
+def _training(model: ir.Model, manifest: Manifest) -> ir.Model:
+    """Return the graph of a step, which writes sums of gradients and running state in place."""
+    graph = model.graph
+    graph.opset_imports[_DOMAIN] = 1
+    held = _held(graph, manifest)
+    outputs = {str(value.name): value for value in graph.outputs}
+    loss, *_ = graph.outputs
+    graph.outputs[:] = [loss]
+    fresh = _input(_FRESH, ir.DataType.BOOL, (1,))
+    sums = {}
+    for item in manifest.parameters:
+        if item.trainable:
+            # The export chooses between the sum with earlier gradients and the gradient alone.
+            choice = outputs[item.tensor.name + GRADIENT + NEXT].producer()
+            assert choice is not None and choice.op_type == "Where" and choice.inputs[2] is not None
+            name, gradient = item.tensor.name, choice.inputs[2]
+            sums[name] = _input(name + _SUM, ir.DataType.FLOAT, item.tensor.shape)
+            _accumulate(graph, name, sums[name], gradient, fresh)
+    state = {item.tensor.name: _float(graph, outputs[item.next]) for item in manifest.states if item.next in outputs}
+    if state:
+        # When all else is computed: something may still want to read what a state was.
+        after = ir.node("Group", [*graph.outputs, *state.values()], domain=_DOMAIN)
+        graph.append(after)
+        for name, value in state.items():
+            _accumulate(graph, name, held[name], value, after.outputs[0])
+    _settle(model, manifest, [*held.values(), *sums.values(), fresh])
+    return model
+
+
+def _evaluation(model: ir.Model, manifest: Manifest) -> ir.Model:
+    _settle(model, manifest, _held(model.graph, manifest).values())
+    return model
+
+
+def _held(graph: ir.Graph, manifest: Manifest) -> dict[str, ir.Value]:
+    """Return an input for everything that the checkpoint holds: parameters, then state, as float32."""
+    known = {str(value.name): value for value in graph.inputs}
+    made = {}
+    for tensor in (item.tensor for item in (*manifest.parameters, *manifest.states)):
+        old = known.get(tensor.name)
+        made[tensor.name] = place = _input(tensor.name, ir.DataType.FLOAT, tensor.shape)
+        if old is not None and old.dtype is not None:
+            read = ir.node("Cast", [place], {"to": old.dtype})
+            graph.insert_before(graph[0], read)
+            old.replace_all_uses_with(read.outputs[0])
+    return made
+
+
+def _float(graph: ir.Graph, value: ir.Value) -> ir.Value:
+    node = ir.node("Cast", [value], {"to": ir.DataType.FLOAT})
+    graph.append(node)
+    return node.outputs[0]
+
+
+def _accumulate(graph: ir.Graph, name: str, place: ir.Value, value: ir.Value, fresh: ir.Value) -> None:
+    """Add a value to what lies in a place, or write over that."""
+    node = ir.node("InPlaceAccumulatorV2", [place, value, fresh], domain=_DOMAIN, name=f"accumulate {name}")
+    output = node.outputs[0]
+    output.name, output.type, output.shape = name + _DONE, ir.TensorType(ir.DataType.BOOL), ir.Shape([1])
+    graph.append(node)
+    graph.outputs.append(output)
+
+
+def _settle(model: ir.Model, manifest: Manifest, held: Iterable[ir.Value]) -> None:
+    """Let the graph take what a user passes, then what the API holds; take away what is not used any more."""
+    common.RemoveUnusedNodesPass()(model)
+    passed = {tensor.name for tensor in (*manifest.inputs, *manifest.targets)} | {*manifest.dials, SEEDS}
+    model.graph.inputs[:] = [*(value for value in model.graph.inputs if value.name in passed), *held]
+
+
+def _input(name: str, kind: ir.DataType, shape: Iterable[Any]) -> ir.Value:
+    return ir.Value(name=name, type=ir.TensorType(kind), shape=ir.Shape(shape))
+
+
+def update_graph(optimizer: Optimizer) -> onnx.ModelProto:
+    """Return the graph of an update, if it is one that the API knows."""
+    first, *others = ({name: ast.literal_eval(text) for name, text in group.items()} for group in optimizer.settings)
+    adam = optimizer.name in ("adam", "adamw") and not first["amsgrad"]
+    decoupled = adam and (first["decoupled_weight_decay"] or not first["weight_decay"])
+    plain = optimizer.name == "sgd" and not first["momentum"] and not first["weight_decay"]
+    if others or not (decoupled or plain) or first["maximize"]:
+        raise ExportError(
+            f"ONNX Runtime's training API knows AdamW (without amsgrad), and SGD that has nothing but a learning rate, "
+            f"with one parameter group each; this directory was exported with {optimizer}: cpt_fx.ort.Trainer trains it"
+        )
+    call, more = "SGDOptimizerV2 (learning_rate, params, gradients)", ""
+    if decoupled:
+        alpha, beta = first["betas"]
+        call = (
+            f"AdamWOptimizer <alpha = {alpha:f}, beta = {beta:f}, epsilon = {first['eps']:.12f}, "
+            f"weight_decay = {first['weight_decay']:f}, adam_mode = 0, correct_bias = 1> "
+            "(learning_rate, step, params, gradients, first_order_moments, second_order_moments)"
+        )
+        more = ", seq(float[]) second_order_moments"
+    return onnx.parser.parse_model(_UPDATE.format(call=call, more=more))
+
+
+def _write_checkpoint(manifest: Manifest, values: dict[str, Any], path: Path) -> None:
+    """Write initial values as a checkpoint, which only ONNX Runtime itself can do."""
+    from onnxruntime.training.onnxblock import save_checkpoint
+
+    def tensor(name: str) -> onnx.TensorProto:
+        return numpy_helper.from_array(values[name].astype(np.float32), name)
+
+    trained = [tensor(item.tensor.name) for item in manifest.parameters if item.trainable]
+    others = [tensor(item.tensor.name) for item in manifest.parameters if not item.trainable]
+    save_checkpoint((trained, others + [tensor(item.tensor.name) for item in manifest.states]), path)
