@@ -31,8 +31,8 @@ from torch.utils import _pytree as pytree
 
 from cpt_fx.errors import ExportError
 from cpt_fx.export.backward import BACKWARD
-from cpt_fx.export.functions import OPSET
 
+OPSET = 18
 Table = Mapping[Any, Callable[..., Any]]
 
 
