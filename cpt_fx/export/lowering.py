@@ -17,7 +17,8 @@ from torch.onnx import ops as onnx_ops
 from torch.overrides import TorchFunctionMode
 
 from cpt_fx.errors import ExportError
-from cpt_fx.export.functions import DOMAIN, LEARNED, UNIFORM, Kind, kind_of
+from cpt_fx.export.functions import LEARNED, UNIFORM, Kind, kind_of
+from cpt_fx.export.local_functions import DOMAIN
 from cpt_fx.numerics import in_blocks, reduced_dims
 from cpt_fx.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_LEARNED, FAKE_QUANTIZE_OBSERVED, QUANTIZE_GRADIENT, QUANTIZERS
 from cpt_fx.straight_through import grid_of

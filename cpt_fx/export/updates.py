@@ -24,10 +24,10 @@ from torch.overrides import TorchFunctionMode
 
 from cpt_fx.errors import ExportError, nearest
 from cpt_fx.export import manifest as files
-from cpt_fx.export.functions import DOMAIN, as_function
+from cpt_fx.export.local_functions import DOMAIN, as_function
 from cpt_fx.export.manifest import State
 from cpt_fx.export.program import GRADIENT, NEXT
-from cpt_fx.export.recording import OPSET
+from cpt_fx.export.recording import OPSET, Table
 
 IR_VERSION = 10
 LEARNING_RATE, STEP, GRADIENT_SCALE = "learning_rate", "step", "gradient_scale"
@@ -205,7 +205,7 @@ class _Function:
 
 
 _aten = torch.ops.aten
-_TABLE = {
+_TABLE: Table = {
     # A power of float32, as the exporter has it, is too coarse for 1 - 0.999 ** step.
     _aten.pow.Scalar: lambda base, power: torch.exp(power * math.log(base)),
     # One limit that is a whole number, and one that is not, are too much for the exporter.

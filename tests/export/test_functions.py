@@ -17,6 +17,8 @@ from onnx import helper  # noqa: E402
 from cpt_fx import noise, numerics, ops  # noqa: E402
 from cpt_fx.export import functions  # noqa: E402
 from cpt_fx.export.functions import Kind, kind_of  # noqa: E402
+from cpt_fx.export.local_functions import DOMAIN  # noqa: E402
+from cpt_fx.export.recording import OPSET  # noqa: E402
 from cpt_fx.formats import Rounding, Scheme, Specials  # noqa: E402
 from cpt_fx.numerics import Grid  # noqa: E402
 from cpt_fx.ops import LearnedRange  # noqa: E402
@@ -40,7 +42,7 @@ SEED = torch.tensor([123456789, -987654321], dtype=torch.int32)
 def session(function: Any, attributes: dict[str, Any] | None = None) -> Any:
     """A model of one node, that calls a function."""
     inputs, outputs = list(function.input), list(function.output)
-    node = helper.make_node(function.name, inputs, outputs, domain=functions.DOMAIN, **(attributes or {}))
+    node = helper.make_node(function.name, inputs, outputs, domain=DOMAIN, **(attributes or {}))
     whole = {"bits": 7, "axes": 7, "seeds": 6, "draw": 7, "length": 7}
     graph = helper.make_graph(
         [node],
@@ -48,7 +50,7 @@ def session(function: Any, attributes: dict[str, Any] | None = None) -> Any:
         [helper.make_tensor_value_info(name, whole.get(name, 1), None) for name in inputs],
         [helper.make_tensor_value_info(name, 1, None) for name in outputs],
     )
-    versions = [helper.make_opsetid("", functions.OPSET), helper.make_opsetid(functions.DOMAIN, 1)]
+    versions = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)]
     model = helper.make_model(graph, functions=[function], opset_imports=versions, ir_version=10)
     return onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
 
