@@ -6,6 +6,7 @@ operations is the published one, because at high widths and for tiny spreads the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -122,21 +123,31 @@ def _between(low: Tensor, high: Tensor) -> Extent:
 def quantize(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None = None) -> Tensor:
     """Round `x` to the grid of its width, in the working dtype. Returns a new tensor of the dtype of `x`."""
     if grid.block:
-        return _in_blocks(x, bits, grid)
-    extent = extent or extent_of(x, grid.keep, grid.over)
+        blocks, back = in_blocks(x, grid)
+        return back(on_grid(blocks, bits, grid, extent_of(blocks, (), (-1,))))
+    return on_grid(x, bits, grid, extent or extent_of(x, grid.keep, grid.over))
+
+
+def on_grid(x: Tensor, bits: Tensor, grid: Grid, extent: Extent) -> Tensor:
+    """Round `x` to the grid over given ranges, which broadcast to it: blocks lie along dims of their own by now."""
     values = x.to(working_dtype(x))
-    if grid.scheme is Scheme.FLOAT:
-        scale = amplitude(extent) / float_maximum(bits, grid, values.dtype)
-        result = _floating(values, bits, grid, scale)
-    else:
-        result = _UNIFORM[grid.scheme](values, bits, grid, extent)
-    return result.to(x.dtype)
+    if grid.scheme is not Scheme.FLOAT:
+        return _UNIFORM[grid.scheme](values, bits, grid, extent).to(x.dtype)
+    largest = float_maximum(bits, grid, values.dtype)
+    ends = (amplitude(extent), largest)
+    # A block's exponent aligns its largest power of two with that of the format: largest values may saturate.
+    reach, top = map(floor_to_power_of_two, ends) if grid.block else ends
+    return _floating(values, bits, grid, reach / top, largest).to(x.dtype)
 
 
 def quantize_or_pass(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None = None) -> Tensor:
     """Like `quantize`, with the two widths that mean "leave it alone" decided at run time, without a branch."""
-    passes = _once((bits >= FULL_PRECISION) | (bits <= 0))
-    return torch.where(passes, x, quantize(x, bits, grid, extent))
+    return torch.where(_once(passes(bits)), x, quantize(x, bits, grid, extent))
+
+
+def passes(bits: Tensor) -> Tensor:
+    """Whether a width means "leave it alone"."""
+    return (bits >= FULL_PRECISION) | (bits <= 0)
 
 
 def amplitude(extent: Extent) -> Tensor:
@@ -276,28 +287,27 @@ def float_maximum(bits: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
     return largest
 
 
-def _floor_to_power_of_two(x: Tensor) -> Tensor:
+def floor_to_power_of_two(x: Tensor) -> Tensor:
     """2**floor(log2(abs(x))), exactly, by clearing sign and mantissa. Zero and subnormals give zero."""
     if x.dtype == torch.float64:
         return (x.view(torch.int64) & 0x7FF0000000000000).view(torch.float64)
     return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
-def _floating(x: Tensor, bits: Tensor, grid: Grid, scale: Tensor) -> Tensor:
+def _floating(x: Tensor, bits: Tensor, grid: Grid, scale: Tensor, largest: Tensor) -> Tensor:
     exponent_bits, mantissa_bits = float_fields(bits, grid.exponent)
     bias = torch.bitwise_left_shift(torch.ones_like(exponent_bits), exponent_bits - 1) - 1
     smallest_normal = power_of_two(1 - bias, x.dtype)
-    largest = float_maximum(bits, grid, x.dtype)
     scale = scale.clamp_min(torch.finfo(x.dtype).tiny)
     scaled = (x / scale).clamp_(-largest, largest)
-    step = torch.maximum(_floor_to_power_of_two(scaled), smallest_normal).mul_(power_of_two(-mantissa_bits, x.dtype))
+    step = torch.maximum(floor_to_power_of_two(scaled), smallest_normal).mul_(power_of_two(-mantissa_bits, x.dtype))
     # Noise may lift a value over a power of two, where the step doubles; both ends of that last step are grid points.
     codes = scaled.div_(step)
     return _round_(codes, grid.rounding, -largest / step, largest / step).mul_(step).mul_(scale)
 
 
-def _in_blocks(x: Tensor, bits: Tensor, grid: Grid) -> Tensor:
-    """Quantize runs of `grid.block` elements inside every group, each with a power-of-two scale (MX)."""
+def in_blocks(x: Tensor, grid: Grid) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Cut every group into runs of `grid.block` elements, which lie along a last dim; also return what undoes it."""
     dims = reduced_dims(x.ndim, grid.keep, grid.over)
     kept = tuple(dim for dim in range(x.ndim) if dim not in dims)
     order = (*kept, *dims)
@@ -306,17 +316,13 @@ def _in_blocks(x: Tensor, bits: Tensor, grid: Grid) -> Tensor:
     length = rows.shape[-1]
     # The last block is filled up with its last element: zeros would widen its range.
     filler = rows.narrow(-1, length - 1, 1).expand(*rows.shape[:-1], -length % grid.block)
-    padded = torch.cat((rows, filler), -1).unflatten(-1, (-1, grid.block))
-    values = padded.to(working_dtype(x))
-    extent = extent_of(values, (), (-1,))
-    if grid.scheme is Scheme.FLOAT:
-        # The shared exponent aligns the block's largest power of two with the format's: largest values may saturate.
-        top = _floor_to_power_of_two(float_maximum(bits, grid, values.dtype))
-        result = _floating(values, bits, grid, _floor_to_power_of_two(amplitude(extent)) / top)
-    else:
-        result = _UNIFORM[grid.scheme](values, bits, grid, extent)
-    flat = result.flatten(-2).narrow(-1, 0, length).reshape(moved.shape)
-    inverse = sorted(range(x.ndim), key=order.__getitem__)
-    # The operator and not the method, which looks for a device that fake tensors only name.
-    whole: Tensor = torch.ops.aten.contiguous.default(flat.permute(inverse).to(x.dtype))
-    return whole
+    blocks = torch.cat((rows, filler), -1).unflatten(-1, (-1, grid.block))
+
+    def back(result: Tensor) -> Tensor:
+        flat = result.flatten(-2).narrow(-1, 0, length).reshape(moved.shape)
+        inverse = sorted(range(x.ndim), key=order.__getitem__)
+        # The operator and not the method, which looks for a device that fake tensors only name.
+        whole: Tensor = torch.ops.aten.contiguous.default(flat.permute(inverse))
+        return whole
+
+    return blocks, back

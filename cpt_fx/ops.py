@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cpt_fx import numerics
 from cpt_fx.evidence import DIFFERENTIATED, SKIPPED, SPARSE
-from cpt_fx.formats import FULL_PRECISION, Range
+from cpt_fx.formats import Range
 from cpt_fx.frames import skip_frame
 from cpt_fx.native.simulate import Running
 from cpt_fx.numerics import Extent, Grid, extent_of, percentile_extent
@@ -226,18 +226,17 @@ def _recall(x: Tensor, running: Running, corrected: bool, percentile: float) -> 
     batch = _extent(x, percentile)
     if learned is not None:
         return batch
-    return Extent(
-        torch.where(weight > 0, zero_point / share, batch.zero_point.to(zero_point.dtype)),
-        torch.where(weight > 0, range / share, batch.range.to(range.dtype)),
-    )
+    dtype = zero_point.dtype
+    own = Extent(batch.zero_point.to(dtype), batch.range.to(dtype), batch.maximum().to(dtype))
+    return _by_mode(weight > 0, Extent(zero_point / share, range / share), own)
 
 
-def _by_mode(trains: Tensor, seen: Extent, recalled: Extent) -> Extent:
+def _by_mode(first: Tensor, one: Extent, other: Extent) -> Extent:
     """Return one of two ranges, chosen where the mode is a tensor."""
     return Extent(
-        torch.where(trains, seen.zero_point, recalled.zero_point),
-        torch.where(trains, seen.range, recalled.range),
-        torch.where(trains, seen.maximum(), recalled.maximum()),
+        torch.where(first, one.zero_point, other.zero_point),
+        torch.where(first, one.range, other.range),
+        torch.where(first, one.maximum(), other.maximum()),
     )
 
 
@@ -275,7 +274,7 @@ class LearnedRange(torch.autograd.Function):
         x, zero_point, range, bits = ctx.saved_tensors
         dtype = numerics.working_dtype(x)
         width = bits.to(torch.int64)
-        passes = (width >= FULL_PRECISION) | (width <= 0)
+        passes = numerics.passes(width)
         levels = numerics.levels_of(width, dtype)
         u = (x.to(dtype) - zero_point) / numerics.divisor(numerics.affine_scale(range, levels, floored=ctx.floored))
         above, below = u > levels, u < 0

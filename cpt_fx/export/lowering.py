@@ -17,10 +17,11 @@ from torch.onnx import ops as onnx_ops
 from torch.overrides import TorchFunctionMode
 
 from cpt_fx.errors import ExportError
-from cpt_fx.export.functions import BLOCKS, DOMAIN, LEARNED, UNIFORM, Kind
-from cpt_fx.formats import Rounding, Scheme, Specials
-from cpt_fx.numerics import reduced_dims
+from cpt_fx.export.functions import LEARNED, UNIFORM, Kind, kind_of
+from cpt_fx.export.local_functions import DOMAIN
+from cpt_fx.numerics import in_blocks, reduced_dims
 from cpt_fx.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_LEARNED, FAKE_QUANTIZE_OBSERVED, QUANTIZE_GRADIENT, QUANTIZERS
+from cpt_fx.straight_through import grid_of
 
 QUANTIZER = "quantizer"
 """Attribute of a node that is to be replaced: the quantizer's name."""
@@ -81,11 +82,12 @@ class _Learned(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, low, span, bits = ctx.saved_tensors
-        made = onnx_ops.symbolic_multi_out(
-            f"{DOMAIN}::{LEARNED}", (gradient, x, low, span, bits), dtypes=(x.dtype, low.dtype, span.dtype),
-            shapes=(x.shape, low.shape, span.shape), version=1,
+        flat = x.flatten()
+        made, *ends = onnx_ops.symbolic_multi_out(
+            f"{DOMAIN}::{LEARNED}", (gradient.flatten(), flat, low, span, bits),
+            dtypes=(x.dtype, low.dtype, span.dtype), shapes=(flat.shape, low.shape, span.shape), version=1,
         )  # fmt: skip
-        return None, *made, None
+        return None, made.reshape(x.shape), *ends, None
 
 
 class Lowering(TorchFunctionMode):
@@ -138,30 +140,28 @@ class Lowering(TorchFunctionMode):
     def _operand(
         self, name: str, bits: Tensor, options: dict[str, Any], x: Tensor, *, gradient: bool = False
     ) -> Tensor:
-        kind = kind_of(options, Rounding.STOCHASTIC if gradient else Rounding.NEAREST)
-        values, axes, back = _in_groups(x, options)
+        grid = grid_of(options, "stochastic" if gradient else "nearest")
+        kind = kind_of(grid)
         self.placed.append(Placed(kind, gradient, name))
-        made: Tensor = back(call(kind.name, (values, bits, axes, *self._seed_of(kind)), values))
-        return made
+        if grid.block:
+            blocks, back = in_blocks(x, grid)
+            return back(call(kind.name, (blocks, bits, constant([blocks.ndim - 1]), *self._seed_of(kind)), blocks))
+        axes = constant(reduced_dims(x.ndim, grid.keep, grid.over))
+        return call(kind.name, (x, bits, axes, *self._seed_of(kind)), x)
 
     def _observed(
         self, name: str, bits: Tensor, zero_point: Tensor, range: Tensor, weight: Tensor, training: bool, x: Tensor, *,
-        momentum: float = 0.9, corrected: bool = True, when_off: bool = False, percentile: float = 100.0,
         trains: Tensor | None = None, **options: Any,
     ) -> Tensor:  # fmt: skip
-        source = "Observed" if training else "Recalled"
-        kind = kind_of(options, Rounding.NEAREST)._replace(
-            source=source, percentile=percentile, corrected=corrected, when_off=when_off
-        )
+        own = {key: options.pop(key) for key in ("momentum", "corrected", "when_off", "percentile") if key in options}
+        kind = kind_of(grid_of(options, "nearest"), "Observed" if training else "Recalled", **own)
         self.placed.append(Placed(kind, False, name))
-        attributes: dict[str, Any] = {"percentile": (1 - percentile / 100) / 2} if percentile < 100 else {}
         state = (zero_point, range, weight)
         inputs = (x, bits, *state, *self._seed_of(kind))
         if not training:
-            return call(kind.name, inputs, x, **attributes)
-        attributes |= {"kept": momentum, "taken": 1 - momentum}
+            return call(kind.name, inputs, x)
         y, *new = onnx_ops.symbolic_multi_out(
-            f"{DOMAIN}::{kind.name}", inputs, attrs=attributes, dtypes=(x.dtype, *(part.dtype for part in state)),
+            f"{DOMAIN}::{kind.name}", inputs, dtypes=(x.dtype, *(part.dtype for part in state)),
             shapes=(x.shape, *(part.shape for part in state)), version=1,
         )  # fmt: skip
         for part, value in zip(state, new, strict=True):
@@ -173,7 +173,7 @@ class Lowering(TorchFunctionMode):
         trains: Tensor | None = None, **options: Any,
     ) -> Tensor:  # fmt: skip
         """Quantize over parameters. They have their first values by now: see `check_learned`."""
-        kind = kind_of(options, Rounding.NEAREST)._replace(source="Learned", floored=False)
+        kind = kind_of(grid_of(options, "nearest"), "Learned")
         self.placed.append(Placed(kind, False, name))
         seed = self._seed_of(kind)
 
@@ -185,9 +185,7 @@ class Lowering(TorchFunctionMode):
 
     def _seed_of(self, kind: Kind) -> tuple[Tensor, ...]:
         """Return the seeds of the step, and which of them is the next draw's, for a kind that draws."""
-        if kind.rounding is not Rounding.STOCHASTIC:
-            return ()
-        return self.seed()
+        return self.seed() if kind.draws else ()
 
     def seed(self) -> tuple[Tensor, Tensor]:
         """Return the seeds of the step, and which of them is the next draw's."""
@@ -218,41 +216,3 @@ def constant(value: int | Sequence[int]) -> Tensor:
     shape = () if isinstance(value, int) else (len(value),)
     made: Tensor = onnx_ops.symbolic("::Constant", (), attrs=attributes, dtype=torch.int64, shape=shape, version=13)
     return made
-
-
-def kind_of(options: dict[str, Any], rounding: Rounding) -> Kind:
-    """Return the kind that a quantizer's options name."""
-    scheme = Scheme(options.get("scheme", "affine"))
-    return Kind(
-        scheme,
-        Rounding(options.get("rounding", rounding.value)),
-        exponent=options.get("exponent", 0),
-        specials=Specials(options.get("specials", "none")),
-        blocks=BLOCKS if options.get("block") else "",
-        floored=options.get("floored", True) and scheme is Scheme.AFFINE,
-    )
-
-
-def _in_groups(x: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor, Any]:
-    """Return a tensor as its groups lie, the dims that a range spans there, and what brings the result back."""
-    over, block = options.get("over"), options.get("block")
-    dims = reduced_dims(x.ndim, tuple(options.get("keep", ())), None if over is None else tuple(over))
-    if not block:
-        return x, constant(dims), lambda y: y
-    kept = tuple(dim for dim in range(x.ndim) if dim not in dims)
-    order = (*kept, *dims)
-    straight = order == tuple(range(x.ndim))
-    moved = x if straight else x.permute(order)
-    rows = moved.reshape(*moved.shape[: len(kept)], -1)
-    length = rows.shape[-1]
-    missing = -length % block
-    # As in `numerics`: the last block is filled up with its last element.
-    rows = torch.cat((rows, rows[..., -1:].expand(*rows.shape[:-1], missing)), -1) if missing else rows
-    inverse = sorted(range(x.ndim), key=order.__getitem__)
-    values = rows.unflatten(-1, (-1, block))
-
-    def back(y: Tensor) -> Tensor:
-        result = y.flatten(-2)[..., :length].reshape(moved.shape)
-        return result if straight else result.permute(inverse)
-
-    return values, constant((values.ndim - 1,)), back

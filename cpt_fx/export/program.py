@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from cpt_fx.errors import ExportError
-from cpt_fx.export.functions import DOMAIN
+from cpt_fx.export.local_functions import DOMAIN
 from cpt_fx.export.lowering import Lowering, Placed
 from cpt_fx.export.normalize import normalize
 from cpt_fx.export.randomness import drawing

@@ -42,10 +42,10 @@ from torch.onnx._internal.exporter._registration import ONNXRegistry
 from torch.utils import _pytree as pytree
 
 from cpt_fx.export.backward import BACKWARD
-from cpt_fx.export.functions import OPSET
 from cpt_fx.export.operators import OPERATORS
 from cpt_fx.export.refusals import UnsupportedError, check_draws, check_numbers, operator_of
 
+OPSET = 18
 Table = Mapping[Any, Callable[..., Any]]
 Places = frozenset[tuple[int, int]]
 """Dims of arguments: each the number of a tensor, and the dim."""

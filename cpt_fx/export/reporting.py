@@ -29,7 +29,6 @@ from cpt_fx.export.plain import evaluation_of, finish, run
 from cpt_fx.export.program import Graph, states_of, trace
 from cpt_fx.export.refusals import check_schedules
 from cpt_fx.export.training import ort_training
-from cpt_fx.formats import Rounding
 from cpt_fx.inspection import inspect
 from cpt_fx.inspection.table import as_text
 from cpt_fx.layer_state import PREFIX, is_range
@@ -256,12 +255,11 @@ class _Trial:
         placed = {item.name: item.kind for item in graph.placed}
         for view in self.inspection.quantizers:
             if view.node in placed:
-                draws = placed[view.node].rounding is Rounding.STOCHASTIC
-                self._say(_quantizer(view), Verdict(EXACT, _NOISE if draws else ""))
+                self._say(_quantizer(view), Verdict(EXACT, _NOISE if placed[view.node].draws else ""))
 
     def _drawn(self, graph: Graph) -> None:
         """Say whether the model itself draws at random."""
-        own = graph.draws - sum(one.kind.rounding is Rounding.STOCHASTIC for one in graph.placed)
+        own = graph.draws - sum(one.kind.draws for one in graph.placed)
         if own > 0:
             self._say(("operator", "", f"random numbers, drawn {own} times", ""), Verdict(APPROXIMATED, _DRAWN))
 

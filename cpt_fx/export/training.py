@@ -21,12 +21,13 @@ from cpt_fx.export.capture_modes import call_of, in_mode
 from cpt_fx.export.clipping import clipping_graph
 from cpt_fx.export.directory import digest, new_directory
 from cpt_fx.export.environment import EXTRAS, require_training, version_of
-from cpt_fx.export.functions import OPSET, add_functions
+from cpt_fx.export.functions import add_functions
 from cpt_fx.export.losses import LossLike, resolve
 from cpt_fx.export.manifest import Manifest, Optimizer, Parameter, State, Width
 from cpt_fx.export.normalize import strip
 from cpt_fx.export.plain import run
 from cpt_fx.export.program import BITS, Call, Graph, states_of, trace
+from cpt_fx.export.recording import OPSET
 from cpt_fx.export.refusals import check_schedules
 from cpt_fx.export.sizes import BATCH, open_sizes, resized, settle_sizes
 from cpt_fx.export.updates import IR_VERSION, Updates, resolve_optimizer, trace_updates

@@ -19,17 +19,15 @@ from typing import Any
 
 import onnx_ir as ir
 import torch
-from onnx_ir.passes import common
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from cpt_fx.errors import ExportError, nearest
 from cpt_fx.export import manifest as files
-from cpt_fx.export.functions import DOMAIN, OPSET
+from cpt_fx.export.local_functions import DOMAIN, as_function
 from cpt_fx.export.manifest import State
-from cpt_fx.export.normalize import normalize
 from cpt_fx.export.program import GRADIENT, NEXT
-from cpt_fx.export.recording import convert, record
+from cpt_fx.export.recording import OPSET, Table
 
 IR_VERSION = 10
 LEARNING_RATE, STEP, GRADIENT_SCALE = "learning_rate", "step", "gradient_scale"
@@ -159,14 +157,14 @@ class _Function:
         if initial:
             self._keep(initial)
         else:
-            self.first = _as_function(f"{name}_first", partial(self._run, {}, keep=True), given, exact=exact)
+            self.first = as_function(f"{name}_first", partial(self._run, {}, keep=True), given, _TABLE, exact=exact)
         held = tuple(torch.zeros(_shape(value, parameter), dtype=value.dtype) for value in self.states.values())
 
         def later(p: Tensor, g: Tensor, rate: Tensor, step: Tensor, scale: Tensor, *values: Tensor) -> Any:
             state = self.constants | dict(zip(self.states, values, strict=True))
             return self._run(state, p, g, rate, step, scale)
 
-        self.later = _as_function(name, later, (*given, *held), exact=exact)
+        self.later = as_function(name, later, (*given, *held), _TABLE, exact=exact)
         self.late = _read_late(self.later, len(given), tuple(self.states))
 
     def _keep(self, state: Mapping[str, Any]) -> None:
@@ -218,7 +216,7 @@ def _clamp_(x: Tensor, low: float | None = None, high: float | None = None) -> T
     return x if high is None else x.clamp_max_(float(high))
 
 
-_TABLE = {torch.ops.aten.pow.Scalar: _power, torch.ops.aten.clamp_.default: _clamp_}
+_TABLE: Table = {torch.ops.aten.pow.Scalar: _power, torch.ops.aten.clamp_.default: _clamp_}
 
 
 class _SizesMatterError(Exception):
@@ -281,19 +279,6 @@ def _as_if_compiling(kind: Any) -> Iterator[None]:
         yield
 
 
-def _as_function(name: str, run: Callable[..., Any], given: tuple[Any, ...], *, exact: bool) -> ir.Function:
-    """Trace a function of tensors as a local function of ONNX: for their sizes, or for tensors of as many dims."""
-    varying = tuple(value.ndim > 0 and not exact for value in given)
-    recorded, _ = record(run, given, varying, _TABLE)
-    model = normalize(convert(recorded, given)[0])
-    graph = model.graph
-    for index, value in enumerate(graph.inputs):
-        value.name = f"in_{index}"
-    _constants(graph)
-    common.NameFixPass()(model)
-    return ir.Function(DOMAIN, name, graph=graph, attributes=[])
-
-
 def _read_late(function: ir.Function, start: int, keys: tuple[str, ...]) -> set[str]:
     """Return what may be read after its new value was written: the two need places of their own."""
     late = set()
@@ -309,15 +294,6 @@ def _read_late(function: ir.Function, start: int, keys: tuple[str, ...]) -> set[
         if any(node not in before for node, _ in old.uses()):
             late.add(key)
     return late
-
-
-def _constants(graph: ir.Graph) -> None:
-    """Make nodes of initializers, which functions cannot have."""
-    for value in list(graph.initializers.values()):
-        node = ir.node("Constant", [], {"value": value.const_value})
-        graph.insert_before(graph[0], node)
-        value.replace_all_uses_with(node.outputs[0], replace_graph_outputs=True)
-        graph.initializers.pop(str(value.name))
 
 
 class _Graph:

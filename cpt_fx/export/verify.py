@@ -2,7 +2,7 @@
 
 Every loss, gradient, running state, parameter and memory of the optimizer that a step writes is compared, with several
 batch sizes, and with other sizes of whatever else was left open. After each comparison both go on from the same
-numbers, so that a difference is of one step. What quantizers do below 32 bits is the same in every export: tests say it.
+numbers, so that a difference is of one step. What quantizers do below 32 bits is the same in every export, and tested.
 """
 
 from __future__ import annotations

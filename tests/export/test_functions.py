@@ -16,18 +16,20 @@ from onnx import helper  # noqa: E402
 
 from cpt_fx import noise, numerics, ops  # noqa: E402
 from cpt_fx.export import functions  # noqa: E402
-from cpt_fx.export.functions import Kind  # noqa: E402
+from cpt_fx.export.functions import Kind, kind_of  # noqa: E402
+from cpt_fx.export.local_functions import DOMAIN  # noqa: E402
+from cpt_fx.export.recording import OPSET  # noqa: E402
 from cpt_fx.formats import Rounding, Scheme, Specials  # noqa: E402
 from cpt_fx.numerics import Grid  # noqa: E402
 from cpt_fx.ops import LearnedRange  # noqa: E402
 
 WIDTHS = (0, 1, 2, 3, 5, 8, 12, 24, 31, 32)
 FLOATS = [(exponent, specials) for exponent in (2, 4, 5, 8) for specials in Specials]
-KINDS = (
-    [Kind(scheme, rounding) for scheme in list(Scheme)[:3] for rounding in Rounding]
-    + [*(Kind(Scheme.AFFINE, rounding, floored=True) for rounding in Rounding)]
+GRIDS = (
+    [Grid(scheme=scheme, rounding=rounding) for scheme in list(Scheme)[:3] for rounding in Rounding]
+    + [Grid(rounding=rounding, floored=True) for rounding in Rounding]
     + [
-        Kind(Scheme.FLOAT, rounding, exponent=exponent, specials=specials)
+        Grid(scheme=Scheme.FLOAT, rounding=rounding, exponent=exponent, specials=specials)
         for exponent, specials in FLOATS
         for rounding in Rounding
     ]
@@ -40,7 +42,7 @@ SEED = torch.tensor([123456789, -987654321], dtype=torch.int32)
 def session(function: Any, attributes: dict[str, Any] | None = None) -> Any:
     """A model of one node, that calls a function."""
     inputs, outputs = list(function.input), list(function.output)
-    node = helper.make_node(function.name, inputs, outputs, domain=functions.DOMAIN, **(attributes or {}))
+    node = helper.make_node(function.name, inputs, outputs, domain=DOMAIN, **(attributes or {}))
     whole = {"bits": 7, "axes": 7, "seeds": 6, "draw": 7, "length": 7}
     graph = helper.make_graph(
         [node],
@@ -48,7 +50,7 @@ def session(function: Any, attributes: dict[str, Any] | None = None) -> Any:
         [helper.make_tensor_value_info(name, whole.get(name, 1), None) for name in inputs],
         [helper.make_tensor_value_info(name, 1, None) for name in outputs],
     )
-    versions = [helper.make_opsetid("", functions.OPSET), helper.make_opsetid(functions.DOMAIN, 1)]
+    versions = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)]
     model = helper.make_model(graph, functions=[function], opset_imports=versions, ir_version=10)
     return onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
 
@@ -62,51 +64,49 @@ def tensors() -> list[torch.Tensor]:
         -torch.rand(5, 7, 3) * 1e-7,
         torch.randn(5, 7, 3) * 1e-15,
         torch.randn(5, 7, 9).exp() ** 6,
+        torch.randn(11),
+        torch.randn(6, 4),
+        torch.randn(2, 3, 4, 5),
     ]
 
 
 def feed(kind: Kind, x: torch.Tensor, bits: int, axes: Sequence[int]) -> dict[str, Any]:
     made: dict[str, Any] = {"x": x.numpy(), "bits": np.array(bits), "axes": np.array(axes, np.int64)}
-    if kind.rounding is Rounding.STOCHASTIC:
+    if kind.draws:
         made |= {"seeds": np.stack([0 * SEED.numpy(), SEED.numpy()]), "draw": np.array([1])}
     return made
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_the_same_bits(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numerics, "new_seed", lambda device: SEED)
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: kind_of(grid).name)
+def test_the_same_bits(grid: Grid, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = kind_of(grid)
     run = session(functions.function(kind))
+    monkeypatch.setattr(numerics, "new_seed", lambda device: SEED)
     for bits in WIDTHS:
         for keep in KEEPS:
-            axes = [dim for dim in range(3) if dim not in keep]
             for x in tensors():
-                grid = Grid(keep, None, kind.scheme, kind.rounding, kind.exponent, kind.specials, floored=kind.floored)
-                expected = numerics.quantize_or_pass(x, torch.tensor(bits), grid)
+                axes = numerics.reduced_dims(x.ndim, keep, None)
+                if not axes or max(keep, default=0) >= x.ndim:
+                    continue
+                expected = numerics.quantize_or_pass(x, torch.tensor(bits), grid._replace(keep=keep))
                 (found,) = run.run(None, feed(kind, x, bits, axes))
                 np.testing.assert_array_equal(found, expected.numpy(), err_msg=f"{bits} bits, keep {keep}")
 
 
 @pytest.mark.parametrize("rounding", list(Rounding))
 def test_blocks(rounding: Rounding, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numerics, "new_seed", lambda device: SEED)
-    kind = Kind(Scheme.FLOAT, rounding, exponent=2, blocks=functions.FILLED)
+    grid = Grid((0,), None, Scheme.FLOAT, rounding, 2, block=16)
+    kind = kind_of(grid)
     run = session(functions.function(kind))
-    x = torch.randn(3, 40)
-    for bits in (4, 6, 8, 32):
-        grid = Grid((0,), None, kind.scheme, rounding, 2, kind.specials, 16)
+    monkeypatch.setattr(numerics, "new_seed", lambda device: SEED)
+    x = torch.randn(3, 40).exp() ** 9
+    x[1] = 0
+    blocks, back = numerics.in_blocks(x, grid)
+    assert blocks.shape == (3, 3, 16) and torch.equal(back(blocks), x)
+    for bits in (2, 4, 6, 8, 32):
         expected = numerics.quantize_or_pass(x, torch.tensor(bits), grid)
-        # As gradients of blocks arrive: nothing but zeros where they were filled up.
-        padded = torch.nn.functional.pad(x, (0, 8)).unflatten(-1, (-1, 16))
-        given = feed(kind, padded, bits, [2])
-        given["given"] = given.pop("x")
-        (found,) = run.run(None, given | {"length": np.array(40)})
-        rows = found.reshape(3, 48)
-        assert not rows[:, 40:].any()
-        if rounding is Rounding.STOCHASTIC:
-            # The noise of an element is that of its place among the blocks.
-            filled = torch.cat((x, x[:, -1:].expand(3, 8)), 1)
-            expected = numerics.quantize_or_pass(filled, torch.tensor(bits), grid)[:, :40]
-        np.testing.assert_array_equal(rows[:, :40], expected.numpy())
+        (found,) = run.run(None, feed(kind, blocks, bits, [2]))
+        np.testing.assert_array_equal(back(torch.from_numpy(found)), expected.numpy())
 
 
 @pytest.mark.parametrize("percentile", [100.0, 90.0])
@@ -115,12 +115,10 @@ def test_blocks(rounding: Rounding, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("scheme", list(Scheme)[:3])
 def test_running_ranges(scheme: Scheme, corrected: bool, when_off: bool, percentile: float) -> None:
     """They learn like those of the torch operator, from finite batches only, and are read like them."""
-    kind = Kind(scheme, source="Observed", percentile=percentile, corrected=corrected, when_off=when_off)
-    tail = {"percentile": (1 - percentile / 100) / 2} if percentile < 100 else {}
-    learns = session(functions.function(kind), {"kept": 0.9, "taken": 1 - 0.9} | tail)
-    recalls = session(functions.function(kind._replace(source="Recalled")), tail)
-    options = {"scheme": scheme.value, "corrected": corrected, "percentile": percentile, "when_off": when_off}
-    options["floored"] = False
+    kept = {"corrected": corrected, "percentile": percentile, "when_off": when_off}
+    learns = session(functions.function(kind_of(Grid(scheme=scheme), "Observed", momentum=0.9, **kept)))
+    recalls = session(functions.function(kind_of(Grid(scheme=scheme), "Recalled", **kept)))
+    options = kept | {"scheme": scheme.value, "floored": False}
     state = [torch.zeros(()) for _ in range(3)]
     theirs = [part.numpy().copy() for part in state]
     names = ("zero_point", "range", "weight")
@@ -149,13 +147,14 @@ def test_the_gradient_of_a_learned_range(bits: int) -> None:
     y.backward(dy)
     given = {name: part.detach().numpy() for name, part in (("x", x), ("low", low), ("span", span))}
     given["bits"] = np.array(bits)
-    (found,) = session(functions.function(Kind(source="Learned"))).run(None, given)
+    (found,) = session(functions.function(kind_of(Grid(), "Learned"))).run(None, given)
     np.testing.assert_array_equal(found, y.detach().numpy())
-    gradients = session(functions.FIXED[functions.LEARNED]).run(None, given | {"dy": dy.numpy()})
+    vectors = {"x": x.detach().flatten().numpy(), "dy": dy.flatten().numpy()}
+    gradients = session(functions.function(functions.LEARNED)).run(None, given | vectors)
     for ours, theirs in zip((x, low, span), gradients, strict=True):
         assert ours.grad is not None
         # Sums in another order.
-        np.testing.assert_allclose(theirs, ours.grad.numpy(), rtol=2e-6, atol=1e-7)
+        np.testing.assert_allclose(theirs.reshape(ours.shape), ours.grad.numpy(), rtol=2e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("seed", [(123456789, -987654321), (0, 0), (-1, 2**31 - 1), (-(2**31), -(2**31)), (5, 77)])
@@ -163,19 +162,13 @@ def test_noise(seed: tuple[int, int]) -> None:
     """Uniform in [0, 1), and that of `noise.uniform`."""
     x, drawn = torch.empty(300, 100), torch.tensor(seed, dtype=torch.int32)
     given = {"x": x.numpy(), "seeds": drawn.numpy()[None], "draw": np.array([0])}
-    (found,) = session(functions.FIXED[functions.UNIFORM]).run(None, given)
+    (found,) = session(functions.function(functions.UNIFORM)).run(None, given)
     np.testing.assert_array_equal(found, noise.uniform(drawn, x).numpy())
     assert found.min() >= 0 and found.max() < 1 and abs(found.mean() - 0.5) < 0.01
 
 
-def test_noise_is_made_of_sums_products_and_quotients() -> None:
-    """Kernels of ONNX Runtime for CUDA have no shifts, and no operators of bits."""
-    shaping = {"Cast", "Concat", "Constant", "GatherND", "Identity", "Range", "Reshape", "Shape", "Size"}
-    assert {node.op_type for node in functions.FIXED[functions.UNIFORM].node} - shaping == {"Add", "Div", "Mod", "Mul"}
-
-
 def test_names_say_what_differs() -> None:
-    assert Kind().name == "FakeQuantize" and Kind(rounding=Rounding.STOCHASTIC).gradient_name == "QuantizeGradient"
-    names = {kind.name for kind in KINDS}
-    assert len(names) == len(KINDS)
-    assert Kind(Scheme.AFFINE_INTEGER, source="Observed").name == "FakeQuantizeAffineIntegerObserved"
+    assert Kind().name == "FakeQuantize"
+    assert len({kind_of(grid).name for grid in GRIDS}) == len(GRIDS)
+    recalled = kind_of(Grid(scheme=Scheme.AFFINE_INTEGER), "Recalled", momentum=0.5, percentile=99.9, corrected=False)
+    assert recalled.name == "FakeQuantizeAffineIntegerRecalledNotCorrectedPercentile99_9"

@@ -39,9 +39,29 @@ low bits a value on the edge of two levels may go to either: at most a twentieth
 
 FAMILIES = ("torch.nn recurrent", "torch.nn attention", "torch.nn others", "PyTorch Geometric")
 CHOSEN = (
-    "bert distilbert roberta electra albert gpt2 gptneox llama mistral qwen2 bloom t5 bart_layer_drop marian vit deit "
-    "convnext segformer resnet clip wav2vec2 whisper"
-).split()
+    "bert",
+    "distilbert",
+    "roberta",
+    "electra",
+    "albert",
+    "gpt2",
+    "gptneox",
+    "llama",
+    "mistral",
+    "qwen2",
+    "bloom",
+    "t5",
+    "bart_layer_drop",
+    "marian",
+    "vit",
+    "deit",
+    "convnext",
+    "segformer",
+    "resnet",
+    "clip",
+    "wav2vec2",
+    "whisper",
+)
 """Of transformers: one of each kind."""
 RECORDED = "export_zoo.json"
 

@@ -155,32 +155,6 @@ def in_eight_bits_disabled(self: Any, h: Tensor) -> Tensor:
 
 
 @escape
-def sequence_disabled(self: Any, h: Tensor) -> Tensor:
-    run, start = torch.lstm, h.new_zeros(1, 6, WIDTH)
-    weights = [self.w.repeat(4, 1), self.w.repeat(4, 1)]
-    result: Tensor = unseen(lambda: run(h[None], (start, start), weights, False, 1, 0.0, False, False, True)[0][0])
-    return result
-
-
-@escape
-def nested_disabled(self: Any, h: Tensor) -> Tensor:
-    nested = unseen(lambda: torch.nested.nested_tensor([h.detach(), h.detach()]))
-    result: Tensor = h * unseen(lambda: F.linear(nested, self.w.detach()).to_padded_tensor(0.0)).mean()
-    return result
-
-
-@escape
-def in_eight_bits_disabled(self: Any, h: Tensor) -> Tensor:
-    def product() -> Tensor:
-        left, right = h.detach().repeat(6, 2)[:32, :16], self.w.detach().repeat(2, 2)[:16, :16]
-        small, one = torch.float8_e4m3fn, torch.ones(())
-        return torch._scaled_mm(left.to(small), right.to(small).T, one, one, out_dtype=torch.float32)
-
-    result: Tensor = h * unseen(product).mean()
-    return result
-
-
-@escape
 def without_gradients_disabled(self: Any, h: Tensor) -> Tensor:
     with torch.no_grad():
         scale: Tensor = unseen(lambda: h @ self.w)
@@ -514,20 +488,6 @@ class BeforeALeftLayer(Escaping):
         self.left = nn.Linear(WIDTH, WIDTH)
         apply: Any = _OnlyBack.apply
         self.first.register_forward_hook(lambda module, given, result: apply(result, self.w.detach()))
-
-    def between(self, h: Tensor) -> Tensor:
-        with torch.no_grad():
-            found: Tensor = self.left(h)
-        return h + found
-
-
-class BeforeALeftLayer(Escaping):
-    """A function that multiplies on the way back, before a layer that is left and makes no node in autograd."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = nn.Linear(WIDTH, WIDTH)
-        self.first.register_forward_hook(lambda module, given, result: _OnlyBack.apply(result, self.w.detach()))
 
     def between(self, h: Tensor) -> Tensor:
         with torch.no_grad():
