@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 
 import onnx_ir as ir
 
-from cpt_fx.export.functions import OPSET
 from cpt_fx.export.program import GRADIENT, NEXT
+from cpt_fx.export.recording import OPSET
 from cpt_fx.export.updates import GRADIENT_SCALE, IR_VERSION
 
 MAX_VALUE, MAX_NORM = "max_value", "max_norm"

@@ -174,13 +174,13 @@ class _Counted(TorchFunctionMode):
 
     def __enter__(self) -> Any:
         """Stand between the model and both of torch's dispatchers."""
-        self.dispatch.__enter__()
-        return super().__enter__()
+        self.dispatch.__enter__()  # type: ignore[no-untyped-call]
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         """Leave."""
-        super().__exit__(*error)
-        self.dispatch.__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self.dispatch.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -196,7 +196,7 @@ class Drawn(TorchDispatchMode):
     """Replaces operators that draw."""
 
     def __init__(self, table: Mapping[Any, Any]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.table = table
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -61,7 +62,7 @@ CHOSEN = (
     "clip",
     "wav2vec2",
     "whisper",
-)
+)  # fmt: skip
 """Of transformers: one of each kind."""
 RECORDED = "export_zoo.json"
 
@@ -82,7 +83,7 @@ def models() -> dict[str, Callable[[], Built]]:
     found: dict[str, Callable[[], Built]] = dict(ZOO)
     for name, entry in ANY_MODEL.items():
         if entry.family in FAMILIES or name in CHOSEN:
-            found[f"{entry.needs or 'torch'}: {name}"] = lambda entry=entry: entry.build(4)
+            found[f"{entry.needs or 'torch'}: {name}"] = partial(entry.build, 4)
     return found
 
 
@@ -221,7 +222,8 @@ def run(names: Sequence[str], jobs: int, seconds: float = 600.0) -> Iterator[Ver
     """Try models, each in a process of its own, which may crash."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.export.zoo"])
-    waiting, running = list(names), {}
+    waiting = list(names)
+    running: dict[str, tuple[Any, Any, float]] = {}
     while waiting or running:
         while waiting and len(running) < jobs:
             name = waiting.pop(0)
