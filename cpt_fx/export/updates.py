@@ -122,6 +122,7 @@ def trace_updates(
                 sizes = "x".join(map(str, parameter.shape))
                 made[key] = _Function(optimizer, group, parameter, f"{label}_{sizes}", exact=True)
             function = made[key]
+        assert function is not None
         chosen[name] = function
         for graph, is_first in zip(graphs, (True, False), strict=True):
             graph.update(name, parameter, function, group, first=is_first)
@@ -137,7 +138,8 @@ def trace_updates(
             remembered.append(State(tensor=tensor, next=full + NEXT, swaps=key in function.late))
             if key in given:
                 initial[full] = given[key].detach().cpu().numpy().copy()
-    return Updates(*(graph.finished() for graph in graphs), tuple(remembered), initial)
+    first, later = (graph.finished() for graph in graphs)
+    return Updates(first, later, tuple(remembered), initial)
 
 
 class _Function:
