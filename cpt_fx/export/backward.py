@@ -193,14 +193,6 @@ def _by_autograd(forward: Any, count: int = 1) -> Callable[..., Any]:
     return backward
 
 
-def _diagonal_backward(gradient: Tensor, sizes: Sizes, offset: int, dim1: int, dim2: int) -> Tensor:
-    rows, columns = sizes[dim1], sizes[dim2]
-    above = min(max(-offset, 0), rows)
-    column = aten.constant_pad_nd.default(gradient, [above, rows - above - gradient.shape[-1]]).unsqueeze(-1)
-    on = torch.arange(columns) - torch.arange(rows).unsqueeze(-1) == offset
-    return torch.where(on, column, 0.0).movedim((-2, -1), (dim1, dim2))
-
-
 def _masked_scatter_backward(gradient: Tensor, mask: Tensor, sizes: Sizes) -> Tensor:
     """Send each element back to the one that was taken for it: they are taken one after the other."""
     mask = mask.expand(gradient.shape).flatten()
@@ -287,7 +279,6 @@ BACKWARD: dict[Any, Callable[..., Any]] = {
     aten.avg_pool3d_backward.default: partial(_average_pool_backward, 3),
     aten._adaptive_avg_pool2d_backward.default: partial(_adaptive_average_pool_backward, 2),
     aten._adaptive_avg_pool3d_backward.default: partial(_adaptive_average_pool_backward, 3),
-    aten.diagonal_backward.default: _diagonal_backward,
     aten.masked_scatter_backward.default: _masked_scatter_backward,
     aten._weight_norm_interface_backward.default: aten._weight_norm_differentiable_backward.default,
     aten.replication_pad1d_backward.default: _by_autograd(aten.replication_pad1d.default),

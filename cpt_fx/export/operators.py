@@ -103,16 +103,23 @@ def _put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> 
     return scatter(x.flatten(), 0, places, source.flatten()).view(x.shape)
 
 
-def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
+def _diagonal_scatter(x: Tensor, source: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
+    rows, columns = x.shape[dim1], x.shape[dim2]
+    above = min(max(-offset, 0), rows)
+    column = aten.constant_pad_nd.default(source, [above, rows - above - source.shape[-1]]).unsqueeze(-1)
+    on = torch.arange(columns) - torch.arange(rows).unsqueeze(-1) == offset
+    return torch.where(on, column, x.movedim((dim1, dim2), (-2, -1))).movedim((-2, -1), (dim1, dim2))
+
+
+def _by_places(operator: Any, x: Tensor, indices: Sequence[Tensor | None], *more: Any) -> Any:
     """Write masks beside other indices as the places where they are true."""
-    masks = [index for index in indices if index is not None and index.dtype == torch.bool]
-    if not masks or len(indices) == 1:
+    if len(indices) == 1 or not any(index is not None and index.dtype == torch.bool for index in indices):
         return NotImplemented
     places: list[Tensor | None] = []
     for index in indices:
         is_mask = index is not None and index.dtype == torch.bool
         places += index.nonzero().unbind(1) if is_mask and index is not None else [index]
-    return aten.index_put.default(x, places, values, accumulate)
+    return operator(x, places, *more)
 
 
 def _first(operator: Any, x: Tensor, *dim: Any, **options: Any) -> Any:
@@ -143,5 +150,7 @@ OPERATORS: dict[Any, Callable[..., Any]] = {
     aten.median.default: lambda x: _median(x.flatten(), 0)[0],
     aten.put.default: _put,
     **{name: partial(_first, name) for name in (aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default)},
-    aten.index_put.default: _index_put,
+    aten.diagonal_scatter.default: _diagonal_scatter,
+    aten.index.Tensor: partial(_by_places, aten.index.Tensor),
+    aten.index_put.default: partial(_by_places, aten.index_put.default),
 }
