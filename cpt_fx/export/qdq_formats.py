@@ -138,7 +138,7 @@ def activation_plan(tag: Tagged, seen: Seen) -> Plan:
             form = replace(form, low=low if low > 0 else None, high=high if high < 0 else None)
             if low > 0 or high < 0:
                 notes[0] = (
-                    f"its range, {low:.3g} to {high:.3g}, is without the zero of integers: clipped, on a grid to zero"
+                    f"its range, {low:.3g} to {high:.3g}, does not reach zero, and codes do: clipped, in coarser steps"
                 )
     return Plan(form, CONVERTED if notes else EXACT, tuple(notes))
 

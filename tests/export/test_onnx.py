@@ -205,7 +205,7 @@ def test_nodes_and_edges_are_two_sizes(tmp_path: Path) -> None:
     x, edges = torch.randn(5, 6), torch.randint(5, (2, 5))
     model(x, edges)
     path = plain.onnx(model, (x, edges), tmp_path / "model.onnx", 8)
-    assert inputs_of(path) == {"x": ["batch", 6], "edges": [2, "edges_1"]}
+    assert inputs_of(path) == {"x": ["batch", 6], "edges": ["edges_0", "edges_1"]}
     model.eval()
     for nodes, count in ((5, 5), (9, 4), (3, 20)):
         x, edges = torch.randn(nodes, 6), torch.randint(nodes, (2, count))

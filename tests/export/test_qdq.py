@@ -247,7 +247,7 @@ def test_the_end_of_a_range_that_does_not_reach_zero_is_kept(sign: float, tmp_pa
     # Beyond what was trained on: clamped to the range in PyTorch, and in the file.
     report = qdq(model, (4 * x,), tmp_path / "model.onnx")
     (row,) = [item for item in report.quantizers if (item.layer, item.operand) == ("last", "input")]
-    assert row.error < 0.01 and "is without the zero" in row.note
+    assert row.error < 0.01 and "does not reach zero" in row.note
     (clip,) = makers(onnx.load(report.path), "Clip").values()
     assert bool(clip.input[1]) == (sign > 0)
     assert all(output.maximum < 0.02 * output.largest for output in report.outputs)
