@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from cpt_fx.errors import ExportError
 from cpt_fx.export.functions import DOMAIN
+from cpt_fx.export.losses import WHOLE
 from cpt_fx.export.lowering import Lowering, Placed
 from cpt_fx.export.normalize import normalize
 from cpt_fx.export.randomness import drawing
@@ -148,7 +149,7 @@ def trace(
     varying = (*(pytree.tree_map(lambda _: False, part) for part in fixed),
                *(pytree.tree_map(lambda _: dynamic_batch, part) for part in given))  # fmt: skip
     arguments = (*fixed, *given)
-    recorded = record(step, arguments, varying, drawing(step.uniform), whole=not gradients)
+    recorded = record(step, arguments, varying, {**WHOLE, **drawing(step.uniform)}, whole=not gradients)
     graph = convert(recorded, arguments, varying)
     inputs, targets = _input_names(model, call), _numbered(TARGET, len(call.targets))
     names = (*parameters, *state, *(BITS + name for name in bits), SEEDS,

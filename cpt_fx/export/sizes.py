@@ -13,9 +13,29 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from cpt_fx.errors import ExportError
 from cpt_fx.export.program import Call, Graph
 
 BATCH = "batch"
+
+
+def with_several(call: Call, runs: Callable[[Call], bool]) -> Call:
+    """Return examples whose batch is not one, which a trace takes for a size that never varies: that one, twice."""
+    leaves = [leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
+    if not leaves or len(leaves[0]) != 1:
+        return call
+
+    def twice(value: Any) -> Any:
+        return torch.cat((value, value)) if isinstance(value, Tensor) and value.ndim and len(value) == 1 else value
+
+    args, kwargs, targets = pytree.tree_map(twice, (call.args, call.kwargs, call.targets))
+    larger = replace(call, args=args, kwargs=kwargs, targets=targets)
+    if not runs(larger):
+        raise ExportError(
+            "example_inputs has a batch of one, and the model does not run on two of it: pass at least 2, or fix the "
+            "batch with dynamic_batch=False"
+        )
+    return larger
 
 
 def open_sizes(graph: Graph, call: Call) -> dict[str, int]:
