@@ -14,6 +14,8 @@ from cpt_fx.api import single_graph
 from cpt_fx.errors import ExportError
 from cpt_fx.export.program import Call
 
+_OLD_HOOKS = ("torch.nn.utils.spectral_norm", "torch.nn.utils.weight_norm")
+
 
 def call_of(example_inputs: Any) -> Call:
     """Return how a model is called: a tuple of its arguments, or a dict of them by name."""
@@ -47,6 +49,7 @@ def in_mode(result: nn.Module, training: bool, call: Call) -> Iterator[fx.GraphM
 
     Into training go the parts that the model itself has in training now, if any are: a frozen batch norm stays so.
     """
+    _check_hooks(result)
     modes = {module: module.training for module in result.modules()}
     if not training or not result.training:
         result.train(training)
@@ -59,3 +62,15 @@ def in_mode(result: nn.Module, training: bool, call: Call) -> Iterator[fx.GraphM
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+def _check_hooks(result: nn.Module) -> None:
+    """Refuse torch's old hooks that put another weight into a layer in each call: no graph holds them."""
+    for name, module in result.named_modules():
+        for hook in module._forward_pre_hooks.values():
+            old = type(hook).__module__
+            if old in _OLD_HOOKS:
+                raise ExportError(
+                    f"{name} has the hook {old}, which sets its weight in each call: use torch.nn.utils."
+                    f"parametrizations.{old.rpartition('.')[2]} instead"
+                )

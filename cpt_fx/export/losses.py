@@ -28,6 +28,18 @@ _ALIKE_FUNCTIONS = (
 INSIDE = "the model's own"
 
 
+def _unbatched(x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1, *options: Any) -> Any:
+    """Compute the loss of a single example as that of a batch of one: ONNX has it for batches."""
+    if x.ndim != 1:
+        return NotImplemented
+    made = torch.ops.aten.cross_entropy_loss(x[None], target[None], weight, reduction, *options)
+    return made if reduction else made[0]
+
+
+WHOLE = {torch.ops.aten.cross_entropy_loss.default: _unbatched}
+"""What is written otherwise in a graph that has no way back."""
+
+
 def resolve(loss: LossLike) -> tuple[Callable[..., Tensor], str]:
     """Return what computes the loss from the model's outputs and the targets, and what it is called."""
     if loss is None:

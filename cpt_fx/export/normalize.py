@@ -12,6 +12,7 @@ def normalize(model: ir.Model) -> ir.Model:
     optimizer.fold_constants(model)
     _name_types(model)
     _drop_straight_transposes(model)
+    _make_columns(model)
     common.IdentityEliminationPass()(model)
     common.CommonSubexpressionEliminationPass()(model)
     common.RemoveUnusedNodesPass()(model)
@@ -44,6 +45,22 @@ def _drop_straight_transposes(model: ir.Model) -> None:
             if list(perm) == sorted(perm):
                 node.op_type = "Identity"
                 node.attributes.clear()
+
+
+def _make_columns(model: ir.Model) -> None:
+    """Multiply by a vector as by a column: ONNX Runtime forgets to transpose a matrix before one."""
+    for node in list(model.graph):
+        if node.op_type != "MatMul" or node.domain or node.inputs[1] is None or node.inputs[1].shape is None:
+            continue
+        left, right = node.inputs
+        if len(node.inputs[1].shape) == 1:
+            last = ir.node("Constant", [], {"value_ints": [-1]})
+            column = ir.node("Unsqueeze", [right, last.outputs[0]])
+            product = ir.node("MatMul", [left, column.outputs[0]])
+            made = ir.node("Squeeze", [product.outputs[0], last.outputs[0]], name=node.name)
+            made.outputs[0].type, made.outputs[0].shape = node.outputs[0].type, node.outputs[0].shape
+            new = [last, column, product, made]
+            ir.convenience.replace_nodes_and_values(model.graph, node, [node], new, node.outputs, made.outputs)
 
 
 def strip(model: ir.Model) -> None:

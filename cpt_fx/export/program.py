@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from cpt_fx.errors import ExportError
 from cpt_fx.export.local_functions import DOMAIN
+from cpt_fx.export.losses import WHOLE
 from cpt_fx.export.lowering import Lowering, Placed
 from cpt_fx.export.normalize import normalize
 from cpt_fx.export.randomness import drawing
@@ -158,7 +159,8 @@ def trace(
                *(pytree.tree_map(lambda _: dynamic_batch, part) for part in given))  # fmt: skip
     arguments = (*fixed, *given)
     try:
-        recorded, places = record(step, arguments, varying, drawing(step.uniform), whole=not gradients)
+        extra = {**WHOLE, **drawing(step.uniform)}
+        recorded, places = record(step, arguments, varying, extra, whole=not gradients)
         graph, more = convert(recorded, arguments)
     except UnsupportedError as error:
         layer = layer_of(model, call, error.operator)

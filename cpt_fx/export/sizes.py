@@ -28,8 +28,8 @@ def with_several(call: Call, runs: Callable[[Call], bool]) -> Call:
     def twice(value: Any) -> Any:
         return torch.cat((value, value)) if isinstance(value, Tensor) and value.ndim and len(value) == 1 else value
 
-    args, kwargs = pytree.tree_map(twice, (call.args, call.kwargs))
-    larger = replace(call, args=args, kwargs=kwargs)
+    args, kwargs, targets = pytree.tree_map(twice, (call.args, call.kwargs, call.targets))
+    larger = replace(call, args=args, kwargs=kwargs, targets=targets)
     if not runs(larger):
         raise ExportError(
             "example_inputs has a batch of one, and the model does not run on two of it: pass at least 2, or fix the "

@@ -29,7 +29,7 @@ from cpt_fx.export.plain import run
 from cpt_fx.export.program import BITS, Call, Graph, states_of, trace
 from cpt_fx.export.recording import OPSET
 from cpt_fx.export.refusals import check_schedules
-from cpt_fx.export.sizes import BATCH, open_sizes, resized, settle_sizes
+from cpt_fx.export.sizes import BATCH, open_sizes, resized, settle_sizes, with_several
 from cpt_fx.export.updates import IR_VERSION, Updates, resolve_optimizer, trace_updates
 from cpt_fx.export.verify import verify
 from cpt_fx.standalone import precision_of
@@ -76,6 +76,7 @@ def ort_training(
     made, groups = resolve_optimizer(optimizer, dict(result.named_parameters(remove_duplicate=False)))
     call = _with_targets(result, call_of(example_inputs), loss, function, example_targets)
     with in_mode(result, True, call) as graph:
+        call = with_several(call, partial(_runs, graph)) if dynamic_batch else call
         training = trace(graph, call, gradients=True, trained=groups, dynamic_batch=dynamic_batch)
         values = {name: buffer.detach().cpu().numpy() for name, buffer in states_of(graph).items()}
     check_schedules(training.dials.values())

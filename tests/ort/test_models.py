@@ -97,12 +97,6 @@ def spectral() -> nn.Module:
     return model
 
 
-def old_spectral() -> nn.Module:
-    model = plain()
-    nn.utils.spectral_norm(model.get_submodule("0"))
-    return model
-
-
 class Case(NamedTuple):
     """A model, the shape of its example, shapes of batches, and the dim that is the batch."""
 
@@ -115,7 +109,6 @@ class Case(NamedTuple):
 CASES = {
     "rotary": Case(Rotary, (4, 6, WIDTH), ((4, 6, WIDTH), (3, 9, WIDTH), (1, 6, WIDTH))),
     "spectral norm": Case(spectral, (4, WIDTH), ((4, WIDTH), (3, WIDTH), (1, WIDTH))),
-    "old spectral norm": Case(old_spectral, (4, WIDTH), ((4, WIDTH), (3, WIDTH), (1, WIDTH))),
     "detached": Case(Detached, (4, WIDTH), ((4, WIDTH), (7, WIDTH), (1, WIDTH))),
     "example of one": Case(plain, (1, WIDTH), ((1, WIDTH), (4, WIDTH))),
     "batch in dim 1": Case(Sequence, (5, 4, WIDTH), ((5, 4, WIDTH), (5, 7, WIDTH), (6, 1, WIDTH)), 1),
@@ -154,6 +147,33 @@ def test_models_train_and_evaluate_as_in_torch(name: str, tmp_path: Path) -> Non
     trained = trainer.state_dict()
     close(trained, {name: value for name, value in model.state_dict().items() if name in trained})
     assert {name for name, value in model.named_parameters()} <= trained.keys()
+
+
+def test_hooks_that_set_weights_are_refused(tmp_path: Path) -> None:
+    model = plain()
+    nn.utils.spectral_norm(model.get_submodule("0"))
+    result = cpt_fx.transform(model, ort.full())
+    mended = r"0 has the hook torch\.nn\.utils\.spectral_norm.*use torch\.nn\.utils\.parametrizations\.spectral_norm"
+    with pytest.raises(ExportError, match=mended):
+        ort_training(result, (torch.randn(4, WIDTH),), tmp_path / "d", loss="cross_entropy", optimizer="sgd")
+
+
+def test_an_example_of_one_that_cannot_be_two(tmp_path: Path) -> None:
+    class Once(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = self.inner(x.reshape(1, WIDTH))
+            return made
+
+    result = cpt_fx.transform(Once(), ort.full())
+    options: dict[str, Any] = {"loss": "cross_entropy", "optimizer": "sgd"}
+    with pytest.raises(
+        ExportError, match=r"a batch of one.*pass at least 2, or fix the batch with dynamic_batch=False"
+    ):
+        ort_training(result, (torch.randn(1, WIDTH),), tmp_path / "d", **options)
 
 
 def test_noise_is_drawn_anew(tmp_path: Path) -> None:
