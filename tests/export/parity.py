@@ -76,10 +76,14 @@ def run_apart(cases: Iterable[Case], seconds: float = 60.0) -> Iterator[tuple[Ca
 
 
 def _warm_up() -> None:
-    """Import what an export imports, once for all copies; no session, whose threads a copy would lack."""
+    """Import what an export imports, and trace the usual functions, once for all copies.
+
+    No session is made, whose threads a copy would lack.
+    """
     model = cpt_fx.transform(nn.Linear(1, 1), cpt_fx.schedules.named("CR", q_min=3, q_max=8, total_steps=80)).train()
     x = torch.zeros(4, 1)
-    program.trace(cpt_fx.single_graph(model, (x,)), program.Call((x,), {}, (x,), F.mse_loss), gradients=True)
+    call = program.Call((x,), {}, (x,), F.mse_loss)
+    add_functions(program.trace(cpt_fx.single_graph(model, (x,)), call, gradients=True))
 
 
 def _run_in_child(case: Case, path: Path, seconds: float) -> None:

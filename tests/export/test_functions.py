@@ -39,11 +39,11 @@ KEEPS: tuple[tuple[int, ...], ...] = ((), (0,), (0, 1), (0, 1, 2))
 SEED = torch.tensor([123456789, -987654321], dtype=torch.int32)
 
 
-def session(function: Any, attributes: dict[str, Any] | None = None) -> Any:
+def calling(function: Any) -> Any:
     """A model of one node, that calls a function."""
     inputs, outputs = list(function.input), list(function.output)
-    node = helper.make_node(function.name, inputs, outputs, domain=DOMAIN, **(attributes or {}))
-    whole = {"bits": 7, "axes": 7, "seeds": 6, "draw": 7, "length": 7}
+    node = helper.make_node(function.name, inputs, outputs, domain=DOMAIN)
+    whole = {"bits": 7, "axes": 7, "seeds": 6, "draw": 7}
     graph = helper.make_graph(
         [node],
         "graph",
@@ -51,7 +51,11 @@ def session(function: Any, attributes: dict[str, Any] | None = None) -> Any:
         [helper.make_tensor_value_info(name, 1, None) for name in outputs],
     )
     versions = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)]
-    model = helper.make_model(graph, functions=[function], opset_imports=versions, ir_version=10)
+    return helper.make_model(graph, functions=[function], opset_imports=versions, ir_version=10)
+
+
+def session(function: Any) -> Any:
+    model = calling(function)
     return onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
 
 

@@ -17,6 +17,7 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
 import cpt_fx
+from cpt_fx.errors import ExportError
 from cpt_fx.export.training import ort_training
 from tests import ort
 from tests.ort.trainers import close, trainer_of
