@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import cpt_fx
 from cpt_fx import recipes
 from cpt_fx.formats import Format, Group, Rounding, Scheme
+from cpt_fx.integer import choice
 from cpt_fx.integer.counts import Outcome
 from cpt_fx.integer.ops import INTEGER_LINEAR, TO_INTEGER
 from cpt_fx.recipes import Recipe, Rule
@@ -249,6 +250,19 @@ def test_empty_batches() -> None:
     for mine, other in zip(numbers(ours, torch.ones(0, 8)), numbers(theirs, torch.ones(0, 8)), strict=True):
         assert torch.equal(mine, other)
     assert counts(ours)[0].tolist() == [0, 0, 0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("images", [0, 3])
+def test_a_proof_takes_a_convolution_that_is_not_multiplied_on_integers(images: int) -> None:
+    """To both gradients one factor gives its shape alone: no number of it may look like one that nobody quantized."""
+    model = nn.Sequential(nn.Conv2d(7, 5, (3, 2)), nn.Tanh(), nn.Conv2d(5, 6, 2))
+    ours, _ = both(model)
+    with choice.chosen("never"):
+        for _ in range(3):
+            litter = [torch.full((size,), 3.7) for size in (1, 1, 1, 8, 64)]  # what new memory would hold
+            del litter
+            assert cpt_fx.inspect(ours).verify(torch.randn(images, 7, 6, 5)).products == 5
+    assert not counts(ours)[:, Outcome.INTEGER].any()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

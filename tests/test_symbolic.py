@@ -333,6 +333,31 @@ def test_control_flow_on_data_is_refused() -> None:
         )
 
 
+def test_a_value_taken_apart_leaves_nothing_to_collect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All objects of the process would be looked at for it, each time: half of what a capture took."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        first, (second, *rest) = x.chunk(2)[0], torch.split(self.fc(x), 2)
+        values, places = torch.max(first, 1)
+        return values.sum() + places.sum() + second.sum() + len(rest)
+
+    def collect() -> None:
+        raise AssertionError("garbage was collected")
+
+    monkeypatch.setattr("cpt_fx.capture.tracer.gc.collect", collect)
+    refused(model_of(forward, fc=nn.Linear(8, 8)), "unpacks|iterat")
+
+    def takes(self: Any, x: Tensor) -> Tensor:
+        first, second = self.fc(x).chunk(2)
+        values, places = torch.max(first, 1)
+        (lowest, where), (again,) = torch.min(second, 1), x.chunk(1)
+        result: Tensor = values.sum() + places.sum() + lowest.sum() + where.sum() + again.sum()
+        return result
+
+    model, x = model_of(takes, fc=nn.Linear(8, 8)), torch.randn(4, 8)
+    check_same_output(captured(model)(x), model(x))
+
+
 def test_a_given_graph_keeps_its_nodes() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     graph = fx.symbolic_trace(model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from torch import Tensor, fx
@@ -79,6 +79,14 @@ class Traced(fx.Proxy, metaclass=_Kind):
 
     def __dir__(self) -> NoReturn:
         refuse("the code asks for the attributes of a value, which torch.fx cannot know,")
+
+    def __iter__(self) -> Iterator[Any]:
+        """Take a value apart into as many names as there are. (torch.fx's own way keeps the code's frames alive.)"""
+        caller = sys._getframe(1)
+        into = next(step for step in dis.get_instructions(caller.f_code) if step.offset == caller.f_lasti)
+        if into.opname != "UNPACK_SEQUENCE":
+            return self.tracer.iter(self)  # type: ignore[no-any-return]
+        return (operator.getitem(self, place) for place in range(into.argval))
 
     def __setitem__(self, place: Any, value: Any) -> None:
         self.tracer.create_proxy("call_function", operator.setitem, (self, place, value), {})

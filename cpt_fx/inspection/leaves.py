@@ -178,13 +178,13 @@ def apart(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
     return far, float(finite.max()) if finite.numel() else 0.0
 
 
-def close_in(found: Found, ours: Runs, theirs: Runs) -> Found:
-    """Return the differences that another order of sums explains."""
+def close_in(found: Found, ours: Runs, theirs: Runs, unit: float = 0.0) -> Found:
+    """Return the differences that another order of sums explains; `unit` is one rounding on the way to them."""
     near: Found = {}
     floors = [SMALL * largest(run[name] for name in run if name.startswith(GRADIENT)) for run in theirs if found]
     for (place, name), how in found.items():
         floor = floors[place] if name.startswith(GRADIENT) else 0.0
-        near |= {(place, name): how} if is_close(ours[place].get(name), theirs[place].get(name), floor) else {}
+        near |= {(place, name): how} if is_close(ours[place].get(name), theirs[place].get(name), floor, unit) else {}
     return near
 
 
@@ -244,10 +244,10 @@ def _is_alike(ours: Any, theirs: Any) -> bool:
     return both and not unlike(ours, theirs) and theirs.is_floating_point()
 
 
-def is_close(ours: Any, theirs: Any, floor: float = 0.0) -> bool:
+def is_close(ours: Any, theirs: Any, floor: float = 0.0, unit: float = 0.0) -> bool:
     """Whether two tensors of one kind are equal up to float rounding."""
     if not _is_alike(ours, theirs):
         return False
     ours, theirs = (one.to_dense() if one.layout is not torch.strided else one for one in (ours, theirs))
     far, most = apart(ours, theirs)
-    return far <= max(ROUNDING, 8 * torch.finfo(ours.dtype).eps) * max(most, floor)
+    return far <= max(ROUNDING, 8 * max(torch.finfo(ours.dtype).eps, unit)) * max(most, floor)

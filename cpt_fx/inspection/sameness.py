@@ -16,6 +16,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpt_fx.capture.base import MODULE_OWN
 from cpt_fx.capture.tree import plain_tree
@@ -132,8 +133,11 @@ def _judged(ours: list[Run], theirs: list[Run], source: nn.Module, call: Call, k
     close = close_in(found, *came)
     if found.keys() - close.keys():
         close |= echoed_in(found, *came, _moved(source, call, modes), source.parameters())
+    opened = any(report.name == "open" and report.changed for report in known.reports)
+    if opened and found.keys() - close.keys():
+        close |= close_in(found, *came, _coarsest(source, call, modes))
     if close:
-        if not any(report.name == "open" and report.changed for report in known.reports):
+        if not opened:
             alone = _alone(source, call, modes) if "dynamo" in known.frontend else theirs
             close = _without(close, _differences(alone, ours))
         found = _without(found, close)
@@ -202,6 +206,32 @@ def _moved(source: nn.Module, call: Call, modes: list[Mode]) -> list[list[dict[s
             scaled(trained or copied, turn)
             moved.append([run.found for run in _runs(source, given, modes)])
     return moved
+
+
+def _coarsest(source: nn.Module, call: Call, modes: list[Mode]) -> float:
+    """Return what one number may be off, as a part of it, in the coarsest type in which the plain model computes."""
+    with trial(source), _Types() as types:
+        _runs(source, call, modes)
+    return max((torch.finfo(kind).eps for kind in types.halves), default=0.0)
+
+
+class _Types(TorchDispatchMode):
+    """Notes the types of half precision in which operators return something."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.halves: set[torch.dtype] = set()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compilers work as if nobody looked on."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at what an operator returns."""
+        result = func(*args, **(kwargs or {}))
+        self.halves |= {one.dtype for one in tensors_in(result) if one.dtype in (torch.float16, torch.bfloat16)}
+        return result
 
 
 def _again(source: nn.Module, call: Call, modes: list[Mode]) -> list[dict[str, Any]]:

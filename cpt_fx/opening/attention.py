@@ -127,6 +127,16 @@ def shown_weights(weights: Tensor, query: Tensor, average: bool) -> Tensor:
     return shown.squeeze(0) if query.dim() == 2 else shown
 
 
+def layer_norm(x: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Normalize as torch's inference kernel does: under autocast, too, in the type of its input."""
+    return torch.native_layer_norm(x, shape, weight, bias, eps)[0]
+
+
+def added_to(result: Tensor, x: Tensor) -> Tensor:
+    """Add as torch's inference kernel does: in place, thus in the type of the result."""
+    return (result + x).to(result.dtype)
+
+
 def _attend(
     builder: Builder, query: Any, key: Any, value: Any, *rest: Any, scale: Any = None, enable_gqa: Any = False,
     **options: Any,
@@ -229,7 +239,7 @@ def _encoder_layer(builder: Builder) -> None:
 
     def norm(x: Any, number: int) -> fx.Node:
         weight, bias = given[f"norm_weight_{number}"], given[f"norm_bias_{number}"]
-        return builder.call(F.layer_norm, x, (given["embed_dim"],), weight, bias, given["eps"])
+        return builder.call(layer_norm, x, (given["embed_dim"],), weight, bias, given["eps"])
 
     def feed_forward(x: Any) -> fx.Node:
         first, second = (builder.inside(given[f"ffn_weight_{number}"], nn.Linear) for number in (1, 2))
@@ -244,12 +254,12 @@ def _encoder_layer(builder: Builder) -> None:
     inputs = {"query": start, "key": start, "value": start}
     attended, _ = _inference_attention(attending, given | inputs, given["num_heads"])
     builder.products += attending.products
-    x = builder.call(torch.add, x, attended)
+    x = builder.call(added_to, attended, x)
     if given["norm_first"]:
-        x = builder.call(torch.add, x, feed_forward(norm(x, 2)))
+        x = builder.call(added_to, feed_forward(norm(x, 2)), x)
     else:
         x = norm(x, 1)
-        x = norm(builder.call(torch.add, x, feed_forward(x)), 2)
+        x = norm(builder.call(added_to, feed_forward(x), x), 2)
     builder.replace(x)
 
 

@@ -8,7 +8,7 @@ import importlib.util
 import sys
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,10 @@ from tests.fuzz.scope import Unfit
 Seen = dict[str, Tensor | None]
 KINDS = ("training", "evaluation", "training without gradients", "evaluation without gradients")
 OPENED = 1e-5
+UNITS = 8
+"""How many roundings of its type a number may be off in half precision, where one operator was computed in several."""
+ECHOED = 5
+"""How many times as far as rounding moved it in a few tries a number may be off."""
 
 
 class Wrong(AssertionError):  # noqa: N818
@@ -91,12 +95,15 @@ def tensors_in(value: Any, name: str = "output") -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def loss_of(output: Any) -> Tensor | None:
-    """Weigh every number of an output differently; None where nothing asks for a gradient."""
+def loss_of(output: Any, seed: int = 5) -> Tensor | None:
+    """Weigh every number of an output differently; None where nothing asks for a gradient.
+
+    Another seed weighs otherwise: gradients of what is linear in its inputs do not depend on these.
+    """
     parts = []
     for _, tensor in tensors_in(output):
         if isinstance(tensor, Tensor) and tensor.requires_grad and tensor.is_floating_point():
-            weights = torch.cos(torch.arange(tensor.numel(), dtype=torch.float64)).view(tensor.shape)
+            weights = torch.cos(torch.arange(tensor.numel(), dtype=torch.float64) + seed).view(tensor.shape)
             parts.append((tensor.double() * weights).sum())
     return torch.stack(parts).sum() if parts else None
 
@@ -113,7 +120,7 @@ def run(model: nn.Module, case: Case, kind: str, seed: int = 5, *, switch: bool 
     with torch.set_grad_enabled("without" not in kind), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         output = model(*args, **kwargs)
-        loss = loss_of(output)
+        loss = loss_of(output, seed)
         if loss is not None:
             loss.backward()
     seen["output type"] = torch.tensor([len(type(output).__name__)])
@@ -137,8 +144,11 @@ def _plain(value: Any) -> Tensor | None:
     return torch.tensor(float(value)) if isinstance(value, (int, float)) else None
 
 
-def differences(ours: Seen, theirs: Seen, within: float = 0.0) -> list[str]:
-    """Say where two runs differ: by a bit, or by more than some part of the largest number where that is allowed."""
+def differences(ours: Seen, theirs: Seen, within: float = 0.0, echo: Mapping[str, float] | None = None) -> list[str]:
+    """Say where two runs differ: by a bit, or by more than some part of the largest number where that is allowed.
+
+    `echo` is how far rounding moves some numbers by itself, in a few tries.
+    """
     found = [f"{name} is missing" for name in theirs if name not in ours]
     largest = max((_largest(value) for name, value in theirs.items() if name.startswith("gradient")), default=0.0)
     output = max((_largest(value) for name, value in theirs.items() if _is_output(name, value)), default=0.0)
@@ -157,8 +167,11 @@ def differences(ours: Seen, theirs: Seen, within: float = 0.0) -> list[str]:
             # Some gradients are nothing but rounding, and so is a sum of normalized rows that is returned beside them.
             beside = 0.01 * largest if name.startswith("gradient") else output if name.startswith("output") else 0.0
             scale = max(_largest(value), beside)
-            allowed = within * max(torch.finfo(value.dtype).eps / 1.2e-7, 1) if value.is_floating_point() else 0.0
-            if not off <= allowed * scale:
+            allowed = 0.0
+            if within and value.is_floating_point():
+                moved = ECHOED * (echo or {}).get(name, 0.0)
+                allowed = max(max(within, UNITS * torch.finfo(value.dtype).eps) * scale, moved)
+            if not off <= allowed:
                 found.append(f"{name} is off by {off / max(scale, 1e-30):.2g} of the largest")
     return found
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tests.fuzz import oracles
-from tests.fuzz.case import differences
+from tests.fuzz.case import differences, loss_of
 from tests.fuzz.census import Census, fewest_levels, is_on_levels
-from tests.fuzz.oracles import ORACLES
+from tests.fuzz.oracles import ORACLES, SEEDS
 from tests.fuzz.saving import faults_of, save
 from tests.fuzz.shrink import shrunk
 from tests.fuzz.trying import Fault, Outcome, examine
@@ -169,6 +169,58 @@ def test_a_sum_that_is_nothing_but_rounding_is_measured_by_what_it_sums(tmp_path
     outcome = tried(OTHER_SUM, tmp_path, "same", "proof")
     assert [fault.oracle for fault in outcome.faults] == ["same"]
     assert "output.1 is off by" in outcome.faults[0].message
+
+
+TIES = """\
+import torch
+from torch import nn
+from cpt_fx.schedules import Static
+
+
+class Model(nn.Module):
+    made = 0
+
+    def __init__(self):
+        super().__init__()
+        Model.made += 1
+        self.off = 0.0
+        self.conv1 = nn.Conv2d(2, 5, 1)
+        self.conv2 = nn.Conv2d(5, 5, 2, stride=2, groups=5, bias=False)
+        self.conv3 = nn.Conv2d(5, 9, 3, padding=2, dilation=2)
+        self.norm = nn.BatchNorm1d(9, affine=False)
+        self.mean = nn.Buffer(torch.zeros(9))
+
+    def forward(self, x):
+        h = self.conv3(self.conv2(self.conv1(x))).sum(-1)
+        self.mean.lerp_(self.norm(h.detach()).mean((0, 2)), 0.5)
+        return h * (1 + self.off)
+
+
+def inputs():
+    return (torch.randn(5, 2, 7, 7),), {}
+
+
+def schedule():
+    return Static(4)
+
+
+def options():
+    return dict()
+"""
+# The third one is that on integers, the fourth the simulated one.
+OTHER_PRODUCT = TIES.replace("self.off = 0.0", "self.off = 0.1 * (Model.made == 4)")
+
+
+def test_ties_between_two_levels_are_no_fault_of_integers(tmp_path: Path) -> None:
+    """Where each sum has one term, gradients lie in the middle between two levels again and again."""
+    assert tried(TIES, tmp_path, "integers", frontends=("symbolic",)).faults == []
+    (fault,) = tried(OTHER_PRODUCT, tmp_path, "integers", frontends=("symbolic",)).faults
+    assert "training on integers: output is off by 0.1" in fault.message or "off by 0.09" in fault.message
+
+
+def test_another_seed_is_another_loss() -> None:
+    one, two = (loss_of(torch.ones(3).requires_grad_(), seed) for seed in SEEDS[:2])
+    assert one is not None and two is not None and float(one) != float(two)
 
 
 def test_a_product_that_is_not_listed_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,6 +146,35 @@ def test_opened_operators_are_compared_up_to_rounding() -> None:
     assert compared(result, other).problems
 
 
+class Halved(nn.Module):
+    """Attends in half precision, between parameters in single precision."""
+
+    def __init__(self, dtype: torch.dtype, autocast: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.dtype, self.autocast = nn.Linear(6, 6), nn.Linear(6, 6), dtype, autocast
+
+    def forward(self, given: Tensor) -> Tensor:
+        with torch.autocast("cpu", self.dtype, enabled=self.autocast):
+            rows = self.first(given).to(self.dtype)
+            attended = nn.functional.scaled_dot_product_attention(rows, rows, rows)
+            result: Tensor = self.last(attended if self.autocast else attended.float())
+            return result.float()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_rounds_what_the_fused_operator_keeps(dtype: torch.dtype, autocast: bool) -> None:
+    torch.manual_seed(0)
+    net = Halved(dtype, autocast)
+    given = torch.randn(2, 4, 6).requires_grad_()
+    result = cpt_fx.transform(net, Static(4), example_inputs=(given,))
+    found = compared(result, net, given)
+    assert found.problems == () and "up to float rounding" in found.notes[0]
+    with torch.no_grad():
+        (other := Halved(dtype, autocast)).load_state_dict({k: v * 1.1 for k, v in net.state_dict().items()})
+    assert compared(result, other, given).problems
+
+
 class Normal(nn.Module):
     """Returns what a function makes of normalized rows, whose sum is nothing but rounding."""
 
