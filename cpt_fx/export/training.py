@@ -79,14 +79,13 @@ def ort_training(
         call = with_several(call, partial(_runs, graph)) if dynamic_batch else call
         training = trace(graph, call, gradients=True, trained=groups, dynamic_batch=dynamic_batch)
         values = {name: buffer.detach().cpu().numpy() for name, buffer in states_of(graph).items()}
-    check_schedules(training.dials.values())
-    with in_mode(result, False, call) as graph:
-        evaluation = trace(graph, call, dynamic_batch=dynamic_batch)
-    with new_directory(Path(directory), overwrite=overwrite) as folder:
-        with in_mode(result, True, call) as graph:
-            others = settle_sizes((training, evaluation), call, partial(_runs, graph))
-            single = BATCH in open_sizes(training, call) and not _runs(graph, resized(training, call, {BATCH: 1}))
-            least = {BATCH: 2} if single else {}
+        check_schedules(training.dials.values())
+        with in_mode(result, False, call) as evaluated:
+            evaluation = trace(evaluated, call, dynamic_batch=dynamic_batch)
+        others = settle_sizes((training, evaluation), call, partial(_runs, graph))
+        single = BATCH in open_sizes(training, call) and not _runs(graph, resized(training, call, {BATCH: 1}))
+        least = {BATCH: 2} if single else {}
+        with new_directory(Path(directory), overwrite=overwrite) as folder:
             manifest = _write(result, training, evaluation, values, made, groups, folder, loss_name, least)
             # At least three steps, so that what the optimizer remembers is used.
             verify(folder, manifest, graph, made, (call, *others, *[call] * (2 - len(others))))
