@@ -148,6 +148,8 @@ OPERATORS: dict[Any, Callable[..., Any]] = {
     aten.kthvalue.default: _kth,
     aten.median.dim: _median,
     aten.median.default: lambda x: _median(x.flatten(), 0)[0],
+    # ONNX Runtime has no kernel of Col2Im for CUDA.
+    aten.col2im.default: decomposition_table[aten.col2im.default],
     aten.put.default: _put,
     **{name: partial(_first, name) for name in (aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default)},
     aten.diagonal_scatter.default: _diagonal_scatter,

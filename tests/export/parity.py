@@ -56,7 +56,7 @@ def outcome_of(case: Case) -> Outcome:
     return Outcome("right", "", differences[worst])
 
 
-def run_apart(cases: Iterable[Case], seconds: float = 60.0) -> Iterator[tuple[Case, Outcome]]:
+def run_apart(cases: Iterable[Case], seconds: float = 300.0) -> Iterator[tuple[Case, Outcome]]:
     """Run each case in a process of its own, which may crash: a copy of this one, where everything is imported."""
     _warm_up()
     for case in cases:
