@@ -285,3 +285,17 @@ def test_observed_symmetric_uses_the_true_maximum() -> None:
         x = torch.randn(7)
         results = [FAKE_QUANTIZE_OBSERVED(v, bits(8), *state(), True, scheme="symmetric") for v in (x, -x)]
         assert torch.equal(results[0], -results[1])
+
+
+@pytest.mark.parametrize("scheme", ["affine", "affine_integer", "symmetric"])
+def test_a_trace_takes_the_same_range_before_one_has_learned(scheme: str) -> None:
+    """The top of a range is the maximum: minimum plus width may be off in the last bit."""
+
+    def quantized(x: Tensor, bits: Tensor, empty: Tensor) -> Tensor:
+        return FAKE_QUANTIZE_OBSERVED(x, bits, empty, empty, empty, False, scheme=scheme, floored=False)
+
+    bits, empty = torch.tensor(8), torch.zeros(())
+    traced = make_fx(quantized)(torch.randn(50), bits, empty)
+    for seed in range(20):
+        x = torch.randn(50, generator=torch.Generator().manual_seed(seed)) + 0.3
+        assert torch.equal(traced(x, bits, empty), quantized(x, bits, empty)), seed
