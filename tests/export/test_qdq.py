@@ -180,8 +180,9 @@ def test_products_run_on_integers(
     assert [kind for kind in optimized(report.path) if kind in kinds] == integer
     found = session(proto).run(None, {"input": x.numpy()})[0]
     ours = evaluated(model, x)
-    # A value close to the middle between two codes may go to either.
-    assert np.abs(found - ours).mean() <= 1e-4 * np.abs(ours).max()
+    # A value close to the middle between two codes may go to either, which shows in its own row; a wrong step of a bias
+    # would show in all.
+    assert np.median(np.abs(found - ours)) <= 1e-4 * np.abs(ours).max()
     assert np.abs(found - ours).max() <= 0.01 * np.abs(ours).max()
     rows = [item for item in report.quantizers if item.role == "bias"]
     assert sum("whole steps" in item.note for item in rows) == steps
