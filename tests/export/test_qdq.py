@@ -227,6 +227,19 @@ def test_a_transposed_convolution_is_one(dims: int, options: dict[str, Any], bit
     assert all(output.maximum <= 1e-6 * output.largest for output in report.outputs)
 
 
+def test_what_follows_a_transposed_convolution_sees_its_bias_as_it_is(tmp_path: Path) -> None:
+    """ONNX Runtime would round a plain one, in front of a QuantizeLinear, for a kernel that it does not have."""
+    torch.manual_seed(0)
+    weight = cpt_fx.Format(scheme=Scheme.SYMMETRIC, group=Group.TENSOR)
+    net = nn.Sequential(nn.ConvTranspose2d(4, 6, 3, stride=2), nn.ReLU(), nn.Conv2d(6, 3, 3))
+    recipe = default().with_rule("conv", weight=weight)
+    model = cpt_fx.transform(net, cpt_fx.schedules.Static(8), recipe=recipe)
+    x = torch.randn(8, 4, 8, 8)
+    model(x)
+    report = qdq(model, (x,), tmp_path / "model.onnx")
+    assert all(output.maximum <= 1e-6 * output.largest for output in report.outputs)
+
+
 class Shifted(nn.Module):
     """What the last layer takes never comes near zero."""
 
