@@ -161,8 +161,9 @@ def _settle_bias(model: ir.Model, node: ir.Node) -> tuple[float, float] | None:
 
     They add whole steps of the product: of the input's scale times the weight's. At 8 bits these are below all other
     rounding, and a bias that is not made of them would keep the product in floating point. Of narrower widths the steps
-    are coarse: at 2 bits they moved outputs by half of their largest. There the codes are signs, and the scales are the
-    values: newer versions of ONNX Runtime round plain biases themselves, those of a DequantizeLinear they leave alone.
+    are coarse: at 2 bits they moved outputs by half of their largest. There, and where there is no integer kernel, the
+    codes are signs, and the scales are the values: newer versions of ONNX Runtime round plain biases themselves, those
+    of a DequantizeLinear they leave alone.
     """
     bias = node.inputs[2]
     held = None if bias is None else bias.const_value
@@ -174,7 +175,7 @@ def _settle_bias(model: ir.Model, node: ir.Node) -> tuple[float, float] | None:
     steps = _steps_of_product(node) if widths == [MOST_BITS] * 2 else None
     if steps is not None and np.abs(values / steps).max(initial=0) < 2**31 - 1:
         scale, codes = steps, np.rint(values / steps).astype(np.int32)
-    elif min(widths) < MOST_BITS:
+    elif min(widths) < MOST_BITS or node.op_type == "ConvTranspose":
         scale, codes = np.where(values == 0, np.float32(1), np.abs(values)), np.sign(values).astype(np.int8)
     else:
         return None

@@ -42,6 +42,7 @@ from torch.onnx._internal.exporter._registration import ONNXRegistry
 from torch.utils import _pytree as pytree
 
 from cpt_fx.export.backward import BACKWARD
+from cpt_fx.export.bags import embedding_bag
 from cpt_fx.export.operators import OPERATORS
 from cpt_fx.export.refusals import UnsupportedError, check_draws, check_numbers, operator_of
 
@@ -68,8 +69,16 @@ def decompositions() -> Table:
     return {**plain, **backward, **OPERATORS, **BACKWARD, **empty}
 
 
-_DRAWING = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "rrelu")
-"""Whole operators that are taken apart nevertheless: the exporter would leave it to runtimes what they draw."""
+@cache
+def _taken_apart() -> Table:
+    """Return whole operators that are taken apart nevertheless."""
+    aten = torch.ops.aten
+    # The exporter would leave it to runtimes what these draw.
+    drawing = (aten.dropout, aten.feature_dropout, aten.alpha_dropout, aten.feature_alpha_dropout, aten.rrelu)
+    return {entry.default: entry.default.decompose for entry in drawing} | {
+        aten.embedding_bag.default: embedding_bag,
+        aten.embedding_bag.padding_idx: embedding_bag,
+    }
 
 
 def record(
@@ -93,8 +102,7 @@ def record(
 
     leaves, structure = pytree.tree_flatten(arguments)
     made = [fake(value, varies) for value, varies in zip(leaves, pytree.tree_leaves(varying), strict=True)]
-    drawing = {entry: entry.decompose for name in _DRAWING if (entry := getattr(torch.ops.aten, name).default)}
-    table = {**(drawing if whole else decompositions()), **extra}
+    table = {**(_taken_apart() if whole else decompositions()), **extra}
     # Attention in one operator has a backward pass in one operator. Kernels in C++ read sizes as numbers.
     trace = make_fx(function, decomposition_table=table, tracing_mode="real", pre_dispatch=whole)
     with mode, enable_python_dispatcher(), sdpa_kernel(SDPBackend.MATH):

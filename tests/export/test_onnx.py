@@ -214,6 +214,32 @@ def test_nodes_and_edges_are_two_sizes(tmp_path: Path) -> None:
         close(session(path).run(None, {"x": x.numpy(), "edges": edges.numpy()})[0], expected)
 
 
+class Bags(nn.Module):
+    def __init__(self, mode: str, padding: int | None) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(9, 6, mode=mode, padding_idx=padding)
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, words: torch.Tensor, offsets: torch.Tensor | None = None) -> torch.Tensor:
+        y: torch.Tensor = self.last(self.table(words, offsets))
+        return y
+
+
+@pytest.mark.parametrize(("mode", "padding"), [("sum", None), ("mean", None), ("max", None), ("mean", 2), ("max", -1)])
+def test_bags_of_embeddings(mode: str, padding: int | None, tmp_path: Path) -> None:
+    model = cpt_fx.transform(Bags(mode, padding), cpt_fx.schedules.Static(8))
+    words = torch.tensor([[1, 2, 8, 3], [2, 2, 2, 2], [8, 8, 8, 8], [0, 5, 6, 2]])
+    model(words)
+    path = plain.onnx(model, (words,), tmp_path / "rows.onnx", 8)
+    close(session(path).run(None, {"words": words[1:].numpy()})[0], evaluated(model, words[1:]))
+    # The third bag is empty.
+    flat, offsets = words.flatten(), torch.tensor([0, 3, 9, 9])
+    path = plain.onnx(model, (flat, offsets), tmp_path / "flat.onnx", 8)
+    with torch.no_grad():
+        expected = model.eval()(flat, offsets).numpy()
+    close(session(path).run(None, {"words": flat.numpy(), "offsets": offsets.numpy()})[0], expected)
+
+
 def test_a_size_that_the_graph_is_made_for_is_fixed(tmp_path: Path) -> None:
     """Pooling to two by two in windows of one size each, which sides of odd length have not got."""
     net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3))
