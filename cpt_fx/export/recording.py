@@ -53,6 +53,10 @@ def decompositions() -> Table:
     return {**plain, **backward, **BACKWARD, **empty}
 
 
+_DRAWING = ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "rrelu")
+"""Whole operators that are taken apart nevertheless: the exporter would leave it to runtimes what they draw."""
+
+
 def record(
     function: Callable[..., Any], arguments: Any, varying: Any, extra: Table, *, whole: bool = False
 ) -> fx.GraphModule:
@@ -73,7 +77,8 @@ def record(
 
     leaves, structure = pytree.tree_flatten(arguments)
     made = [fake(value, varies) for value, varies in zip(leaves, pytree.tree_leaves(varying), strict=True)]
-    table = {**({} if whole else decompositions()), **extra}
+    drawing = {entry: entry.decompose for name in _DRAWING if (entry := getattr(torch.ops.aten, name).default)}
+    table = {**(drawing if whole else decompositions()), **extra}
     # Attention in one operator has a backward pass in one operator. Kernels in C++ read sizes as numbers.
     with mode, enable_python_dispatcher(), sdpa_kernel(SDPBackend.MATH):
         return make_fx(function, decomposition_table=table, tracing_mode="real", pre_dispatch=whole)(
