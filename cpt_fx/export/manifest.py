@@ -114,6 +114,8 @@ class Manifest:
     loss: str
     schedule: str
     """`repr` of the schedule that the model was transformed with; any other may drive the training."""
+    evaluation_seeds: int = 0
+    """The same rows of the evaluation graph, where the model draws even then."""
     least: dict[str, int] = field(default_factory=dict)
     """Sizes below which the model does not train."""
     versions: dict[str, str] = field(default_factory=dict)

@@ -94,14 +94,14 @@ class Trainer:
         )
         self.memory = Memory(self.manifest, folder, self.device)
         """Every tensor of the training, by name."""
-        self._backward = Backward(gradients, self.memory, self.manifest)
+        self._backward = Backward(gradients, self.memory, self.manifest, self.manifest.seeds)
         self._clipping: Clipping | None = None
         if clip_norm is not None or clip_value is not None:
             clipping = Engine(folder / files.CLIPPING, self.device, threads)
             self._clipping = Clipping(clipping, self.memory, self.manifest)
         self._first_update = Update(first, self.memory, self.manifest)
         self._update = Update(update, self.memory, self.manifest)
-        self._evaluation = Evaluation(evaluation, self.memory, self.manifest)
+        self._evaluation = Evaluation(evaluation, self.memory, self.manifest, self.manifest.evaluation_seeds)
         taken = (tensor.name for tensor in (*self.manifest.inputs, *self.manifest.targets))
         self._ranges = ranges_of(folder / files.EVALUATION, taken)
         self.rates = Rates([*self.manifest.optimizer.learning_rates], learning_rate)

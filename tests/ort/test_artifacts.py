@@ -75,7 +75,7 @@ def feeds_of(trainer: Trainer, batch: tuple[Any, ...], *, training: bool = True)
     return {
         **dict(zip(names, batch, strict=True)),
         **widths,
-        "seeds": draw(manifest.seeds if training else 1, generator),
+        "seeds": draw(manifest.seeds if training else manifest.evaluation_seeds, generator),
     }
 
 
