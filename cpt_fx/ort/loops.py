@@ -62,11 +62,10 @@ class _Bound:
             ("takes", self.engine.inputs, passed | places), ("returns", self.engine.outputs, returned | targets)
         ):  # fmt: skip
             for name, slot in found.items():
-                if known.get(name) != slot:
-                    other = known.get(name, "nothing of it")
-                    raise ExportError(
-                        f"{self.engine.path} {kind} {name}, {slot}; the manifest says {other}: export again"
-                    )
+                other = known.get(name)
+                if other is None or not slot.takes(other):
+                    here = f"{self.engine.path} {kind} {name}, {slot}"
+                    raise ExportError(f"{here}; the manifest says {other or 'nothing of it'}: export again")
 
     def _bind(self, side: int, update_side: int) -> Any:
         bindings = self.engine.bindings()

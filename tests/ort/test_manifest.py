@@ -143,7 +143,6 @@ def changes(values: Any) -> dict[str, Any]:
         "an input's type": {"inputs": [x | {"dtype": "float64"}]},
         "an input's size": {"inputs": [x | {"shape": ["batch", 5]}]},
         "an input with fewer dims": {"inputs": [x | {"shape": ["batch"]}]},
-        "an input that is fixed": {"inputs": [x | {"shape": [8, 6]}]},
         "no inputs": {"inputs": []},
         "no targets": {"targets": []},
         "an output's name": {"outputs": [named(output, "scores")]},
