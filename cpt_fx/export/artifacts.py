@@ -105,7 +105,7 @@ def _held(graph: ir.Graph, manifest: Manifest) -> dict[str, ir.Value]:
     """Return an input for everything that the checkpoint holds: parameters, then state, as float32."""
     known = {str(value.name): value for value in graph.inputs}
     made = {}
-    for tensor in (item.tensor for item in (*manifest.parameters, *manifest.states)):
+    for tensor in manifest.held:
         old = known.get(tensor.name)
         made[tensor.name] = place = _input(tensor.name, ir.DataType.FLOAT, tensor.shape)
         if old is not None and old.dtype is not None:

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from cpt_fx.errors import ExportError
 from cpt_fx.export.directory import digest
 from cpt_fx.meta import Dial
@@ -37,6 +39,12 @@ class Tensor:
     """As numpy calls it."""
     shape: tuple[int | str, ...]
     """A size that varies from call to call has a name, which is the same wherever the size is."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no tensor is like."""
+        np.dtype(self.dtype)
+        if any(isinstance(size, int) and size < 0 for size in self.shape):
+            raise ValueError(f"{self.name} has the shape {self.shape}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,12 +114,25 @@ class Manifest:
     loss: str
     schedule: str
     """`repr` of the schedule that the model was transformed with; any other may drive the training."""
+    evaluation_seeds: int = 0
+    """The same rows of the evaluation graph, where the model draws even then."""
     least: dict[str, int] = field(default_factory=dict)
     """Sizes below which the model does not train."""
     versions: dict[str, str] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
     """SHA-256 of every other file."""
     format: int = VERSION
+
+    def __post_init__(self) -> None:
+        """Refuse two tensors of one name."""
+        names = [tensor.name for tensor in (*self.held, *(state.tensor for state in self.optimizer.remembered))]
+        if len(set(names)) < len(names):
+            raise ValueError("it names a tensor twice")
+
+    @property
+    def held(self) -> tuple[Tensor, ...]:
+        """The model's own tensors: parameters, then buffers."""
+        return (*(item.tensor for item in self.parameters), *(item.tensor for item in self.states))
 
     def write(self, directory: Path) -> None:
         """Write the file, with a digest of what it says."""

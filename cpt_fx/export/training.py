@@ -158,6 +158,7 @@ def _write(
         optimizer=described(optimizer, updates),
         loss=loss,
         schedule=repr(precision_of(result).schedule),
+        evaluation_seeds=evaluation.draws,
         least=least,
         versions={name: found for name in _PACKAGES if (found := version_of(name))},
         digests={name: digest(folder / name) for name in files.FILES},

@@ -30,6 +30,12 @@ class Slot(NamedTuple):
         """Return zeros for it: dims that vary are 1 long."""
         return np.zeros([1 if size is None else size for size in self.shape], self.dtype)
 
+    def takes(self, other: Slot) -> bool:
+        """Whether all that fits into another slot fits into this one."""
+        return (self.dtype, len(self.shape)) == (other.dtype, len(other.shape)) and all(
+            size in (None, given) for size, given in zip(self.shape, other.shape, strict=True)
+        )
+
     def __str__(self) -> str:
         """Type and sizes."""
         return f"{self.dtype} ({', '.join('any' if size is None else str(size) for size in self.shape)})"

@@ -32,7 +32,8 @@ class _Bound:
     changing: tuple[str, ...]
     """What changes beside widths, where the graph has it."""
 
-    def __init__(self, engine: Engine, memory: Memory, manifest: Manifest) -> None:
+    def __init__(self, engine: Engine, memory: Memory, manifest: Manifest, seeds: int = 0) -> None:
+        self.seeds = seeds
         self.engine = engine
         self.memory = memory
         self.manifest = manifest
@@ -48,7 +49,7 @@ class _Bound:
         said = self.manifest
         passed = {tensor.name: slot_of(tensor) for tensor in (*said.inputs, *said.targets)}
         passed |= dict.fromkeys(said.dials, Slot("int64", ())) | {
-            SEEDS: Slot("int32", (said.seeds, 2)), MORE: Slot("bool", ()), STEP: Slot("float64", ()),
+            SEEDS: Slot("int32", (self.seeds, 2)), MORE: Slot("bool", ()), STEP: Slot("float64", ()),
             LEARNING_RATE: Slot("float64", (len(said.optimizer.learning_rates),)), GRADIENT_SCALE: Slot("float32", ()),
             MAX_VALUE: Slot("float32", ()), MAX_NORM: Slot("float32", ()),
         }  # fmt: skip
@@ -61,11 +62,10 @@ class _Bound:
             ("takes", self.engine.inputs, passed | places), ("returns", self.engine.outputs, returned | targets)
         ):  # fmt: skip
             for name, slot in found.items():
-                if known.get(name) != slot:
-                    other = known.get(name, "nothing of it")
-                    raise ExportError(
-                        f"{self.engine.path} {kind} {name}, {slot}; the manifest says {other}: export again"
-                    )
+                other = known.get(name)
+                if other is None or not slot.takes(other):
+                    here = f"{self.engine.path} {kind} {name}, {slot}"
+                    raise ExportError(f"{here}; the manifest says {other or 'nothing of it'}: export again")
 
     def _bind(self, side: int, update_side: int) -> Any:
         bindings = self.engine.bindings()
@@ -114,8 +114,8 @@ class Backward(_Bound):
     def __call__(self, arrays: dict[str, Array], bits: Bits, generator: torch.Generator, *, fresh: bool) -> float:
         """Run on a batch and return the loss; `fresh` gradients are written over the old ones, others are added."""
         self.set(MORE, not fresh)
-        if self.manifest.seeds:
-            self.set(SEEDS, draw(self.manifest.seeds, generator))
+        if self.seeds:
+            self.set(SEEDS, draw(self.seeds, generator))
         self.engine.run(self.feed(arrays, bits))
         self.memory.swap()
         return float(self.results[LOSS].read().item())
@@ -155,8 +155,8 @@ class Evaluation(_Bound):
 
     def __call__(self, arrays: dict[str, Array], bits: Bits, seed: int) -> tuple[float, Outputs]:
         """Run on a batch. Where a model draws at random even then, it does so from a seed of its own."""
-        if SEEDS in self.controls:
-            self.set(SEEDS, draw(self.controls[SEEDS].shape[0], torch.Generator().manual_seed(seed)))
+        if self.seeds:
+            self.set(SEEDS, draw(self.seeds, torch.Generator().manual_seed(seed)))
         bindings = self.feed(arrays, bits)
         names = [tensor.name for tensor in self.manifest.outputs]
         # Anew each time: what a run leaves there would be the memory of the next one, whose batch may be larger.

@@ -111,12 +111,13 @@ def initial_values(manifest: Manifest, path: Path) -> dict[str, Array]:
     except Exception as error:  # of whatever reads it: protobuf, numpy, the file system
         raise ExportError(f"{path} and its data cannot be read ({error}): export again") from error
     values: dict[str, Array] = {}
-    tensors = [item.tensor for item in (*manifest.parameters, *manifest.states, *manifest.optimizer.remembered)]
-    optional = {state.tensor.name for state in manifest.optimizer.remembered}
-    for tensor in tensors:
+    remembered = [state.tensor for state in manifest.optimizer.remembered]
+    optional = {tensor.name for tensor in remembered}
+    for tensor in (*manifest.held, *remembered):
         if tensor.name not in read and tensor.name not in optional:
             raise ExportError(f"{path} has no value for {tensor.name}: export again")
-        value = read.get(tensor.name, np.zeros(tensor.shape, tensor.dtype))
+        sizes = tuple(size for size in tensor.shape if isinstance(size, int))
+        value = read.get(tensor.name, np.zeros(sizes, tensor.dtype))
         if value.shape != tensor.shape or str(value.dtype) != tensor.dtype:
             raise ExportError(
                 f"{path} has {tensor.name} of {value.dtype} {value.shape}, the manifest says {tensor.dtype} "

@@ -88,23 +88,23 @@ class Trainer:
         self.generator = torch.Generator()
         """Where the seeds of each step come from: int32, `torch.randint(-2**31, 2**31, (manifest.seeds, 2))`."""
         self.generator.manual_seed(int(torch.randint(1 << 62, ())) if seed is None else check_int("seed", seed, 0))
-        self.rates = Rates([*self.manifest.optimizer.learning_rates], learning_rate)
         gradients, first, update, evaluation = (
             Engine(folder / name, self.device, threads)
             for name in (files.GRADIENTS, files.FIRST_UPDATE, files.UPDATE, files.EVALUATION)
         )
         self.memory = Memory(self.manifest, folder, self.device)
         """Every tensor of the training, by name."""
-        self._backward = Backward(gradients, self.memory, self.manifest)
+        self._backward = Backward(gradients, self.memory, self.manifest, self.manifest.seeds)
         self._clipping: Clipping | None = None
         if clip_norm is not None or clip_value is not None:
             clipping = Engine(folder / files.CLIPPING, self.device, threads)
             self._clipping = Clipping(clipping, self.memory, self.manifest)
         self._first_update = Update(first, self.memory, self.manifest)
         self._update = Update(update, self.memory, self.manifest)
-        self._evaluation = Evaluation(evaluation, self.memory, self.manifest)
+        self._evaluation = Evaluation(evaluation, self.memory, self.manifest, self.manifest.evaluation_seeds)
         taken = (tensor.name for tensor in (*self.manifest.inputs, *self.manifest.targets))
         self._ranges = ranges_of(folder / files.EVALUATION, taken)
+        self.rates = Rates([*self.manifest.optimizer.learning_rates], learning_rate)
         self._shared: transfer.SharedParameters | None = None
         self.updates = 0
         """How many updates were done."""

@@ -288,7 +288,9 @@ class _Words(nn.Module):
 EMBEDDINGS.model("Embedding", lambda: _Words(nn.Embedding(7, 5)), _tokens)
 EMBEDDINGS.model("Embedding, padding_idx", lambda: _Words(nn.Embedding(7, 5, padding_idx=2)), _tokens)
 EMBEDDINGS.model("Embedding, tied to the last layer", lambda: _Words(nn.Embedding(7, 5), tied=True), _tokens)
-EMBEDDINGS.model("Embedding, max_norm", lambda: _Words(nn.Embedding(7, 5, max_norm=1.0)), _tokens)
+EMBEDDINGS.model(
+    "Embedding, max_norm", lambda: _Words(nn.Embedding(7, 5, max_norm=1.0)), _tokens, refused="only the optimizer may"
+)
 EMBEDDINGS.model("Embedding, scale_grad_by_freq", lambda: _Words(nn.Embedding(7, 5, scale_grad_by_freq=True)), _tokens)
 EMBEDDINGS.model("EmbeddingBag, mean", lambda: _Words(nn.EmbeddingBag(7, 5)), _tokens, refused="embedding_bag")
 EMBEDDINGS.model(

@@ -143,7 +143,6 @@ def changes(values: Any) -> dict[str, Any]:
         "an input's type": {"inputs": [x | {"dtype": "float64"}]},
         "an input's size": {"inputs": [x | {"shape": ["batch", 5]}]},
         "an input with fewer dims": {"inputs": [x | {"shape": ["batch"]}]},
-        "an input that is fixed": {"inputs": [x | {"shape": [8, 6]}]},
         "no inputs": {"inputs": []},
         "no targets": {"targets": []},
         "an output's name": {"outputs": [named(output, "scores")]},
@@ -163,11 +162,17 @@ def changes(values: Any) -> dict[str, Any]:
         },
         "a parameter less": {"parameters": [second, *parameters]},
         "a parameter that is not trained": {"parameters": [first | {"trainable": False}, second, *parameters]},
+        "a parameter of no type": {"parameters": [of(first, dtype="other"), second, *parameters]},
+        "a parameter of no size": {"parameters": [of(first, shape=[-1, 6]), second, *parameters]},
         "a state's name": {"states": [of(state, name="other"), *states]},
         "a state's type": {"states": [of(state, dtype="float64"), *states]},
         "a state less": {"states": states},
         "a learning rate more": {"optimizer": values["optimizer"] | {"learning_rates": [0.1, 0.1]}},
         "no learning rates": {"optimizer": values["optimizer"] | {"learning_rates": []}},
+        "something remembered that varies": {
+            "optimizer": values["optimizer"]
+            | {"remembered": [{"tensor": x | {"name": "other"}, "next": "", "swaps": False}]}
+        },
         "something remembered": {
             "optimizer": values["optimizer"] | {"remembered": [{"tensor": first["tensor"], "next": "", "swaps": False}]}
         },

@@ -58,7 +58,7 @@ class Mine(torch.optim.SGD):
     """Somebody's own step."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 held = self.state[p]
@@ -81,7 +81,7 @@ class Plain:
         self.values = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         self.swaps = {state.tensor.name for state in self.updates.remembered if state.swaps}
         for state in self.updates.remembered:
-            zeros = torch.zeros(state.tensor.shape, dtype=getattr(torch, state.tensor.dtype))
+            zeros = torch.zeros([int(size) for size in state.tensor.shape], dtype=getattr(torch, state.tensor.dtype))
             given = self.updates.initial.get(state.tensor.name)
             self.values[state.tensor.name] = zeros if given is None else torch.from_numpy(given)
 

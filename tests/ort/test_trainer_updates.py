@@ -204,8 +204,7 @@ def test_clipping_equals_torch(norm: float | None, value: float | None, accumula
 
 def test_gradients_that_are_no_numbers_stay_so() -> None:
     """As in torch: clipping hides nothing."""
-    for limits in ({"clip_norm": 1.0}, {"clip_value": 1.0}):
-        trainer = trainer_of(ort.full(), **limits)
+    for trainer in (trainer_of(ort.full(), clip_norm=1.0), trainer_of(ort.full(), clip_value=1.0)):
         x, target = ort.batch(0)
         trainer.step(x * float("nan"), target)
         assert trainer.state_dict()["last.weight"].isnan().all()
@@ -215,4 +214,4 @@ def test_gradients_that_are_no_numbers_stay_so() -> None:
 def test_limits_are_above_zero(limit: float) -> None:
     for name in ("clip_norm", "clip_value"):
         with pytest.raises(ValueError, match=f"{name} must be a number above 0"):
-            trainer_of(**{name: limit})
+            trainer_of(ort.full(), None, **{name: limit})
