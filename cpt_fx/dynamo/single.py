@@ -8,7 +8,7 @@ import inspect
 import re
 from typing import Any, NamedTuple
 
-import sympy  # type: ignore[import-untyped]
+import sympy
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree

@@ -292,7 +292,8 @@ def test_a_trace_takes_the_same_range_before_one_has_learned(scheme: str) -> Non
     """The top of a range is the maximum: minimum plus width may be off in the last bit."""
 
     def quantized(x: Tensor, bits: Tensor, empty: Tensor) -> Tensor:
-        return FAKE_QUANTIZE_OBSERVED(x, bits, empty, empty, empty, False, scheme=scheme, floored=False)
+        made: Tensor = FAKE_QUANTIZE_OBSERVED(x, bits, empty, empty, empty, False, scheme=scheme, floored=False)
+        return made
 
     bits, empty = torch.tensor(8), torch.zeros(())
     traced = make_fx(quantized)(torch.randn(50), bits, empty)
