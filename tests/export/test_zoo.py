@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("onnxruntime")
 
-from tests.export.zoo import SHORT, models, verdict_of  # noqa: E402
+from tests.export.zoo import SHORT, models, verdict_of
 
 
 @pytest.mark.parametrize("name", SHORT)
