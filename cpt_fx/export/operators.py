@@ -139,8 +139,6 @@ OPERATORS: dict[Any, Callable[..., Any]] = {
     aten.hypot.default: lambda x, y: torch.sqrt(x * x + y * y),
     aten.fmin.default: lambda x, y: torch.where(torch.isnan(y) | (x <= y), x, y),
     aten.fmax.default: lambda x, y: torch.where(torch.isnan(y) | (x >= y), x, y),
-    # The exporter forgets the second result, by which the gradient is divided.
-    aten.nll_loss_forward.default: decomposition_table[aten.nll_loss_forward.default],
     aten._trilinear.default: _trilinear,
     aten.avg_pool2d.default: partial(_average_pool, aten.avg_pool2d.default, 2),
     aten.avg_pool3d.default: partial(_average_pool, aten.avg_pool3d.default, 3),
