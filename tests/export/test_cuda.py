@@ -40,8 +40,12 @@ def test_everything_is_there(gpu: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("cuda_release", lambda: "", "is built for the CPU; training on a GPU needs onnxruntime-training 1.19.2"),
-        ("cuda_release", lambda: "12.2", "is built for CUDA 12.2; training on a GPU needs"),
+        (
+            "cuda_release",
+            lambda: "",
+            "is built for the CPU; a GPU needs onnxruntime-gpu, or onnxruntime-training 1.19",
+        ),
+        ("cuda_release", lambda: "13.0", "the NVIDIA driver knows CUDA 12.4; 13.0 needs a newer one"),
         ("_loaded", lambda name: "", "libcudart.so.11.0, libcublasLt.so.11, libcublas.so.11, libcudnn.so.8, "),
         (
             "_loaded",

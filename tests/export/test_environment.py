@@ -22,6 +22,7 @@ from tests.export.fake_packages import (
 
 CPU, GPU, PLAIN = "onnxruntime-training-cpu", "onnxruntime-training", "onnxruntime"
 INSTALL = 'pip install -c constraints.txt "cpt_fx[{}]"'
+TRAINING = INSTALL.format("ort-training")
 # Wheels that fit this Python and machine need no further word.
 FITS = (3, 8) <= sys.version_info[:2] <= (3, 12) and platform.machine() in ("x86_64", "AMD64", "arm64")
 
@@ -99,10 +100,6 @@ def older(site: Path) -> None:
     install(site, GPU, "1.17.3", training_build("1.17.3", cuda="11.8"))
 
 
-def without_gradients(site: Path) -> None:
-    install(site, CPU, "1.19.2", training_build(bindings="PropagateCastOpsStrategy = 1\n"))
-
-
 def without_h5py(site: Path) -> None:
     install(site, CPU, "1.19.2", training_build(bindings="import h5py\n"))
 
@@ -116,22 +113,29 @@ def working_gpu(site: Path) -> None:
 
 
 @pytest.mark.parametrize("prepare", [working, working_gpu, training_on_top])
-def test_what_trains_is_accepted(prepare: Callable[[Path], None], site: Path) -> None:
+def test_the_training_build_is_accepted(prepare: Callable[[Path], None], site: Path) -> None:
     install_writers(site)
     prepare(site)
-    for function in ("require_onnx", "check_runtime", "require_training"):
+    for function in ("require_onnx", "require_training", "check_training"):
         assert said(site, function) == ""
+
+
+@pytest.mark.parametrize("prepare", [plain_only, plain_on_top, written_over, not_a_package, without_h5py])
+def test_what_runs_models_trains_them(prepare: Callable[[Path], None], site: Path) -> None:
+    install_writers(site)
+    prepare(site)
+    assert said(site, "require_training") == ""
 
 
 @pytest.mark.skipif(not FITS, reason="there are no wheels for this Python or machine, which is said, too")
 @pytest.mark.parametrize(
     ("prepare", "expected", "mend"),
     [
-        (nothing, ["needs onnxruntime-training-cpu 1.19, which is not installed"], [INSTALL.format("ort")]),
+        (nothing, ["needs onnxruntime-training-cpu 1.19, which is not installed"], [TRAINING]),
         (
             plain_only,
-            ["onnxruntime 1.31.1 is installed, which runs ONNX files but cannot train"],
-            ["pip uninstall -y onnxruntime", INSTALL.format("ort")],
+            ["onnxruntime 1.31.1 is installed, which does not have that API; it needs onnxruntime-training-cpu 1.19"],
+            ["pip uninstall -y onnxruntime", TRAINING],
         ),
         (
             plain_on_top,
@@ -139,37 +143,28 @@ def test_what_trains_is_accepted(prepare: Callable[[Path], None], site: Path) ->
                 "onnxruntime 1.31.1 and onnxruntime-training-cpu 1.19.2 are installed at once",
                 "cannot import name 'PropagateCastOpsStrategy'",
             ],
-            ["pip uninstall -y onnxruntime onnxruntime-training-cpu", INSTALL.format("ort")],
+            ["pip uninstall -y onnxruntime onnxruntime-training-cpu", TRAINING],
         ),
         (
             plain_gone,
             ["onnxruntime-training-cpu 1.19.2 is listed as installed, but 3 of its 7 files are missing"],
-            ["pip uninstall -y onnxruntime-training-cpu", INSTALL.format("ort")],
+            ["pip uninstall -y onnxruntime-training-cpu", TRAINING],
         ),
         (
             written_over,
             ["0 of its 7 files are missing and 1 were written over"],
-            ["pip uninstall -y onnxruntime-training-cpu", INSTALL.format("ort")],
+            ["pip uninstall -y onnxruntime-training-cpu", TRAINING],
         ),
-        (
-            all_gone,
-            ["is only what an uninstalled package left behind"],
-            ["rm -r {site}/onnxruntime", INSTALL.format("ort")],
-        ),
+        (all_gone, ["is only what an uninstalled package left behind"], ["rm -r {site}/onnxruntime", TRAINING]),
         (
             not_a_package,
             ["belongs to no installed package, and does not work (cannot import name 'PropagateCastOpsStrategy'"],
-            ["rm -r {site}/onnxruntime", INSTALL.format("ort")],
+            ["rm -r {site}/onnxruntime", TRAINING],
         ),
         (
             older,
-            ["onnxruntime-training 1.17.3 is installed; training needs release 1.19"],
-            ["pip uninstall -y onnxruntime-training", INSTALL.format("ort-gpu")],
-        ),
-        (
-            without_gradients,
-            ["this build of onnxruntime 1.19.2 cannot register gradients"],
-            ["pip uninstall -y onnxruntime-training-cpu", INSTALL.format("ort")],
+            ["onnxruntime-training 1.17.3 is installed; that API needs release 1.19"],
+            ["pip uninstall -y onnxruntime-training", INSTALL.format("ort-training-gpu")],
         ),
         (
             without_h5py,
@@ -177,16 +172,16 @@ def test_what_trains_is_accepted(prepare: Callable[[Path], None], site: Path) ->
                 "onnxruntime-training-cpu 1.19.2 is installed, but does not import",
                 "needs the package h5py, which is not",
             ],
-            ["pip uninstall -y onnxruntime-training-cpu", INSTALL.format("ort")],
+            ["pip uninstall -y onnxruntime-training-cpu", TRAINING],
         ),
     ],
 )
-def test_what_cannot_train_says_how_to_mend_it(
+def test_what_lacks_the_training_api_says_how_to_mend_it(
     prepare: Callable[[Path], None], expected: list[str], mend: list[str], site: Path
 ) -> None:
     install_writers(site)
     prepare(site)
-    text = said(site, "require_training")
+    text = said(site, "check_training")
     assert [sentence for sentence in expected if sentence not in text] == []
     if prepare is not older or sys.version_info < (3, 12):
         assert steps(text) == [step.format(site=site) for step in mend]
@@ -220,12 +215,11 @@ def test_missing_writers_are_named(site: Path) -> None:
     assert "needs the package onnx, which is not installed" in said(site, "require_onnx")
     install(site, "onnx", "1.23.2", {"onnx/__init__.py": ""})
     assert "needs the package onnxscript, which is not installed" in said(site, "require_onnx")
-    # Who wants to train is not led to the extra that cannot.
     assert steps(said(site, "require_onnx")) == [INSTALL.format("onnx")]
     assert steps(said(site, "require_training")) == [INSTALL.format("ort")]
     # Who has a build that trains is not led to another.
     install(site, GPU, "1.19.2", training_build())
-    assert steps(said(site, "require_onnx")) == [INSTALL.format("ort-gpu")]
+    assert steps(said(site, "require_onnx")) == [INSTALL.format("ort-training-gpu")]
 
 
 def test_writers_that_do_not_work_are_named(site: Path) -> None:
@@ -288,5 +282,5 @@ def test_the_error_is_of_both_kinds() -> None:
 def test_training_packages_that_are_installed_work() -> None:
     pytest.importorskip("onnxruntime.training.api")
     environment.require_training()
-    assert environment.check_runtime().works
+    assert environment.check_training().works
     assert all(item.intact for item in environment.distributions())
