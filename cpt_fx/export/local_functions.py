@@ -9,7 +9,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 from torch import Tensor
 
-from cpt_fx.export.normalize import normalize
+from cpt_fx.export.normalize import normalize, strip
 from cpt_fx.export.recording import Table, convert, record
 
 DOMAIN = "cpt_fx"
@@ -33,6 +33,7 @@ def as_function(
         for value in node.outputs:
             value.type = value.shape = None  # those of the examples
     common.NameFixPass()(model)
+    strip(model)
     return ir.Function(DOMAIN, name, graph=graph, attributes=[])
 
 
