@@ -32,6 +32,8 @@ EXTRAS = {
     "onnx",
     "ort",
     "ort-gpu",
+    "ort-training",
+    "ort-training-gpu",
     "ray",
     "transformers",
     "viz",

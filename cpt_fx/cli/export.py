@@ -269,10 +269,12 @@ def _print_directory(directory: Path, as_json: bool) -> None:
         return
     trained = sum(parameter.trainable for parameter in manifest.parameters)
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
-    rates = ", ".join(f"{rate:g}" for rate in manifest.optimizer.learning_rates)
+    made = manifest.optimizer
+    groups = [{"lr": f"{rate:g}"} | own for rate, own in zip(made.learning_rates, made.settings, strict=True)]
+    listed = "; ".join(", ".join(f"{key} {value}" for key, value in group.items()) for group in groups)
     print(f"{directory}, written with {versions}")
     print(f"schedule: {manifest.schedule}; any other may drive the training")
-    print(f"loss: {manifest.loss}; optimizer: {manifest.optimizer.name}, learning rate {rates}")
+    print(f"loss: {manifest.loss}; optimizer: {made.name}, {listed}")
     print(
         f"parameters: {len(manifest.parameters)}, trained: {trained}; state: {len(manifest.states)}; random draws in a "
         f"step: {manifest.seeds}"
