@@ -10,10 +10,8 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 ELSEWHERE = {
-    # What ONNX Runtime computes, and which gradients of it are right: facts about another system.
-    "cpt_fx/export/losses.py",
-    *(f"cpt_fx/export/rewrite_{kind}.py" for kind in (
-        "activations", "elementwise", "indexing", "layers", "losses", "pooling", "products", "reductions")),
+    # How an operator is written in others that ONNX has: a function for each. Products are not among them.
+    *(f"cpt_fx/export/{name}.py" for name in ("backward", "bodies", "operators", "randomness", "recording")),
     # How an operator is opened is a function for each, which builds a graph.
     "cpt_fx/opening/recurrent_graph.py",
     # No operators: expressions of sizes, and what code may ask torch about its modes.
