@@ -21,9 +21,20 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:To copy construct from a tensor"),  # numpy code that Dynamo runs as torch code
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # Dynamo, in broken graphs
 ]
-# The family is part of the name: `pytest -k "state_space or nasty"`.
-IDS = [f"{entry.family.replace(' ', '_')}-{name}" for name, entry in ANY_MODEL.items()]
-MODELS = pytest.mark.parametrize("entry", ANY_MODEL.values(), ids=IDS)
+FIRST = {entry.family: name for name, entry in reversed(ANY_MODEL.items())}
+"""Of what other packages bring, the default run has one model of each family."""
+MODELS = pytest.mark.parametrize(
+    "entry",
+    [
+        pytest.param(
+            entry,
+            # The family is part of the name: `pytest -k "state_space or nasty"`.
+            id=f"{entry.family.replace(' ', '_')}-{name}",
+            marks=[pytest.mark.long] if entry.needs and FIRST[entry.family] != name else [],
+        )
+        for name, entry in ANY_MODEL.items()
+    ],
+)
 
 
 @pytest.fixture(autouse=True)

@@ -1,11 +1,10 @@
 """Compiled training steps of real models with dropout end, each in a process of its own.
 
-CPT_FX_TEST_COMPILED=all runs the long list of `tests/compiled_steps.py`, some 20 seconds each.
+`pytest -m long` runs the whole list of `tests/compiled_steps.py`, some 20 seconds each.
 """
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -17,7 +16,9 @@ FEW = ("bert-classifier",)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS if os.environ.get("CPT_FX_TEST_COMPILED") == "all" else FEW)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FEW else [pytest.mark.long]) for name in MODELS]
+)
 def test_three_steps(name: str) -> None:
     if name.partition("-")[0] not in ("convolutions", "encoder", "lstm"):
         pytest.importorskip("transformers")

@@ -23,15 +23,16 @@ from tests.zoo import ANY_MODEL
 from tests.zoo_any import missing
 
 MODELS = (
-    "lstm_two_layers", "gru_with_state", "convolutions", "sdpa_masks", "encoder_layer_pre_norm", "bert", "vit", "t5",
-    "clip", "perceiver", "gcn", "hetero_conv", "checkpoint_with_dropout", "dataclass_output", "ordered_dict_output",
+    "lstm_two_layers", "gru_with_state", "convolutions", "sdpa_masks", "encoder_layer_pre_norm", "bert",
+    "gcn", "checkpoint_with_dropout", "dataclass_output", "ordered_dict_output",
     "nested_input", "free_keywords", "tensor_outside", "straight_through", "autocast_region", "called_twice",
 )  # fmt: skip
+LONG = ("hetero_conv", "vit", "t5", "clip", "perceiver")
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
 def test_it_is_the_result(name: str) -> None:
     """The same numbers at 32 and at 4 bits, of another batch size too, in both modes, without a trace in the result."""
     entry = ANY_MODEL[name]
