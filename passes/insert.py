@@ -120,11 +120,15 @@ class _Editor:
         with self.graph.inserting_before(node):
             aside = self.graph.call_method("clone", (written,))
         with self.graph.inserting_after(made):
-            back = self.graph.call_method("copy_", (written,))
+            # Not copy_, which sends zeros back that lie otherwise in memory than the gradient they are added to.
+            # -0.0 is the number that changes none.
+            empty = self.graph.call_method("fill_", (written, -0.0))
+        with self.graph.inserting_after(empty):
+            back = self.graph.call_method("add_", (empty,))
         node.update_arg(0, aside)
         made.replace_all_uses_with(back)
-        back.args = (written, made)
-        for new in (aside, back):
+        back.args = (empty, made)
+        for new in (aside, empty, back):
             new.meta |= {key: value for key, value in node.meta.items() if key == "val"} | source_of(node)
 
     def _finish(

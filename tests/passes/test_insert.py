@@ -170,6 +170,23 @@ def test_what_is_added_to_a_view_has_a_quantized_gradient(name: str, bits: int) 
         assert_same(results[0], result)
 
 
+@pytest.mark.parametrize("name", [name for name in ADDED if name not in ("baddbmm_", "addmv_")])
+def test_the_gradient_of_what_is_added_in_place_keeps_its_layout(name: str) -> None:
+    """A product further back has other last bits where its gradient lies otherwise in memory."""
+
+    def transposed(self: Any, x: Tensor) -> Tensor:
+        h = x * 2
+        ADDED[name](h, self.a)
+        return h.t() * 1
+
+    x, plain = torch.randn(3, 3, requires_grad=True), Apply(transposed, a=torch.randn(3, 3))
+    module = inserted(plain, recipe=only("linear", gradient=Format()))
+    set_bits(module, 32)
+    found, expected = (torch.autograd.grad(model(x), x, torch.ones(3, 3))[0] for model in (module, plain))
+    assert_same([found], [expected])
+    assert found.stride() == expected.stride() == (1, 3)
+
+
 def test_returned_probabilities_are_the_quantized_ones_where_published() -> None:
     returned = {}
     for recipe in (paper(), default()):
