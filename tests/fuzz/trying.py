@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import cpt_fx
+from cpt_fx.spec import SpecError
 from tests.fuzz import oracles
 from tests.fuzz.case import Case, Seen, Wrong, plain_runs
 from tests.fuzz.model import draw
@@ -128,7 +129,7 @@ def _captured(outcome: Outcome, case: Case, plain: dict[str, Seen], frontend: st
         return trial
     except NotExportable as error:
         outcome.states[frontend] = f"not exportable: {error}"
-    except cpt_fx.VerificationError as error:  # of the proof that `transform` makes of its examples: no refusal
+    except (cpt_fx.VerificationError, SpecError) as error:  # of a proof of `transform`'s own: no refusal
         outcome.states[frontend] = "failed"
         outcome.faults.append(fault("proof", frontend, error))
     except cpt_fx.TransformError as error:
@@ -161,7 +162,7 @@ def _one(outcome: Outcome, oracle: str, frontend: str, ask: Any) -> bool:
     except Skipped as why:
         outcome.passes[key] = str(why)
     except cpt_fx.TransformError as error:
-        if not isinstance(error, cpt_fx.VerificationError) and oracle != "proof":
+        if not isinstance(error, (cpt_fx.VerificationError, SpecError)) and oracle != "proof":
             outcome.states[frontend] = f"refused: {reason(str(error))}"
             return False
         outcome.passes[key] = "failed"
