@@ -37,8 +37,8 @@ class Codes(NamedTuple):
 
     @property
     def mT(self) -> Codes:  # noqa: N802
-        """The same with the last two dims exchanged."""
-        return self._moved(lambda part: part.mT)
+        """The same with the last two dims exchanged, a vector as it is."""
+        return self._moved(lambda part: part.mT) if self.ndim > 1 else self
 
     def unsqueeze(self, dim: int) -> Codes:
         """Return the same with another dim of size 1."""

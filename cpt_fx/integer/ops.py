@@ -68,7 +68,7 @@ def _convolve(x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry) -> 
 _LINEAR = _Kind(
     ("linear_forward", "linear_grad_input", "linear_grad_weight"),
     lambda x, w, bias, geometry: F.linear(x, w, bias),
-    lambda x, w, geometry: (*x[:-1], w[0]),
+    lambda x, w, geometry: (*x[:-1], *w[:-1]),
 )
 _MATMUL = _Kind(("matmul_forward", "matmul_grad_left", "matmul_grad_right"), _add_product, _matmul_shape)
 _CONV = _Kind(

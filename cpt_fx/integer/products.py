@@ -93,13 +93,13 @@ def linear_forward(x: Factor, w: Factor, call: Call, dtype: torch.dtype) -> Tens
 @_product(1, "ri ic rc", (-1,), (-2,))
 def linear_grad_input(g: Factor, w: Factor, call: Call, dtype: torch.dtype) -> Tensor:
     """Return the gradient of x: g @ w."""
-    return _matmul(g, w, dtype)
+    return _matmul(_gradient_as_matrix(g, False, w.ndim == 1), _as_matrix(w, 0), dtype)
 
 
 @_product(2, "ir ic rc", range(-8, -1), range(-8, -1))
 def linear_grad_weight(g: Factor, x: Factor, call: Call, dtype: torch.dtype) -> Tensor:
     """Return the gradient of w: the sum over all rows of the outer products of g and x."""
-    return _matmul(_rows(g).mT, _rows(x), dtype)
+    return _matmul(_rows(_gradient_as_matrix(g, False, len(call.shape) == 1)).mT, _rows(x), dtype)
 
 
 @_product(0, "bri bic brc", (-1,), (-2,))
