@@ -200,7 +200,10 @@ def widths_of_pass(state: Precision, now: Widths) -> Widths:
     if owner is None:
         return now
     kept: dict[int, Widths] = owner.__dict__.setdefault(_MARK, {})
-    return kept.get(id(state), now) if again else kept.setdefault(id(state), now)
+    held = kept.get(id(state), now) if again else kept.setdefault(id(state), now)
+    if len(held.values) < len(now.values):  # a graph was captured in between
+        held = kept[id(state)] = type(now)(now.values | held.values, state.device)
+    return held
 
 
 def is_recomputing() -> bool:

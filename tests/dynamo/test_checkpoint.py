@@ -181,3 +181,30 @@ def test_a_reentrant_checkpoint_runs_without_gradients_first(code: Callable[...,
     check_same(train_step(result, (x,), {}), train_step(plain, (x,), {}))
     notes = " ".join(cpt_fx.inspect(result).capture.notes)
     assert "use_reentrant=True runs its code without gradients first" in notes
+
+
+def in_two_graphs(model: Any, x: Tensor) -> Tensor:
+    y: Tensor = model.fc(x)
+    torch._dynamo.graph_break()
+    return y + model.aside(y)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_width_that_only_a_part_inside_follows(reentrant: bool) -> None:
+    """The widths of a pass hold for its recomputation; a graph that is captured inside of it brings one of its own."""
+
+    class Inside(Reentrant):
+        def __init__(self) -> None:
+            super().__init__(in_two_graphs)
+            self.aside = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.head(checkpoint(self.code, self, x, use_reentrant=reentrant))
+            return y
+
+    x = torch.randn(2, 3, requires_grad=True)
+    result = cpt_fx.transform(Inside(), Static(8), capture="dynamo", overrides={"aside": {"bits": 6}})
+    for _ in range(2):
+        train_step(result, (x,), {})
+    found = {quantizer.layers[0]: quantizer.levels.keys() for quantizer in cpt_fx.inspect(result).quantizers}
+    assert {layer: set(bits) for layer, bits in found.items()} == {"fc": {8}, "aside": {6}, "head": {8}}
