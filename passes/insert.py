@@ -45,6 +45,8 @@ class Insert(Pass):
         sites = [node for node in sites if all(user.target is not QUANTIZE_GRADIENT for user in after[node])]
         for node in sites:
             site: Site = node.meta[SITE]
+            if node.args[0] in overwritten(node, {}):
+                editor.write_afterwards(node)
             for operand in site.operands:
                 editor.quantize_operand(nodes[operand.node] if operand.node else node, site, operand)
             if site.gradient is not None:
@@ -63,6 +65,27 @@ class _Editor:
         self.records = records
         self.counts: dict[str, int] = {}
         self._reads: dict[str, fx.Node] = {}
+
+    def write_afterwards(self, node: fx.Node) -> None:
+        """Let an operator that overwrites a tensor do so with what has gone through its gradient quantizer.
+
+        If the tensor is a view, gradients come back by what it is a view of, and go around whatever reads the result.
+        And where it is an operand, what is overwritten is the tensor itself, not what its quantizer makes of it.
+        """
+        written = node.args[0]
+        with self.graph.inserting_before(node):
+            aside = self.graph.call_method("clone", (written,))
+        with self.graph.inserting_after(node):
+            # Not copy_, which sends zeros back that lie otherwise in memory than the gradient they are added to.
+            # -0.0 is the number that changes none.
+            empty = self.graph.call_method("fill_", (written, -0.0))
+        with self.graph.inserting_after(empty):
+            back = self.graph.call_method("add_", (empty,))
+        node.update_arg(0, aside)
+        node.replace_all_uses_with(back)
+        back.args = (empty, node)
+        for new in (aside, empty, back):
+            new.meta |= {key: value for key, value in node.meta.items() if key == "val"} | source_of(node)
 
     def quantize_operand(self, node: fx.Node, site: Site, operand: Operand) -> None:
         """Put a quantizer between an operator and one of its operands."""
@@ -104,32 +127,10 @@ class _Editor:
         with self.graph.inserting_after(node):
             made = self.graph.create_node("call_function", QUANTIZE_GRADIENT, name=name)
         node.replace_all_uses_with(made)
-        if node is at and node.args[0] in overwritten(node, {}):
-            self._write_afterwards(node, made)
         dial = site.dial("gradient")
         made.args = (node, self._bits(dial.role))
         options = keywords_of(site.gradient, gradient_groups(site.gradient))
         self._finish(made, options, at, site, "gradient", "gradient", site.gradient)
-
-    def _write_afterwards(self, node: fx.Node, made: fx.Node) -> None:
-        """Let an operator that overwrites a tensor do so with what has gone through its gradient quantizer.
-
-        If the tensor is a view, gradients come back by what it is a view of, and go around whatever reads the result.
-        """
-        written = node.args[0]
-        with self.graph.inserting_before(node):
-            aside = self.graph.call_method("clone", (written,))
-        with self.graph.inserting_after(made):
-            # Not copy_, which sends zeros back that lie otherwise in memory than the gradient they are added to.
-            # -0.0 is the number that changes none.
-            empty = self.graph.call_method("fill_", (written, -0.0))
-        with self.graph.inserting_after(empty):
-            back = self.graph.call_method("add_", (empty,))
-        node.update_arg(0, aside)
-        made.replace_all_uses_with(back)
-        back.args = (empty, made)
-        for new in (aside, empty, back):
-            new.meta |= {key: value for key, value in node.meta.items() if key == "val"} | source_of(node)
 
     def _finish(
         self, made: fx.Node, options: dict[str, Any], at: fx.Node, site: Site, operand: str, role: str,

@@ -17,7 +17,7 @@ from cpt_fx.passes.annotate import Annotate
 from cpt_fx.passes.insert import Insert
 from cpt_fx.passes.normalize import Normalize
 from cpt_fx.passes.verify import Verify
-from cpt_fx.recipes import Recipe, default, paper
+from cpt_fx.recipes import Recipe, Rule, default, paper
 from tests.graph_text import graph_text
 from tests.paper_models import LSTM, GraphConv, SageConv, SelfAttention
 from tests.passes import NEAREST, Apply, assert_same, at_stage, captured, node, numbers, only, quantizers, set_bits
@@ -185,6 +185,26 @@ def test_the_gradient_of_what_is_added_in_place_keeps_its_layout(name: str) -> N
     found, expected = (torch.autograd.grad(model(x), x, torch.ones(3, 3))[0] for model in (module, plain))
     assert_same([found], [expected])
     assert found.stride() == expected.stride() == (1, 3)
+
+
+@pytest.mark.parametrize("gradient", [Format(), None])
+def test_an_operand_that_is_overwritten_is_the_tensor_itself(gradient: Format | None) -> None:
+    """What it is added to is quantized, and what others read afterwards is the sum."""
+
+    def in_place(self: Any, x: Tensor) -> Tensor:
+        w = self.w * 1
+        w.addmm_(x, x)
+        return w * 2
+
+    rule = Rule(input=Format(), weight=Format(), bias=Format(), gradient=gradient)
+    plain = Apply(in_place, w=torch.randn(3, 3))
+    aside = Apply(lambda self, x: torch.addmm(self.w * 1, x, x) * 2, w=plain.w.detach().clone())
+    modules = [inserted(model, recipe=Recipe(name="added", linear=rule)) for model in (plain, aside)]
+    x = torch.randn(3, 3)
+    for bits in (2, 32):
+        for module in modules:
+            set_bits(module, bits)
+        assert_same(*(numbers(module, x) for module in modules))
 
 
 def test_returned_probabilities_are_the_quantized_ones_where_published() -> None:
