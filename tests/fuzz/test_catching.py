@@ -79,6 +79,9 @@ SUMMED = SOUND.replace("self.last =", "self.lstm = nn.LSTM(5, 8); self.off = 0.0
     "        return h",
     "        h = nn.functional.layer_norm(self.lstm(h)[0], (8,))\n        return h, h.sum() + self.off",
 )
+STEEP = SOUND.replace("self.last =", "self.lstm = nn.LSTM(5, 8); self.off = 0.0; self.last =").replace(
+    "        return h", "        return torch.sin(1e4 * self.lstm(h)[0] + self.off)"
+)
 OTHER_SUM = SUMMED.replace("self.off = 0.0", "self.off = 1e-3 * (Model.made > 2)")
 
 
@@ -169,6 +172,14 @@ def test_a_sum_that_is_nothing_but_rounding_is_measured_by_what_it_sums(tmp_path
     outcome = tried(OTHER_SUM, tmp_path, "same", "proof")
     assert [fault.oracle for fault in outcome.faults] == ["same"]
     assert "output.1 is off by" in outcome.faults[0].message
+
+
+def test_rounding_that_a_model_makes_large_is_no_fault(tmp_path: Path) -> None:
+    outcome = tried(STEEP, tmp_path, "same", "proof")
+    assert outcome.faults == []
+    assert outcome.passes["dynamo proof"] == "rounding alone moves it further than the proof allows"
+    (fault,) = tried(STEEP.replace("self.off = 0.0", "self.off = Model.made > 2"), tmp_path, "same").faults
+    assert "output is off by" in fault.message
 
 
 TIES = """\
