@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cpt_fx.widths import LOOKS_ON
+
 BITS = 2
 
 OPERANDS: dict[str, tuple[int, ...]] = {
@@ -86,6 +88,7 @@ class Census(TorchDispatchMode):
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        setattr(self, LOOKS_ON, True)  # quantizers run as they do without it, not operator by operator
         self.groups = {group for group, _ in self.ranges} | {"vector" for _, block in self.ranges if block}
 
     @classmethod
@@ -196,4 +199,6 @@ def _most(rows: Tensor, allowed: int) -> int | None:
     """Return how many values the fullest row has besides zero; None where rows are too short to show anything."""
     if rows.shape[1] <= allowed:
         return None
-    return max(int((row[row != 0]).unique().numel()) for row in rows)
+    ordered = rows.sort(dim=1).values
+    values = 1 + (ordered[:, 1:] != ordered[:, :-1]).sum(1)
+    return int((values - (rows == 0).any(1).long()).max())

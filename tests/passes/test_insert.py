@@ -192,15 +192,18 @@ def test_an_operand_that_is_overwritten_is_the_tensor_itself(gradient: Format | 
     """What it is added to is quantized, and what others read afterwards is the sum."""
 
     def in_place(self: Any, x: Tensor) -> Tensor:
-        w = self.w * 1
+        w: Tensor = self.w * 1
         w.addmm_(x, x)
         return w * 2
 
     rule = Rule(input=Format(), weight=Format(), bias=Format(), gradient=gradient)
-    plain = Apply(in_place, w=torch.randn(3, 3))
-    aside = Apply(lambda self, x: torch.addmm(self.w * 1, x, x) * 2, w=plain.w.detach().clone())
-    modules = [inserted(model, recipe=Recipe(name="added", linear=rule)) for model in (plain, aside)]
-    x = torch.randn(3, 3)
+
+    def aside(self: Any, x: Tensor) -> Tensor:
+        return torch.addmm(self.w * 1, x, x) * 2
+
+    x, w = torch.randn(3, 3), torch.randn(3, 3)
+    models = [Apply(function, w=w.clone()) for function in (in_place, aside)]
+    modules = [inserted(model, recipe=Recipe(name="added", linear=rule)) for model in models]
     for bits in (2, 32):
         for module in modules:
             set_bits(module, bits)
