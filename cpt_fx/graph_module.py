@@ -93,10 +93,6 @@ def blank() -> QuantizedGraphModule:
     return module
 
 
-_restore = blank
-"""What pickles call it."""
-
-
 def _without_graph(module: nn.Module) -> dict[str, Any]:
     return {key: value for key, value in module.__dict__.items() if key not in _GRAPH_ATTRIBUTES}
 

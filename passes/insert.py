@@ -69,21 +69,17 @@ class _Editor:
     def write_afterwards(self, node: fx.Node) -> None:
         """Let an operator that overwrites a tensor do so with what has gone through its gradient quantizer.
 
-        If the tensor is a view, gradients come back by what it is a view of, and go around whatever reads the result.
-        And where it is an operand, what is overwritten is the tensor itself, not what its quantizer makes of it.
+        Gradients of a view come back by what it is a view of; and what a quantizer makes of an operand is a copy.
         """
         written = node.args[0]
         with self.graph.inserting_before(node):
             aside = self.graph.call_method("clone", (written,))
-        with self.graph.inserting_after(node):
-            # Not copy_, which sends zeros back that lie otherwise in memory than the gradient they are added to.
-            # -0.0 is the number that changes none.
+        with self.graph.inserting_before(node.next):
+            # Not copy_: the zeros that it sends back lie otherwise in memory than gradients. -0.0 changes no number.
             empty = self.graph.call_method("fill_", (written, -0.0))
-        with self.graph.inserting_after(empty):
-            back = self.graph.call_method("add_", (empty,))
+            back = self.graph.call_method("add_", (empty, node))
         node.update_arg(0, aside)
-        node.replace_all_uses_with(back)
-        back.args = (empty, node)
+        node.replace_all_uses_with(back, delete_user_cb=lambda user: user is not back)
         for new in (aside, empty, back):
             new.meta |= {key: value for key, value in node.meta.items() if key == "val"} | source_of(node)
 
