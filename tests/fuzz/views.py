@@ -173,6 +173,8 @@ def product_in_place(s: Scope) -> str:
             f"h.addr_({a}[:, 0], {b}[0])",
             f"h += {a} @ {b}",
             f"h[:1] = {a}[:1] @ {b}",
+            f"z = h[1:]\nh.addmm_({a}, {b})\nh = torch.cat([h, z * 2])",
+            f"z = h.view(-1)\nh += {b}[0]\nh = h * z.view_as(h)",
             f"h @= {s.parameter(s.last, s.last)}",
             f"torch.ops.aten.addmm_.default(h, {a}, {b})",
             f"h.sub_({a} @ {b})",

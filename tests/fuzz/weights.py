@@ -59,6 +59,8 @@ def computed(s: Scope) -> str:
         f"{w} - {w}.mean(0)",
         f"{w}.detach()",
         f"{w}.clone().mul_(0.5)",
+        f"{w}.clone().addmm_({s.parameter(width, 4)}, {s.parameter(4, rows)})",
+        f"({w} * 1.0).add_({v}[0])",
         f"{w}.flip(0)",
         f"({w}.flatten() * 0.5).view({width}, {rows})",
         f"torch.stack([{w}, {v}]).mean(0)",
