@@ -38,9 +38,6 @@ def products() -> dict[str, tuple[nn.Module, Tensor]]:
         "linear": (nn.Sequential(nn.Linear(16, 8)), torch.randn(4, 5, 16)),
         "linear without bias": (nn.Sequential(nn.Linear(16, 8, bias=False)), torch.randn(6, 16)),
         "linear of a vector": (nn.Sequential(nn.Linear(16, 8)), torch.randn(16)),
-        "linear with a vector": of(lambda self, x: F.linear(x, self.v, self.b), torch.randn(3, 5, 16),
-                                   v=torch.randn(16), b=torch.randn(())),
-        "linear of two vectors": of(lambda self, x: F.linear(x, self.v), torch.randn(16), v=torch.randn(16)),
         "addmm": of(lambda self, x: torch.addmm(self.b, x, self.w), torch.randn(5, 16),
                     w=torch.randn(16, 7), b=torch.randn(7)),
         "addmm of a matrix": of(lambda self, x: torch.addmm(self.b, x, self.w), torch.randn(5, 16),
@@ -58,6 +55,9 @@ def products() -> dict[str, tuple[nn.Module, Tensor]]:
         "conv2d of one image": (nn.Sequential(nn.Conv2d(3, 6, 3)), image[0]),
         "conv1d": (nn.Sequential(nn.Conv1d(3, 6, 3, 2, 1)), sequence),
         "conv1d of one sequence": (nn.Sequential(nn.Conv1d(3, 6, 3, bias=False)), sequence[0]),
+        "linear with a vector": of(lambda self, x: F.linear(x, self.v, self.b), torch.randn(3, 5, 16),
+                                   v=torch.randn(16), b=torch.randn(())),
+        "linear of two vectors": of(lambda self, x: F.linear(x, self.v), torch.randn(16), v=torch.randn(16)),
     }  # fmt: skip
 
 
