@@ -250,6 +250,13 @@ def test_a_proof_that_transform_makes_is_no_refusal(tmp_path: Path) -> None:
     assert outcome.states == {"dynamo": "failed"}
 
 
+def test_a_broken_promise_of_a_pass_is_no_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cpt_fx.passes.insert._Editor.quantize_gradient", lambda *_: None)
+    for frontend in ("symbolic", "dynamo"):
+        (fault,) = tried(SOUND, tmp_path, "same", frontends=(frontend,)).faults
+        assert fault.kind == "SpecError" and "is not quantized" in fault.message
+
+
 def test_a_process_that_dies_is_seen_and_replaced() -> None:
     pool = Pool(1)
     try:
