@@ -14,7 +14,7 @@ from cpt_fx.errors import ExportError
 from cpt_fx.export.capture_modes import call_of, in_mode
 from cpt_fx.export.comparing import Difference, compared
 from cpt_fx.export.directory import new_file
-from cpt_fx.export.plain import describe, evaluation_of, finish, run
+from cpt_fx.export.plain import evaluation_of, finish, run, write
 from cpt_fx.export.program import Call
 from cpt_fx.export.qdq_formats import (
     CONVERTED,
@@ -138,7 +138,7 @@ def qdq(
     widths = _checked(bits)
     call = call_of(example_inputs)
     with (
-        new_file(path, overwrite=overwrite) as target,
+        new_file(path, overwrite=overwrite) as made,
         in_mode(result, False, call) as module,
         precision_of(module).at(widths),
     ):
@@ -150,14 +150,13 @@ def qdq(
             for place, node in enumerate(places):
                 replace(model, node, watched.plan(name, place, len(places)), watched.tags[name].label)
         watched.rounded = complete(model)
-        describe(model, result, bits=widths)
-        target.write(model)
+        write(model, result, widths, made)
         report = QdqReport(
-            path=target.path,
+            path=Path(os.path.abspath(path)),
             quantizers=tuple(watched.row(name) for name in watched.tags if name in nodes),
             opset=model.opset_imports[""],
             untrained=_untrained(module, watched),
-            **compared(target.made, graph, call, watched.outputs),
+            **compared(made, graph, call, watched.outputs),
         )
     if verbose:
         print(report)

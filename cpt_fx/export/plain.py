@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import torch
+from onnx import checker
 from onnx_ir.passes import common
 from onnxscript import optimizer
 from torch import fx, nn
@@ -27,11 +28,12 @@ from cpt_fx.export.functions import add_functions
 from cpt_fx.export.normalize import strip
 from cpt_fx.export.program import BITS, SEEDS, Call, Graph, states_of, trace
 from cpt_fx.export.sizes import settle_sizes, with_several
-from cpt_fx.runtime import width_of
-from cpt_fx.schedules import Static
 from cpt_fx.schedules.bits import Bits, as_bits
 from cpt_fx.standalone import precision_of
 from cpt_fx.trial import trial
+
+INLINE_LIMIT = 1_900_000_000
+"""Bytes of weights that one ONNX file holds. A protobuf message ends at 2 GiB, and the graph needs room, too."""
 
 
 def onnx(
@@ -68,16 +70,18 @@ def onnx(
     """
     fixed = None if bits is None else as_bits("bits", bits)
     call = call_of(example_inputs)
-    with new_file(path, overwrite=overwrite) as target:
+    with new_file(path, overwrite=overwrite) as made:
         with in_mode(result, False, call) as module:
             graph = evaluation_of(module, call, dynamic_batch=dynamic_batch)
         if fixed is not None:
-            embed(graph, _fixed_widths(result, graph, fixed))
+            state = precision_of(result)
+            with state.at(fixed):
+                widths = {BITS + name: state.width(dial, training=False) for name, dial in graph.dials.items()}
+            embed(graph, {name: np.array(width, np.int64) for name, width in widths.items()})
         model = finish(graph)
         add_functions(graph)
-        describe(model, result, bits="open" if fixed is None else fixed)
-        target.write(model)
-    return target.path
+        write(model, result, "open" if fixed is None else fixed, made)
+    return Path(os.path.abspath(path))
 
 
 def evaluation_of(module: fx.GraphModule, call: Call, *, dynamic_batch: bool = True, plain: bool = False) -> Graph:
@@ -89,15 +93,6 @@ def evaluation_of(module: fx.GraphModule, call: Call, *, dynamic_batch: bool = T
     held = {**dict(module.named_parameters()), **states_of(module)}
     embed(graph, {name: value.detach().cpu().numpy() for name, value in held.items()})
     return graph
-
-
-def _fixed_widths(result: nn.Module, graph: Graph, bits: Bits) -> dict[str, Any]:
-    """Return the widths that inputs of a graph have at given bits, by the names of the inputs."""
-    schedule = precision_of(result).schedule
-    # Where a schedule is asked that a part has of its own.
-    position = 0 if schedule is None else schedule.position
-    widths = {name: width_of(dial, Static(bits), position, training=False) for name, dial in graph.dials.items()}
-    return {BITS + name: np.array(width, np.int64) for name, width in widths.items()}
 
 
 def run(module: fx.GraphModule, call: Call) -> Any:
@@ -149,16 +144,18 @@ def finish(graph: Graph) -> ir.Model:
     return model
 
 
-def describe(model: ir.Model, result: nn.Module, **more: object) -> None:
-    """Write into a file where it comes from."""
-    schedule = precision_of(result).schedule
-    version = str(vars(sys.modules["cpt_fx"])["__version__"])
-    model.producer_name, model.producer_version = "cpt_fx", version
+def write(model: ir.Model, result: nn.Module, bits: object, path: Path) -> None:
+    """Write and check a file that says where it comes from. Many weights go to a file `<name>.data` beside it."""
+    model.producer_name, model.producer_version = "cpt_fx", str(vars(sys.modules["cpt_fx"])["__version__"])
     model.metadata_props.update(
         {
-            "cpt_fx.version": version,
+            "cpt_fx.version": model.producer_version,
             "cpt_fx.pipeline": history_of(result).pipeline,
-            "cpt_fx.schedule": repr(schedule),
-            **{f"cpt_fx.{name}": str(value) for name, value in more.items()},
+            "cpt_fx.schedule": repr(precision_of(result).schedule),
+            "cpt_fx.bits": str(bits),
         }
     )
+    weights = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value)
+    ir.save(model, path, external_data=None if weights <= INLINE_LIMIT else f"{path.name}.data")
+    # By its path: a model with weights in another file cannot be checked otherwise.
+    checker.check_model(str(path), full_check=True)
