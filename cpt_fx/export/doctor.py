@@ -26,27 +26,17 @@ class Examination:
     builds: dict[str, str]
     """Packages that bring the folder `onnxruntime`. Only one of them belongs there."""
     findings: dict[str, Finding]
-
-    @property
-    def remark(self) -> str:
-        """What is to be said of several builds at once, also where one of them works."""
-        if len(self.builds) < 2:
-            return ""
-        return (
-            f"{' and '.join(self.builds)} share one folder, and uninstalling either breaks the other: only one can be "
-            f"installed at a time. Do: pip uninstall -y {' '.join(self.builds)}, then install one extra"
-        )
+    remark: str
+    """What is to be said of several builds at once, also where one of them works."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as plain data."""
         findings = {aim: {"works": finding.works} | asdict(finding) for aim, finding in self.findings.items()}
-        return asdict(self) | {"findings": findings, "remark": self.remark}
+        return asdict(self) | {"findings": findings}
 
     def __rich__(self) -> ConsoleRenderable:
         """Show a table in a terminal."""
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for heading in ("to", "works", "with"):
-            table.add_column(heading, overflow="fold")
+        table = Table("to", "works", "with", box=box.SIMPLE_HEAD, pad_edge=False)
         for aim, finding in self.findings.items():
             table.add_row(aim, Text("yes", "green") if finding.works else Text("no", "bold red"), finding.found or "–")
         installed = ", ".join(f"{name} {version}" for name, version in (self.packages | self.builds).items())
@@ -56,12 +46,15 @@ class Examination:
 
 def examine() -> Examination:
     """Look at everything that exports need."""
-    packages = {name: version_of(name) for name in ("cpt_fx", "torch", "numpy", "onnx", "onnxscript", "onnx-ir")}
+    names = ("cpt_fx", "torch", "numpy", "onnx", "onnxscript", "onnx-ir")
+    here = builds()
+    mixed = (
+        f"{' and '.join(here)} share one folder, and uninstalling either breaks the other: uninstall all, install one"
+    )
     return Examination(
         python=f"{platform.python_version()}, {platform.system()} {platform.machine()}",
-        packages={name: version for name, version in packages.items() if version},
-        builds=builds(),
-        findings={
-            WRITE: check_onnx("ort"), RUN: check_runtime("ort"), GPU: check_cuda(), API: check_training(),
-        },
-    )  # fmt: skip
+        packages={name: version for name in names if (version := version_of(name))},
+        builds=here,
+        findings={WRITE: check_onnx("ort"), RUN: check_runtime("ort"), GPU: check_cuda(), API: check_training()},
+        remark=mixed if len(here) > 1 else "",
+    )

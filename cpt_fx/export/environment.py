@@ -74,24 +74,24 @@ def require(finding: Finding) -> None:
 
 def check_onnx(extra: str = "onnx") -> Finding:
     """Look whether models can be written as ONNX; `extra` is what to install where nothing is there yet."""
-    return _finding("writing ONNX files", *_look(WRITERS), (_install(_own(extra)),))
+    return _look("writing ONNX files", WRITERS, (_install(_own(extra)),))
 
 
 def check_runtime(extra: str = "onnx") -> Finding:
     """Look whether ONNX files can be run: also those that `Trainer` trains with."""
-    return _finding("running ONNX files", *_look(RUNTIME), mend(_own(extra)))
+    return _look("running ONNX files", RUNTIME, mend(_own(extra)))
 
 
 def check_training() -> Finding:
     """Look whether ONNX Runtime's own API for training is there, which `Trainer` does not need."""
     version = str(getattr(imported("onnxruntime")[0], "__version__", ""))
     problem = imported("onnxruntime.training.api")[1] or imported("onnxruntime.training.artifacts")[1]
-    if not problem and not version.startswith(f"{TRAINING}."):
-        problem = f"{version} is there"
-    lacking = f"onnxruntime-training-cpu {TRAINING}, for Python up to 3.12: {problem}" if problem else ""
+    if not problem and version.startswith(f"{TRAINING}."):
+        return Finding(f"onnxruntime {version}")
+    needs = f"the API onnxruntime.training needs onnxruntime-training-cpu {TRAINING}, for Python up to 3.12"
     gpu = {"onnxruntime-gpu", "onnxruntime-training"} & set(builds())
     remedy = mend("ort-training-gpu" if gpu else "ort-training")
-    return _finding("the API onnxruntime.training", f"onnxruntime {version}", lacking, remedy)
+    return Finding("", f"{needs}: {problem or f'{version} is there'}", remedy)
 
 
 def mend(extra: str) -> tuple[str, ...]:
@@ -128,20 +128,16 @@ def imported(name: str) -> tuple[ModuleType | None, str]:
         return None, str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-def _look(modules: Mapping[str, str]) -> tuple[str, str]:
-    """Import modules; return what there is, and the first one that does not import or is too old, with the reason."""
+def _look(aim: str, modules: Mapping[str, str], remedy: tuple[str, ...]) -> Finding:
+    """Import modules; find what there is, or the first one that does not import or is too old."""
     found: list[str] = []
     for name, oldest in modules.items():
         module, problem = imported(name)
         version = str(getattr(module, "__version__", "only a part of it"))
         if problem or _numbers(version) < _numbers(oldest):
-            return ", ".join(found), f"{name} {oldest} or newer: {problem or f'{version} is there'}"
+            return Finding("", f"{aim} needs {name} {oldest} or newer: {problem or f'{version} is there'}", remedy)
         found.append(f"{name} {version}")
-    return ", ".join(found), ""
-
-
-def _finding(aim: str, found: str, lacking: str, remedy: tuple[str, ...]) -> Finding:
-    return Finding("", f"{aim} needs {lacking}", remedy) if lacking else Finding(found)
+    return Finding(", ".join(found))
 
 
 def _install(extra: str) -> str:

@@ -48,5 +48,6 @@ def _make_columns(model: ir.Model) -> None:
 def strip(model: ir.Model) -> None:
     """Take away where on somebody's disk a node comes from: two exports of a model are equal, byte for byte."""
     common.ClearMetadataAndDocStringPass()(model)
-    for held in (model, *model.graph.inputs, *model.graph.outputs):
-        held.metadata_props.clear()
+    model.metadata_props.clear()
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        value.metadata_props.clear()

@@ -118,7 +118,7 @@ def embed(graph: Graph, values: Mapping[str, Any]) -> None:
     """Make constants of inputs: of parameters and running state, of widths that are fixed."""
     model = graph.model.graph
     for value in list(model.inputs):
-        if value.name in values:
+        if value.name is not None and value.name in values:
             model.inputs.remove(value)
             value.const_value = ir.tensor(np.asarray(values[value.name]), name=value.name)
             model.register_initializer(value)
