@@ -63,7 +63,6 @@ class QdqReport:
     """Of each output, in each runtime that is installed: ONNX Runtime, OpenVINO."""
     runtime: str
     """What the outputs come from."""
-    opset: int
     untrained: str = ""
     """What the model looks as if it had never been trained by, if it does."""
 
@@ -155,7 +154,6 @@ def qdq(
         report = QdqReport(
             path=Path(os.path.abspath(path)),
             quantizers=tuple(_row(watched[name], plan, rounded) for name, plan in plans.items()),
-            opset=model.opset_imports[""],
             untrained=_untrained(module, watched.values()),
             **compared(made, graph, call, outputs),
         )

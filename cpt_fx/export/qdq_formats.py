@@ -101,10 +101,8 @@ def _constant(item: Watched, format: Format, notes: tuple[str, ...]) -> Plan:
         if not notes and not torch.equal(form.values(x).to(y.dtype), y):
             notes = ("float rounding",)
         return Plan(form, CONVERTED if notes else EXACT, notes)
-    axis = _output_axis(item, x.ndim) if axis is None else axis
-    group = "as a whole" if axis is None else "per output channel"
-    note = f"{_what(format)}: rounded once more, symmetric {group}"
-    return Plan(_symmetric(y, y, item.bits, axis), CONVERTED, (note, *notes))
+    form = _symmetric(y, y, item.bits, _output_axis(item, x.ndim) if axis is None else axis)
+    return Plan(form, CONVERTED, (f"{_what(format)}: rounded once more, symmetric", *notes))
 
 
 def _activation(item: Watched, format: Format, notes: tuple[str, ...]) -> Plan:

@@ -7,7 +7,7 @@ exported to a folder that is gone afterwards, with the comparisons that every ex
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,6 @@ from cpt_fx.trial import tensors_in
 TARGETS = ("ort_training", "onnx", "qdq")
 EXACT, APPROXIMATED, REFUSED = "exact", "approximated", "refused"
 _COLOURS = {EXACT: "green", APPROXIMATED: "yellow", REFUSED: "bold red"}
-_NOISE = "with the noise of PyTorch for equal seeds"
 _DRAWN = (
     "random numbers are drawn from the seeds of a step: distributed as in PyTorch, other numbers than its generator's"
 )
@@ -90,26 +89,18 @@ class Report:
         """Return `"exact"`, `"approximated"` or `"refused"`."""
         return self.targets[check_choice("target", target, self.targets)].status
 
-    def table(self) -> Table:
-        """Return all quantizers as a rich table, one column for each target."""
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-        table.add_column("layer", overflow="fold", max_width=30)
-        table.add_column("quantizer", overflow="fold", max_width=48)
-        for target in self.targets:
-            table.add_column(target, no_wrap=True)
-        for row in self.rows:
-            found = [row.verdicts.get(target) for target in self.targets]
-            cells = [Text(str(one), _COLOURS[one.status]) if one else Text("–", "dim") for one in found]
-            table.add_row(row.layer or "–", row.what, *cells)
-        return table
-
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as plain data."""
         return asdict(self)
 
     def __rich__(self) -> ConsoleRenderable:
-        """Show the table, then the reasons, target by target."""
-        parts: list[ConsoleRenderable] = [Text(f"{self.model}, exported\n", "bold"), self.table()]
+        """Show the quantizers as a table, then the reasons, target by target."""
+        table = Table("layer", "quantizer", *self.targets, box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+        for row in self.rows:
+            found = [row.verdicts.get(target) for target in self.targets]
+            cells = [Text(str(one), _COLOURS[one.status]) if one else Text("–", "dim") for one in found]
+            table.add_row(row.layer or "–", row.what, *cells)
+        parts: list[ConsoleRenderable] = [Text(f"{self.model}, exported\n", "bold"), table]
         for target, outcome in self.targets.items():
             colour = _COLOURS[outcome.status]
             parts.append(Text.assemble(("\n" + target, "bold"), ": ", (outcome.status, colour)))
@@ -164,10 +155,8 @@ class _Trial:
 
     def outcome(self, target: str) -> Outcome:
         """Try an export; what it says of quantizers goes to `rows`."""
-        tries: dict[str, Callable[[], tuple[str, ...]]]
-        tries = {"ort_training": self._ort_training, "onnx": self._onnx, "qdq": self._qdq}
         try:
-            notes = tries[target]()
+            notes: tuple[str, ...] = getattr(self, f"_{target}")()
         except Exception as error:
             # Ours are sentences, others need their type.
             text = str(error).strip().partition("\n")[0]
@@ -220,10 +209,10 @@ class _Trial:
 
     def _look(self, target: str, graph: Graph) -> tuple[str, ...]:
         """Say of quantizers that were traced that each is a function of the same arithmetic, and whether more draws."""
-        placed = {item.name: item.kind for item in graph.placed}
+        placed = {item.name for item in graph.placed}
         for row, view in zip(self.rows, self.views, strict=True):
             if view.node in placed:
-                row.verdicts[target] = Verdict(EXACT, _NOISE if placed[view.node].draws else "")
+                row.verdicts[target] = Verdict(EXACT)
         return (_DRAWN,) if graph.draws > sum(one.kind.draws for one in graph.placed) else ()
 
 
