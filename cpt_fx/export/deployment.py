@@ -135,7 +135,7 @@ def qdq(
         in_mode(result, False, call) as module,
         precision_of(module).at(widths),
     ):
-        graph = evaluation_of(module, call, dynamic_batch=dynamic_batch, plain=True)
+        graph = evaluation_of(module, call, widths, dynamic_batch=dynamic_batch, plain=True)
         model = finish(graph)
         nodes = quantizers(model)
         watched = watched_in(module)

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cpt_fx.errors import ExportError
-from cpt_fx.files import umask
 
 
 @contextmanager
@@ -21,9 +20,19 @@ def new_directory(target: Path, *, overwrite: bool) -> Iterator[Path]:
         raise ExportError(f"{target} is a file: name a directory")
     if target.is_dir() and any(target.iterdir()) and not overwrite:
         raise ExportError(f"{target} is not empty: name another directory, or pass overwrite=True to replace it")
-    with folder_beside(target) as working:
-        yield Path(working)
-        _put(Path(working), target)
+    with folder_beside(target) as folder:
+        made, old = Path(folder, "made"), Path(folder, "old")
+        made.mkdir()
+        yield made
+        if target.exists():
+            target.rename(old)
+        try:
+            made.rename(target)
+        except OSError:
+            # Whatever fails, one of both is there.
+            if old.exists():
+                old.rename(target)
+            raise
 
 
 def folder_beside(target: Path) -> tempfile.TemporaryDirectory[str]:
@@ -33,22 +42,6 @@ def folder_beside(target: Path) -> tempfile.TemporaryDirectory[str]:
         return tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent, ignore_cleanup_errors=True)
     except OSError as error:
         raise ExportError(f"cannot write to {target.parent}: {error.strerror or error}") from error
-
-
-def _put(made: Path, target: Path) -> None:
-    """Move a finished directory to its place; whatever fails, one of both is there."""
-    # A temporary folder keeps others out; an export is like any other file of the user's.
-    made.chmod(0o777 & ~umask())
-    if not target.exists():
-        made.rename(target)
-        return
-    with folder_beside(target) as folder:
-        old = target.rename(Path(folder, "old"))
-        try:
-            made.rename(target)
-        except OSError:
-            old.rename(target)
-            raise
 
 
 def digest(path: Path) -> str:

@@ -14,7 +14,6 @@ from onnxscript import version_converter
 from cpt_fx.errors import ExportError
 from cpt_fx.export.local_functions import DOMAIN
 from cpt_fx.export.lowering import QUANTIZER
-from cpt_fx.export.program import BITS
 from cpt_fx.export.qdq_formats import MOST_BITS, Activation, Constant, Plan
 from cpt_fx.export.qdq_probe import squares
 
@@ -42,7 +41,7 @@ def quantizers(model: ir.Model) -> dict[str, list[ir.Node]]:
 
 def constants(model: ir.Model, found: dict[str, list[ir.Node]]) -> list[str]:
     """Return the names of those quantizers whose tensor is the same in every run."""
-    varying = {value for value in model.graph.inputs if not str(value.name).startswith(BITS)}
+    varying = {*model.graph.inputs}
     inner = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
     for node in model.graph:
         # A graph inside a node reads what it likes.
@@ -104,10 +103,6 @@ def complete(model: ir.Model) -> dict[str, tuple[float, float]]:
     graph = model.graph
     common.IdentityEliminationPass()(model)
     common.RemoveUnusedNodesPass()(model)
-    for value in list(graph.inputs):
-        if str(value.name).startswith(BITS):
-            assert not value.uses(), value.name
-            graph.inputs.remove(value)
     for node in graph:
         bias = node.inputs[2] if node.op_type in ("Conv", "ConvTranspose", "Gemm") and len(node.inputs) == 3 else None
         if bias is None or bias.const_value is None:

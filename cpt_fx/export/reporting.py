@@ -44,27 +44,14 @@ _DRAWN = (
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What becomes of something, and why or how."""
-
-    status: str
-    why: str = ""
-    error: float | None = None
-    """Relative to what PyTorch makes of the examples, where that was measured."""
-
-    def __str__(self) -> str:
-        """Status and error."""
-        return self.status if self.error is None else f"{self.status} {self.error:.1%}"
-
-
-@dataclass(frozen=True)
 class Row:
     """A quantizer, and what becomes of it for each target that has it."""
 
     layer: str
     what: str
     """The operand and its format."""
-    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    verdicts: dict[str, str] = field(default_factory=dict)
+    """Target -> `"exact"`, or `"approximated"` with the error, relative to what PyTorch makes of the examples."""
 
 
 @dataclass(frozen=True)
@@ -97,16 +84,14 @@ class Report:
         """Show the quantizers as a table, then the reasons, target by target."""
         table = Table("layer", "quantizer", *self.targets, box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
         for row in self.rows:
-            found = [row.verdicts.get(target) for target in self.targets]
-            cells = [Text(str(one), _COLOURS[one.status]) if one else Text("–", "dim") for one in found]
-            table.add_row(row.layer or "–", row.what, *cells)
+            found = [row.verdicts.get(target, "–") for target in self.targets]
+            table.add_row(row.layer or "–", row.what, *(Text(one, _COLOURS.get(one.split()[0], "")) for one in found))
         parts: list[ConsoleRenderable] = [Text(f"{self.model}, exported\n", "bold"), table]
         for target, outcome in self.targets.items():
             colour = _COLOURS[outcome.status]
             parts.append(Text.assemble(("\n" + target, "bold"), ": ", (outcome.status, colour)))
             parts += [Text(f"  {outcome.problem}", colour)] if outcome.problem else []
-            parts += [Text(f"  {reason}") for reason in self._reasons(target)]
-            parts += [Text(f"  {note}", "dim") for note in outcome.notes]
+            parts += [Text(f"  {note}") for note in outcome.notes]
         return Group(*parts)
 
     def __str__(self) -> str:
@@ -116,16 +101,6 @@ class Report:
     def __repr__(self) -> str:
         """Say what there is."""
         return f"<Report on {self.model}: {', '.join(f'{name} {self.status(name)}' for name in self.targets)}>"
-
-    def _reasons(self, target: str) -> list[str]:
-        """Return what is to be said of a target, each thing once, with the layers that it is said of."""
-        found: dict[tuple[str, str], list[str]] = {}
-        for row in self.rows:
-            verdict = row.verdicts.get(target)
-            if verdict is not None and verdict.why:
-                place = f"{row.layer} {row.what.partition(' ')[0]}".strip()
-                found.setdefault((verdict.status, verdict.why), []).append(place)
-        return [f"{status}: {_listed(places)}: {why}" for (status, why), places in sorted(found.items())]
 
 
 def report(result: nn.Module, example_inputs: Any, targets: Iterable[str] = TARGETS) -> Report:
@@ -162,8 +137,8 @@ class _Trial:
             text = str(error).strip().partition("\n")[0]
             said = text if isinstance(error, ExportError) and text else f"{type(error).__name__}: {text}".rstrip(": ")
             return Outcome(REFUSED, said)
-        found = {row.verdicts[target].status for row in self.rows if target in row.verdicts}
-        return Outcome(APPROXIMATED if APPROXIMATED in found or _DRAWN in notes else EXACT, notes=notes)
+        exact = _DRAWN not in notes and all(row.verdicts.get(target, EXACT) == EXACT for row in self.rows)
+        return Outcome(EXACT if exact else APPROXIMATED, notes=notes)
 
     def _ort_training(self) -> tuple[str, ...]:
         """Do it with a loss that depends on every output."""
@@ -198,21 +173,25 @@ class _Trial:
         with tempfile.TemporaryDirectory() as folder:
             made = qdq(self.result, self.example_inputs, Path(folder, "made.onnx"), verbose=False)
         found = {(item.layer, item.operand): item for item in made.quantizers}
+        reasons: dict[str, list[str]] = {}
         for row, view in zip(self.rows, self.views, strict=True):
             item = found.get((", ".join(view.layers), view.operand))
-            if item is not None and item.status == EXACT:
-                row.verdicts["qdq"] = Verdict(EXACT, item.note)
-            elif item is not None:
-                row.verdicts["qdq"] = Verdict(APPROXIMATED, item.note or item.status, item.error)
+            if item is not None:
+                exact = item.status == EXACT
+                row.verdicts["qdq"] = EXACT if exact else f"{APPROXIMATED} {item.error:.1%}"
+                if item.note:
+                    why = f"{EXACT if exact else APPROXIMATED}, {item.note}"
+                    reasons.setdefault(why, []).append(f"{row.layer} {view.operand}".strip())
+        said = [f"{why}: {_listed(places)}" for why, places in reasons.items()]
         warning = (f"WARNING: {made.untrained}",) if made.untrained else ()
-        return (*warning, "tried, at 8 bits", *(str(item) for item in made.outputs), made.runtime)
+        return (*warning, *said, "tried, at 8 bits", *(str(item) for item in made.outputs), made.runtime)
 
     def _look(self, target: str, graph: Graph) -> tuple[str, ...]:
         """Say of quantizers that were traced that each is a function of the same arithmetic, and whether more draws."""
         placed = {item.name for item in graph.placed}
         for row, view in zip(self.rows, self.views, strict=True):
             if view.node in placed:
-                row.verdicts[target] = Verdict(EXACT)
+                row.verdicts[target] = EXACT
         return (_DRAWN,) if graph.draws > sum(one.kind.draws for one in graph.placed) else ()
 
 
