@@ -31,7 +31,7 @@ class Watched:
     call: tuple[Tensor, Tensor, dict[str, Any]] | None = None
     """Input, output and options, of a constant."""
     extent: Extent | None = None
-    """The range over all calls, of what is no constant."""
+    """The range over all calls."""
     learned: bool = False
     """The range is one that the model has learned, not that of the examples."""
     difference: float = 0.0
@@ -46,9 +46,9 @@ class Watched:
 
     def see(self, func: Any, values: dict[str, Any], y: Tensor) -> None:
         """Note a call."""
-        if self.constant:
-            self.call = (values["x"].detach(), y.detach(), values)
-            return
+        # A layer may be called with one constant, then with another: for these there is one grid, as for what changes.
+        self.constant = self.constant and (self.call is None or torch.equal(self.call[0], values["x"]))
+        self.call = (values["x"].detach(), y.detach(), values) if self.constant else None
         extent, self.learned = _extent_used(func, values)
         low, high = extent.zero_point.amin(), extent.maximum().amax()
         if self.extent is not None:
