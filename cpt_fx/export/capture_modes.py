@@ -19,28 +19,22 @@ _OLD_HOOKS = ("torch.nn.utils.spectral_norm", "torch.nn.utils.weight_norm")
 
 def call_of(example_inputs: Any) -> Call:
     """Return how a model is called: a tuple of its arguments, or a dict of them by name."""
-    if isinstance(example_inputs, dict):
-        return Call((), _apart(dict(example_inputs)))
-    if isinstance(example_inputs, torch.Tensor):
-        return Call((example_inputs,), {})
-    if isinstance(example_inputs, (tuple, list)):
-        return Call(_apart(tuple(example_inputs)), {})
-    raise ExportError(
-        "example_inputs must be a tuple of the model's arguments, or a dict of them by name, got "
-        f"{type(example_inputs).__name__}"
-    )
-
-
-def _apart(values: Any) -> Any:
-    """Let a tensor that is passed twice be two: inputs and labels, say, which are fed one by one later."""
+    given = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else example_inputs
+    if not isinstance(given, (tuple, list, dict)):
+        raise ExportError(
+            "example_inputs must be a tuple of the model's arguments, or a dict of them by name, got "
+            f"{type(given).__name__}"
+        )
     seen: set[int] = set()
 
     def own(value: Any) -> Any:
+        """Let a tensor that is passed twice be two: inputs and labels, say, which are fed one by one later."""
         again = isinstance(value, torch.Tensor) and id(value) in seen
         seen.add(id(value))
         return value.clone() if again else value
 
-    return pytree.tree_map(own, values)
+    values = pytree.tree_map(own, dict(given) if isinstance(given, dict) else tuple(given))
+    return Call((), values) if isinstance(values, dict) else Call(values, {})
 
 
 @contextmanager

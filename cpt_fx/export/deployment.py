@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from cpt_fx.errors import ExportError
 from cpt_fx.export.capture_modes import call_of, in_mode
 from cpt_fx.export.comparing import Difference, compared
 from cpt_fx.export.directory import new_file
-from cpt_fx.export.plain import describe, evaluation_of, finish, run
-from cpt_fx.export.program import Call
-from cpt_fx.export.qdq_formats import (
-    CONVERTED,
-    EXACT,
-    MOST_BITS,
-    Activation,
-    Constant,
-    Plan,
-    activation_plan,
-    constant_plan,
-    squares,
-)
+from cpt_fx.export.plain import evaluation_of, finish, run, write
+from cpt_fx.export.qdq_formats import CONVERTED, EXACT, MOST_BITS, Plan, plan_of
 from cpt_fx.export.qdq_graph import complete, constants, quantizers, replace
-from cpt_fx.export.qdq_probe import Seen, Tagged, Watch, extent_used, tagged
+from cpt_fx.export.qdq_probe import Watch, Watched, watched_in
 from cpt_fx.formats import Range
 from cpt_fx.schedules.bits import Bits, as_bits
 from cpt_fx.standalone import precision_of
@@ -37,8 +27,6 @@ ADVICE = (
     "What recipes.default() quantizes is exported exactly: symmetric weights per channel, activations with an integer "
     "zero point and a running range."
 )
-
-
 IN_STEPS = "in whole steps of input times weight, as integer kernels add"
 
 
@@ -75,7 +63,6 @@ class QdqReport:
     """Of each output, in each runtime that is installed: ONNX Runtime, OpenVINO."""
     runtime: str
     """What the outputs come from."""
-    opset: int
     untrained: str = ""
     """What the model looks as if it had never been trained by, if it does."""
 
@@ -135,39 +122,66 @@ def qdq(
     Raises:
         ExportError: where the model cannot be exported, or the file cannot be written.
     """
-    widths = _checked(bits)
+    widths = as_bits("bits", bits)
+    for name, width in zip(("weight", "activation"), widths, strict=False):
+        if not 1 <= width <= MOST_BITS:
+            raise ExportError(
+                f"bits: {name}s of {width} bits are no integers of at most {MOST_BITS}: pass widths from 1 to "
+                f"{MOST_BITS}, or write the model with export.onnx, which takes any"
+            )
     call = call_of(example_inputs)
     with (
-        new_file(path, overwrite=overwrite) as target,
+        new_file(path, overwrite=overwrite) as made,
         in_mode(result, False, call) as module,
         precision_of(module).at(widths),
     ):
-        graph = evaluation_of(module, call, dynamic_batch=dynamic_batch, plain=True)
+        graph = evaluation_of(module, call, widths, dynamic_batch=dynamic_batch, plain=True)
         model = finish(graph)
         nodes = quantizers(model)
-        watched = _Watched(module, call, tagged(module), constants(model, nodes))
+        watched = watched_in(module)
+        for name in constants(model, nodes):
+            watched[name].constant = watched[name].quantizer.role != "activation"
+        # Ranges first, for they decide the plans, then errors.
+        with Watch(module, {name: item.see for name, item in watched.items()}):
+            outputs = run(module, call)
+        plans = {name: plan_of(item) for name, item in watched.items() if name in nodes}
+        with Watch(module, {name: partial(watched[name].compare, plan.values) for name, plan in plans.items()}):
+            run(module, call)
         for name, places in nodes.items():
-            for place, node in enumerate(places):
-                replace(model, node, watched.plan(name, place, len(places)), watched.tags[name].label)
-        watched.rounded = complete(model)
-        describe(model, result, bits=widths)
-        target.write(model)
+            replace(model, places, plans[name], watched[name].label)
+        rounded = complete(model)
+        write(model, result, widths, made)
         report = QdqReport(
-            path=target.path,
-            quantizers=tuple(watched.row(name) for name in watched.tags if name in nodes),
-            opset=model.opset_imports[""],
-            untrained=_untrained(module, watched),
-            **compared(target.made, graph, call, watched.outputs),
+            path=Path(os.path.abspath(path)),
+            quantizers=tuple(_row(watched[name], plan, rounded) for name, plan in plans.items()),
+            untrained=_untrained(module, watched.values()),
+            **compared(made, graph, call, outputs),
         )
     if verbose:
         print(report)
     return report
 
 
-def _untrained(module: fx.GraphModule, watched: _Watched) -> str:
+def _row(item: Watched, plan: Plan, rounded: Mapping[str, tuple[float, float]]) -> Converted:
+    """Say what became of a quantizer; `rounded` are biases that were put into steps of a product, by name."""
+    stored = rounded.get(f"{item.label}.quantized")
+    difference, reference = stored or (item.difference, item.reference)
+    return Converted(
+        layer=", ".join(item.quantizer.layers),
+        operand=item.quantizer.operand,
+        role=item.quantizer.role,
+        format=str(item.quantizer.format),
+        bits=item.bits,
+        status=plan.status,
+        error=(difference / reference) ** 0.5 if reference else float("inf") if difference else 0.0,
+        note="; ".join((*plan.notes, *((IN_STEPS,) if stored else ()))),
+    )
+
+
+def _untrained(module: fx.GraphModule, watched: Collection[Watched]) -> str:
     """Say what speaks for a model that was never trained: ranges that nobody learned, a schedule at its start."""
-    fixed = [name for name, seen in watched.seen.items() if seen.low is not None]
-    unseen = [watched.tags[name].label for name in fixed if not watched.seen[name].fixed and watched.learns(name)]
+    learns = [item for item in watched if item.extent and item.quantizer.format.range is not Range.DYNAMIC]
+    unseen = [item.label for item in learns if not item.learned]
     if unseen:
         others = f" and {len(unseen) - 1} more" if len(unseen) > 1 else ""
         return f"the model was never trained: the range of {unseen[0]}{others} has seen no batch in training mode"
@@ -175,105 +189,3 @@ def _untrained(module: fx.GraphModule, watched: _Watched) -> str:
     if schedule is not None and schedule.position == 0:
         return "the model has been trained for zero steps by its schedule: schedule.step() belongs behind each of them"
     return ""
-
-
-def _checked(bits: Any) -> Bits:
-    widths = as_bits("bits", bits)
-    for name in ("weight", "activation"):
-        width = getattr(widths, name)
-        if not 1 <= width <= MOST_BITS:
-            raise ExportError(
-                f"bits: {name}s of {width} bits are no integers of at most {MOST_BITS}: pass widths from 1 to "
-                f"{MOST_BITS}, or write the model with export.onnx, which takes any"
-            )
-    return widths
-
-
-class _Watched:
-    """A model's run on the examples: what its quantizers saw, what becomes of them, and what that changes."""
-
-    def __init__(self, module: fx.GraphModule, call: Call, tags: dict[str, Tagged], constants: frozenset[str]) -> None:
-        """Run twice: ranges first, for they decide the plans, then errors."""
-        self.tags = tags
-        self.constants = constants
-        self.seen = {name: Seen() for name in tags}
-        self.plans: dict[str, list[Plan]] = {}
-        self.errors: dict[str, list[tuple[float, float]]] = {name: [] for name in tags}
-        """Squares of the difference that each call of a quantizer makes, and of what it is compared with."""
-        self.rounded: dict[str, tuple[float, float]] = {}
-        """The same of biases, by name, that were rounded to steps of a product."""
-        with Watch(module, self._collect):
-            self.outputs = run(module, call)
-        for name, seen in self.seen.items():
-            if name in constants:
-                self.plans[name] = [constant_plan(tags[name], *of_call) for of_call in _distinct(seen.calls)]
-            elif seen.low is not None:
-                self.plans[name] = [activation_plan(tags[name], seen)]
-        with Watch(module, self._compare):
-            run(module, call)
-
-    def plan(self, name: str, place: int, places: int) -> Plan:
-        """Return what becomes of one of the nodes of a quantizer: a layer that is called twice has two."""
-        plans = self.plans.get(name, [])
-        if len(plans) == 1:
-            return plans[0]
-        if len(plans) != places:
-            raise ExportError(
-                f"{self.tags[name].label} is quantized {len(plans)} times in a run and {places} times in its graph: "
-                "use export.onnx"
-            )
-        return plans[place]
-
-    def learns(self, name: str) -> bool:
-        """Whether a quantizer has a range that training fixes."""
-        return self.tags[name].format.range is not Range.DYNAMIC
-
-    def row(self, name: str) -> Converted:
-        """Say what became of a quantizer."""
-        tag, plans = self.tags[name], self.plans[name]
-        worst = next((plan for plan in plans if plan.status != EXACT), plans[0])
-        stored = f"{tag.label}.quantized"
-        errors = [self.rounded[stored]] if stored in self.rounded else self.errors[name]
-        difference, reference = (sum(parts) for parts in zip((0.0, 0.0), *errors, strict=True))
-        return Converted(
-            layer=", ".join(tag.quantizer.layers),
-            operand=tag.quantizer.operand,
-            role=tag.quantizer.role,
-            format=str(tag.format),
-            bits=tag.bits,
-            status=worst.status,
-            error=(difference / reference) ** 0.5 if reference else float("inf") if difference else 0.0,
-            note="; ".join((*worst.notes, *((IN_STEPS,) if stored in self.rounded else ()))),
-        )
-
-    def _collect(self, name: str, function: Any, values: dict[str, Any], y: Tensor) -> None:
-        seen = self.seen[name]
-        if name in self.constants:
-            seen.calls.append((values["x"], y, values))
-            return
-        extent, fixed = extent_used(function, values)
-        seen.fixed = fixed
-        seen.add(extent)
-
-    def _compare(self, name: str, function: Any, values: dict[str, Any], y: Tensor) -> None:
-        if name not in self.plans:
-            return
-        errors, plans = self.errors[name], self.plans[name]
-        plan = plans[len(errors) % len(plans)]
-        errors.append(squares(_made_of(plan, values["x"]), y))
-
-
-def _made_of(plan: Plan, x: Tensor) -> Tensor:
-    """Return what the nodes of a plan make of a tensor."""
-    if isinstance(plan.form, Activation):
-        return plan.form.values(x)
-    if isinstance(plan.form, Constant):
-        return plan.form.values().to(x.dtype)
-    return x if plan.form is None else plan.form
-
-
-def _distinct(calls: list[tuple[Tensor, Tensor, Any]]) -> list[tuple[Tensor, Tensor, Any]]:
-    """Return one call where all of them quantized the same constant, else all."""
-    if all(torch.equal(x, calls[0][0]) for x, _, _ in calls[1:]):
-        return calls[:1]
-    return calls

@@ -8,16 +8,8 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cpt_fx.errors import ExportError
-from cpt_fx.files import umask
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-INLINE_LIMIT = 1_900_000_000
-"""Bytes of weights that one ONNX file holds. A protobuf message ends at 2 GiB, and the graph needs room, too."""
 
 
 @contextmanager
@@ -28,9 +20,19 @@ def new_directory(target: Path, *, overwrite: bool) -> Iterator[Path]:
         raise ExportError(f"{target} is a file: name a directory")
     if target.is_dir() and any(target.iterdir()) and not overwrite:
         raise ExportError(f"{target} is not empty: name another directory, or pass overwrite=True to replace it")
-    with folder_beside(target) as working:
-        yield Path(working)
-        _put(Path(working), target)
+    with folder_beside(target) as folder:
+        made, old = Path(folder, "made"), Path(folder, "old")
+        made.mkdir()
+        yield made
+        if target.exists():
+            target.rename(old)
+        try:
+            made.rename(target)
+        except OSError:
+            # Whatever fails, one of both is there.
+            if old.exists():
+                old.rename(target)
+            raise
 
 
 def folder_beside(target: Path) -> tempfile.TemporaryDirectory[str]:
@@ -42,22 +44,6 @@ def folder_beside(target: Path) -> tempfile.TemporaryDirectory[str]:
         raise ExportError(f"cannot write to {target.parent}: {error.strerror or error}") from error
 
 
-def _put(made: Path, target: Path) -> None:
-    """Move a finished directory to its place; whatever fails, one of both is there."""
-    # A temporary folder keeps others out; an export is like any other file of the user's.
-    made.chmod(0o777 & ~umask())
-    if not target.exists():
-        made.rename(target)
-        return
-    with folder_beside(target) as folder:
-        old = target.rename(Path(folder, "old"))
-        try:
-            made.rename(target)
-        except OSError:
-            old.rename(target)
-            raise
-
-
 def digest(path: Path) -> str:
     """Return the SHA-256 of a file."""
     found = hashlib.sha256()
@@ -67,42 +53,19 @@ def digest(path: Path) -> str:
     return found.hexdigest()
 
 
-class Target:
-    """Where an ONNX model goes: written to a folder of its own first, checked there, then moved."""
-
-    def __init__(self, path: Path, folder: Path) -> None:
-        self.path = path
-        self.made = folder / path.name
-        """The finished model, before it is in its place."""
-        self.data = folder / f"{path.name}.data"
-        """The file that weights go to where they do not fit."""
-
-    def write(self, model: ir.Model) -> None:
-        """Write and check a model. Weights of more than `INLINE_LIMIT` bytes go to a file `<name>.data` beside it."""
-        import onnx
-        import onnx_ir as ir
-
-        weights = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value)
-        ir.save(model, self.made, external_data=None if weights <= INLINE_LIMIT else self.data.name)
-        # By its path: a model with weights in another file cannot be checked otherwise.
-        onnx.checker.check_model(str(self.made), full_check=True)
-
-
 @contextmanager
-def new_file(path: str | os.PathLike[str], *, overwrite: bool) -> Iterator[Target]:
-    """Give a place to write a model to, which moves to `path` when all went well; what was there stays until then."""
+def new_file(path: str | os.PathLike[str], *, overwrite: bool) -> Iterator[Path]:
+    """Give a path to write a model to, which moves to `path` when all went well; what was there stays until then."""
     target = Path(os.path.abspath(path))
     if target.is_dir():
         raise ExportError(f"{target} is a directory: name a file, such as {target / 'model.onnx'}")
     if target.exists() and not overwrite:
         raise ExportError(f"{target} exists: name another file, or pass overwrite=True to replace it")
     with folder_beside(target) as folder:
-        writing = Target(target, Path(folder))
         try:
-            yield writing
-            # The weights first: a model without them could not be read.
-            for made in (writing.data, writing.made):
-                if made.exists():
-                    os.replace(made, target.with_name(made.name))
+            yield Path(folder, target.name)
+            # The weights first, `model.onnx.data`: a model without them could not be read.
+            for made in sorted(Path(folder).iterdir(), reverse=True):
+                os.replace(made, target.with_name(made.name))
         except OSError as error:
             raise ExportError(f"cannot write {target}: {error.strerror or error}") from error

@@ -19,12 +19,12 @@ NAMES: dict[str, Callable[..., Tensor]] = {
     "bce_with_logits": F.binary_cross_entropy_with_logits,
     "l1": F.l1_loss,
 }
-_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
-_LABELLED = (F.cross_entropy, F.nll_loss)
-_ALIKE = (nn.MSELoss, nn.BCEWithLogitsLoss, nn.BCELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
-_ALIKE_FUNCTIONS = (
+_LABELLED = (F.cross_entropy, F.nll_loss, nn.CrossEntropyLoss, nn.NLLLoss)
+_ALIKE = (
     F.mse_loss, F.binary_cross_entropy_with_logits, F.binary_cross_entropy, F.l1_loss, F.smooth_l1_loss, F.huber_loss,
+    nn.MSELoss, nn.BCEWithLogitsLoss, nn.BCELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss,
 )  # fmt: skip
+"""Known losses, whose targets are labels, or are like the outputs."""
 INSIDE = "the model's own"
 
 
@@ -69,26 +69,23 @@ def example_targets(loss: LossLike, outputs: Any) -> tuple[Tensor, ...]:
             "output and the targets, and example_targets"
         )
     plain = function.func if isinstance(function, functools.partial) else function
-    if plain in _LABELLED or isinstance(function, _CLASSES):
+    kinds = type(plain).__mro__ if isinstance(plain, nn.Module) else (plain,)
+    if any(kind in _LABELLED for kind in kinds):
         if outputs.ndim < 2:
             raise ExportError(
                 f"{name} needs scores of shape (batch, classes, ...), the model returns {tuple(outputs.shape)}"
             )
         return (torch.zeros(outputs.shape[0], *outputs.shape[2:], dtype=torch.int64, device=outputs.device),)
-    if plain in _ALIKE_FUNCTIONS or isinstance(function, _ALIKE):
+    if any(kind in _ALIKE for kind in kinds):
         return (torch.zeros_like(outputs),)
     raise ExportError(f"what targets {name} takes is not known: pass example_targets, a tensor or a tuple of tensors")
 
 
 def own_loss(outputs: Any) -> Tensor:
     """Return the loss that a model computed itself: its only output, its output `loss`, or its first one."""
-    found = outputs
-    if isinstance(outputs, dict):
-        found = outputs.get("loss")
-    elif hasattr(outputs, "loss"):
-        found = outputs.loss
-    elif isinstance(outputs, (tuple, list)):
-        found = outputs[0]
+    found = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", outputs)
+    if isinstance(found, (tuple, list)):
+        found = found[0]
     if not isinstance(found, Tensor) or found.numel() != 1:
         what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         raise ExportError(

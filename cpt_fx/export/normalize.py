@@ -10,7 +10,6 @@ from onnxscript import optimizer
 def normalize(model: ir.Model) -> ir.Model:
     """Simplify a traced model in place, and complete it."""
     optimizer.fold_constants(model)
-    _name_types(model)
     _drop_straight_transposes(model)
     _make_columns(model)
     common.IdentityEliminationPass()(model)
@@ -18,23 +17,6 @@ def normalize(model: ir.Model) -> ir.Model:
     common.RemoveUnusedNodesPass()(model)
     common.NameFixPass()(model)
     return model
-
-
-def _name_types(model: ir.Model) -> None:
-    """Let casts say what to cast to: ORT has no gradient of a cast to the type of another tensor."""
-    for node in list(model.graph):
-        if node.op_type != "CastLike" or node.domain:
-            continue
-        x, like = node.inputs
-        assert x is not None and like is not None
-        wanted = like.dtype or node.outputs[0].dtype
-        if wanted is None:
-            continue
-        same = x.dtype == wanted
-        made = ir.node("Identity" if same else "Cast", [x], {} if same else {"to": wanted.value}, name=node.name)
-        made.outputs[0].type, made.outputs[0].shape = ir.TensorType(wanted), node.outputs[0].shape
-        made.metadata_props.update(node.metadata_props)
-        ir.convenience.replace_nodes_and_values(model.graph, node, [node], [made], node.outputs, made.outputs)
 
 
 def _drop_straight_transposes(model: ir.Model) -> None:
@@ -65,10 +47,7 @@ def _make_columns(model: ir.Model) -> None:
 
 def strip(model: ir.Model) -> None:
     """Take away where on somebody's disk a node comes from: two exports of a model are equal, byte for byte."""
-    for node in model.graph.all_nodes():
-        node.metadata_props.clear()
-        node.doc_string = None
+    common.ClearMetadataAndDocStringPass()(model)
+    model.metadata_props.clear()
     for value in (*model.graph.inputs, *model.graph.outputs):
         value.metadata_props.clear()
-    model.metadata_props.clear()
-    model.graph.metadata_props.clear()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import torch
+from onnx import checker
 from onnx_ir.passes import common
 from onnxscript import optimizer
 from torch import fx, nn
@@ -25,13 +25,14 @@ from cpt_fx.export.capture_modes import call_of, in_mode
 from cpt_fx.export.directory import new_file
 from cpt_fx.export.functions import add_functions
 from cpt_fx.export.normalize import strip
-from cpt_fx.export.program import BITS, SEEDS, Call, Graph, states_of, trace
+from cpt_fx.export.program import BITS, Call, Graph, states_of, trace
 from cpt_fx.export.sizes import settle_sizes, with_several
-from cpt_fx.runtime import width_of
-from cpt_fx.schedules import Static
 from cpt_fx.schedules.bits import Bits, as_bits
 from cpt_fx.standalone import precision_of
 from cpt_fx.trial import trial
+
+INLINE_LIMIT = 1_900_000_000
+"""Bytes of weights that one ONNX file holds. A protobuf message ends at 2 GiB, and the graph needs room, too."""
 
 
 def onnx(
@@ -68,36 +69,36 @@ def onnx(
     """
     fixed = None if bits is None else as_bits("bits", bits)
     call = call_of(example_inputs)
-    with new_file(path, overwrite=overwrite) as target:
+    with new_file(path, overwrite=overwrite) as made:
         with in_mode(result, False, call) as module:
-            graph = evaluation_of(module, call, dynamic_batch=dynamic_batch)
-        if fixed is not None:
-            embed(graph, _fixed_widths(result, graph, fixed))
+            graph = evaluation_of(module, call, fixed, dynamic_batch=dynamic_batch)
         model = finish(graph)
         add_functions(graph)
-        describe(model, result, bits="open" if fixed is None else fixed)
-        target.write(model)
-    return target.path
+        write(model, result, "open" if fixed is None else fixed, made)
+    return Path(os.path.abspath(path))
 
 
-def evaluation_of(module: fx.GraphModule, call: Call, *, dynamic_batch: bool = True, plain: bool = False) -> Graph:
-    """Trace a model in evaluation, with what it has learned inside, for all sizes that it takes."""
+def evaluation_of(
+    module: fx.GraphModule, call: Call, bits: Bits | None = None, *, dynamic_batch: bool = True, plain: bool = False
+) -> Graph:
+    """Trace a model in evaluation, with what it has learned inside, at given widths or any, for all sizes it takes."""
     run(module, call)
     call = with_several(call, partial(_accepts, module)) if dynamic_batch else call
     graph = trace(module, call, dynamic_batch=dynamic_batch, plain=plain)
     settle_sizes((graph,), call, partial(_accepts, module))
     held = {**dict(module.named_parameters()), **states_of(module)}
-    embed(graph, {name: value.detach().cpu().numpy() for name, value in held.items()})
+    values: dict[str, Any] = {name: value.detach().cpu().numpy() for name, value in held.items()}
+    if bits is not None:
+        state = precision_of(module)
+        with state.at(bits):
+            widths = {BITS + name: state.width(dial, training=False) for name, dial in graph.dials.items()}
+        values |= {name: np.array(width, np.int64) for name, width in widths.items()}
+    inputs = graph.model.graph.inputs
+    for value in [value for value in inputs if value.name in values]:
+        inputs.remove(value)
+        value.const_value = ir.tensor(values[str(value.name)], name=value.name)
+        graph.model.graph.register_initializer(value)
     return graph
-
-
-def _fixed_widths(result: nn.Module, graph: Graph, bits: Bits) -> dict[str, Any]:
-    """Return the widths that inputs of a graph have at given bits, by the names of the inputs."""
-    schedule = precision_of(result).schedule
-    # Where a schedule is asked that a part has of its own.
-    position = 0 if schedule is None else schedule.position
-    widths = {name: width_of(dial, Static(bits), position, training=False) for name, dial in graph.dials.items()}
-    return {BITS + name: np.array(width, np.int64) for name, width in widths.items()}
 
 
 def run(module: fx.GraphModule, call: Call) -> Any:
@@ -119,16 +120,6 @@ def _accepts(module: fx.GraphModule, call: Call) -> bool:
     return True
 
 
-def embed(graph: Graph, values: Mapping[str, Any]) -> None:
-    """Make constants of inputs: of parameters and running state, of widths that are fixed."""
-    model = graph.model.graph
-    for value in list(model.inputs):
-        if value.name in values:
-            model.inputs.remove(value)
-            value.const_value = ir.tensor(np.asarray(values[value.name]), name=value.name)
-            model.register_initializer(value)
-
-
 def finish(graph: Graph) -> ir.Model:
     """Simplify a graph whose state is inside, and drop what only training has a use for."""
     model = graph.model
@@ -141,24 +132,25 @@ def finish(graph: Graph) -> ir.Model:
     common.IdentityEliminationPass()(model)
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     for value in list(model.graph.inputs):
-        ours = str(value.name).startswith(BITS) or value.name == SEEDS or str(value.name) in graph.states
-        if ours and not value.uses() and value not in model.graph.outputs:
+        if value.name not in graph.inputs and not value.uses() and value not in model.graph.outputs:
             model.graph.inputs.remove(value)
     common.RemoveUnusedNodesPass()(model)
     common.NameFixPass()(model)
     return model
 
 
-def describe(model: ir.Model, result: nn.Module, **more: object) -> None:
-    """Write into a file where it comes from."""
-    schedule = precision_of(result).schedule
-    version = str(vars(sys.modules["cpt_fx"])["__version__"])
-    model.producer_name, model.producer_version = "cpt_fx", version
+def write(model: ir.Model, result: nn.Module, bits: object, path: Path) -> None:
+    """Write and check a file that says where it comes from. Many weights go to a file `<name>.data` beside it."""
+    model.producer_name, model.producer_version = "cpt_fx", str(vars(sys.modules["cpt_fx"])["__version__"])
     model.metadata_props.update(
         {
-            "cpt_fx.version": version,
+            "cpt_fx.version": model.producer_version,
             "cpt_fx.pipeline": history_of(result).pipeline,
-            "cpt_fx.schedule": repr(schedule),
-            **{f"cpt_fx.{name}": str(value) for name, value in more.items()},
+            "cpt_fx.schedule": repr(precision_of(result).schedule),
+            "cpt_fx.bits": str(bits),
         }
     )
+    weights = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value)
+    ir.save(model, path, external_data=None if weights <= INLINE_LIMIT else f"{path.name}.data")
+    # By its path: a model with weights in another file cannot be checked otherwise.
+    checker.check_model(str(path), full_check=True)

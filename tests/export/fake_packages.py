@@ -73,7 +73,7 @@ def install_writers(site: Path, *, onnx: str = "1.23.2", onnxscript: str = "0.7.
         ("onnxscript", "onnxscript", onnxscript),
         ("onnx-ir", "onnx_ir", "1.1.0"),
     ):
-        install(site, name, version, {f"{module}/__init__.py": "IR_VERSION = 14\n"})
+        install(site, name, version, {f"{module}/__init__.py": f"__version__ = {version!r}\n"})
 
 
 def python(site: Path, code: str) -> subprocess.CompletedProcess[str]:

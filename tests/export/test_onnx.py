@@ -22,7 +22,6 @@ onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 plain = pytest.importorskip("cpt_fx.export.plain")
 runner = pytest.importorskip("tests.export.run_exported")
-directory = pytest.importorskip("cpt_fx.export.directory")
 
 OPEN = {"bits.activation", "bits.weight"}
 FIXED = {
@@ -308,7 +307,7 @@ def test_the_model_stays_as_it_is(tmp_path: Path) -> None:
 
 
 def test_weights_that_do_not_fit_lie_beside_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory, "INLINE_LIMIT", 100)
+    monkeypatch.setattr(plain, "INLINE_LIMIT", 100)
     model, x = trained("mlp")
     path = plain.onnx(model, (x,), tmp_path / "model.onnx", 8)
     assert sorted(item.name for item in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data"]
