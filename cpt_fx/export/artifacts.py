@@ -85,7 +85,8 @@ def _training(model: ir.Model, manifest: Manifest) -> ir.Model:
             name, gradient = item.tensor.name, choice.inputs[2]
             sums[name] = _input(name + _SUM, ir.DataType.FLOAT, item.tensor.shape)
             _accumulate(graph, name, sums[name], gradient, fresh)
-    state = {item.tensor.name: _float(graph, outputs[item.next]) for item in manifest.states if item.next in outputs}
+    changed = [item.tensor.name for item in manifest.states if item.tensor.name + NEXT in outputs]
+    state = {name: _float(graph, outputs[name + NEXT]) for name in changed}
     if state:
         # When all else is computed: something may still want to read what a state was.
         after = ir.node("Group", [*graph.outputs, *state.values()], domain=_DOMAIN)
@@ -133,7 +134,7 @@ def _accumulate(graph: ir.Graph, name: str, place: ir.Value, value: ir.Value, fr
 def _settle(model: ir.Model, manifest: Manifest, held: Iterable[ir.Value]) -> None:
     """Let the graph take what a user passes, then what the API holds; take away what is not used any more."""
     common.RemoveUnusedNodesPass()(model)
-    passed = {tensor.name for tensor in (*manifest.inputs, *manifest.targets)} | {*manifest.dials, SEEDS}
+    passed = {tensor.name for tensor in manifest.taken} | {*manifest.dials, SEEDS}
     model.graph.inputs[:] = [*(value for value in model.graph.inputs if value.name in passed), *held]
 
 

@@ -23,7 +23,7 @@ from cpt_fx.export.directory import digest, new_directory
 from cpt_fx.export.environment import EXTRAS, require_training, version_of
 from cpt_fx.export.functions import add_functions
 from cpt_fx.export.losses import LossLike, resolve
-from cpt_fx.export.manifest import Manifest, Optimizer, Parameter, State, Width
+from cpt_fx.export.manifest import Manifest, Optimizer, Parameter, State
 from cpt_fx.export.normalize import strip
 from cpt_fx.export.plain import run
 from cpt_fx.export.program import BITS, Call, Graph, states_of, trace
@@ -140,10 +140,7 @@ def _write(
         inputs=tuple(_tensor(inputs[name]) for name in training.inputs),
         targets=tuple(_tensor(inputs[name]) for name in training.targets),
         outputs=tuple(_tensor(outputs[name]) for name in evaluation.outputs),
-        dials={
-            BITS + name: Width(role=dial.role, offset=dial.offset, fixed=dial.fixed, with_forward=dial.with_forward)
-            for name, dial in training.dials.items()
-        },
+        dials={BITS + name: dial for name, dial in training.dials.items()},
         seeds=training.draws,
         parameters=tuple(
             Parameter(
@@ -154,7 +151,9 @@ def _write(
             )
             for name, also in known.items()
         ),
-        states=tuple(State(tensor=_tensor_of(name, values[name]), next=after) for name, after in states.items()),
+        states=tuple(
+            State(tensor=_tensor_of(name, values[name]), swaps=bool(training.states.get(name))) for name in states
+        ),
         optimizer=described(optimizer, updates),
         loss=loss,
         schedule=repr(precision_of(result).schedule),

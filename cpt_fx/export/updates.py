@@ -135,7 +135,7 @@ def trace_updates(
             shape = _shape(value, parameter)
             dtype = str(value.dtype).removeprefix("torch.")
             tensor = files.Tensor(name=full, dtype=dtype, shape=shape)
-            remembered.append(State(tensor=tensor, next=full + NEXT, swaps=key in function.late))
+            remembered.append(State(tensor=tensor, swaps=key in function.late))
             if key in given:
                 initial[full] = given[key].detach().cpu().numpy().copy()
     first, later = (graph.finished() for graph in graphs)

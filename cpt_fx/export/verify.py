@@ -31,8 +31,7 @@ from cpt_fx.export.randomness import drawing
 from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.noise import uniform
 from cpt_fx.ops import QUANTIZE_GRADIENT, QUANTIZERS
-from cpt_fx.ort.loops import draw
-from cpt_fx.ort.trainer import Trainer
+from cpt_fx.ort.trainer import Trainer, draw
 from cpt_fx.schedules import Static
 from cpt_fx.standalone import precision_of
 from cpt_fx.trial import trial
@@ -82,7 +81,7 @@ def verify(
             except ExportError:
                 if attempt == _ATTEMPTS - 1:
                     raise
-            trainer.memory.swap()
+            trainer.memory.swap_states()
             trainer.pending = 0
             trainer.generator.set_state(pending)
             call = _moved(call, generator)

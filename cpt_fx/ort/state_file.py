@@ -8,6 +8,7 @@ numbers and JSON only.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -25,8 +26,7 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 
-_MAGIC = b"cpt_fx training state, format "
-_VERSION = 1
+_MAGIC = b"cpt_fx training state, format 1\n"
 _DIGEST = hashlib.sha256().digest_size
 _KINDS = "fiub"
 _GENERATOR = "generator"
@@ -43,7 +43,7 @@ def save(trainer: Trainer, path: Path) -> None:
         "optimizer_steps": trainer.optimizer_steps,
         "pending": trainer.pending,
         "accumulation": trainer.accumulation,
-        "learning_rates": trainer.rates.get(),
+        "learning_rates": trainer.optimizer_view.rates(),
         "optimizer": trainer.manifest.optimizer.name,
         "schedule": trainer.schedule.state_dict(),
     }
@@ -55,7 +55,7 @@ def save(trainer: Trainer, path: Path) -> None:
 def load(trainer: Trainer, path: Path, *, schedule: bool) -> None:
     """Continue where a file was saved; a file that does not fit changes nothing."""
     facts, arrays = read(path)
-    mine = trainer.manifest.optimizer.name
+    mine, view = trainer.manifest.optimizer.name, trainer.optimizer_view
     if facts["optimizer"] != mine:
         raise StateFileError(f"{path} is of a training with {facts['optimizer']}, this one is with {mine}")
     pending = int(facts["pending"])
@@ -65,20 +65,31 @@ def load(trainer: Trainer, path: Path, *, schedule: bool) -> None:
             f"accumulation={trainer.accumulation}: pass accumulation={facts['accumulation']}"
         )
     rates = facts["learning_rates"]
-    if len(rates) != len(trainer.rates.get()):
-        raise StateFileError(f"{path} has {len(rates)} parameter groups, this training {len(trainer.rates.get())}")
+    if len(rates) != len(view.rates()):
+        raise StateFileError(f"{path} has {len(rates)} parameter groups, this training {len(view.rates())}")
     blocks = _blocks(trainer, pending)
-    _check(path, blocks, arrays)
-    generator = torch.from_numpy(arrays[_GENERATOR].copy())
+    here = {name: _described(block) for name, block in blocks.items()}
+    here[_GENERATOR] = _described(trainer.generator.get_state().numpy())
+    there = {name: _described(array) for name, array in arrays.items()}
+    for name in here | there:
+        if here.get(name) != there.get(name):
+            raise StateFileError(
+                f"{path} is of another model: {name} is {there.get(name, 'not in it')}, and "
+                f"{here.get(name, 'not known')} here"
+            )
     if schedule:
         # The last that may fail: from here on everything fits.
         trainer.schedule.load_state_dict(facts["schedule"])
     for name, block in blocks.items():
         block.write(arrays[name])
-    trainer.generator.set_state(generator)
-    trainer.rates.write(rates)
+    trainer.generator.set_state(torch.from_numpy(arrays[_GENERATOR].copy()))
+    view.write_rates(rates)
     trainer.updates, trainer.pending = int(facts["updates"]), pending
     trainer.optimizer_steps = int(facts["optimizer_steps"])
+
+
+def _described(array: Array | Block) -> str:
+    return f"{array.dtype} {array.shape}"
 
 
 def _blocks(trainer: Trainer, pending: int) -> dict[str, Block]:
@@ -90,23 +101,6 @@ def _blocks(trainer: Trainer, pending: int) -> dict[str, Block]:
     return {f"{kind} {name}": block for kind, blocks in kinds.items() for name, block in blocks.items()}
 
 
-def _check(path: Path, blocks: Mapping[str, Block], arrays: Mapping[str, Array]) -> None:
-    for name, block in blocks.items():
-        if name not in arrays:
-            raise StateFileError(f"{path} is of another model: it holds no {name}")
-        array = arrays[name]
-        if array.shape != block.shape or str(array.dtype) != block.dtype:
-            raise StateFileError(
-                f"{path} is of another model: its {name} is {array.dtype} {array.shape}, here it is {block.dtype} "
-                f"{block.shape}"
-            )
-    extra = [name for name in arrays if name not in blocks and name != _GENERATOR]
-    if extra:
-        raise StateFileError(f"{path} is of another model: it holds {extra[0]}, which is not known here")
-    if _GENERATOR not in arrays or arrays[_GENERATOR].dtype != np.uint8:
-        raise StateFileError(f"{path} holds no state of the random generator")
-
-
 def write(path: Path, facts: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
     """Write facts (what JSON can say) and arrays; what was at the path stays until all is written."""
     path = Path(os.path.realpath(path))
@@ -114,12 +108,14 @@ def write(path: Path, facts: Mapping[str, Any], arrays: Mapping[str, Array]) -> 
         raise FileNotFoundError(f"cannot save to {path}: there is no directory {path.parent}")
     listed = [[name, str(array.dtype), list(array.shape)] for name, array in arrays.items()]
     header = json.dumps({"facts": facts, "arrays": listed}).encode()
+    # One array after the other: together they may be much.
+    parts = itertools.chain((_MAGIC, header, b"\n"), (array.tobytes() for array in arrays.values()))
     # Always the same name: what a killed process left behind is written over by the next one.
     working = path.with_name(f".{path.name}.partial")
     try:
         with working.open("wb") as file:
             summed = hashlib.sha256()
-            for part in (_MAGIC + str(_VERSION).encode() + b"\n", header + b"\n", *_lazily(arrays)):
+            for part in parts:
                 summed.update(part)
                 file.write(part)
             file.write(summed.digest())
@@ -134,16 +130,13 @@ def write(path: Path, facts: Mapping[str, Any], arrays: Mapping[str, Array]) -> 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
     """Return facts and arrays, if every byte is as it was written."""
     data = memoryview(Path(path).read_bytes())
-    first = bytes(data[: len(_MAGIC) + 20]).partition(b"\n")[0]
-    if not first.startswith(_MAGIC):
-        raise StateFileError(f"{path} was not written by Trainer.save: it begins with {bytes(data[:16])!r}")
-    version = first.removeprefix(_MAGIC).decode(errors="replace")
-    if version != str(_VERSION):
-        raise StateFileError(f"{path} is of format {version}; this cpt_fx reads format {_VERSION}")
+    if data[: len(_MAGIC)] != _MAGIC:
+        found = bytes(data[: len(_MAGIC) + 4])
+        raise StateFileError(f"{path} was not written by Trainer.save of this cpt_fx: it begins with {found!r}")
     body, digest = data[:-_DIGEST], bytes(data[-_DIGEST:])
     if hashlib.sha256(body).digest() != digest:
         raise StateFileError(f"{path} is damaged or cut short: its checksum does not fit. Load an earlier one")
-    start = len(first) + 1
+    start = len(_MAGIC)
     end = bytes(body).index(b"\n", start)
     arrays: dict[str, Array] = {}
     place = end + 1
@@ -159,10 +152,3 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
         return dict(header["facts"]), arrays
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise StateFileError(f"{path} has a checksum that fits, but was not written by Trainer.save: {error}") from None
-
-
-def _lazily(arrays: Mapping[str, Array]) -> Any:
-    """Give the bytes of one array after the other: together they may be much."""
-    for name, array in arrays.items():
-        assert array.dtype.kind in _KINDS, name
-        yield array.tobytes()

@@ -22,7 +22,7 @@ from cpt_fx.export.environment import check_training
 from cpt_fx.export.manifest import Optimizer
 from cpt_fx.export.training import ort_training, settings_of
 from cpt_fx.ort import Trainer
-from cpt_fx.ort.loops import draw
+from cpt_fx.ort.trainer import draw
 from cpt_fx.runtime import dial_width
 from tests import ort
 from tests.ort.trainers import close, trainer_of
@@ -69,7 +69,7 @@ def feeds_of(trainer: Trainer, batch: tuple[Any, ...], *, training: bool = True)
     """What the trainer is about to feed."""
     manifest, schedule = trainer.manifest, trainer.schedule
     bits = (schedule.bits if training else schedule.evaluation_bits)(schedule.position)
-    widths = {name: np.array(dial_width(dial.dial, bits), np.int64) for name, dial in manifest.dials.items()}
+    widths = {name: np.array(dial_width(dial, bits), np.int64) for name, dial in manifest.dials.items()}
     generator = trainer.generator.clone_state() if training else torch.Generator().manual_seed(trainer.updates)
     names = [tensor.name for tensor in (*manifest.inputs, *manifest.targets)]
     return {

@@ -163,7 +163,7 @@ def test_damaged_files_are_refused(directory: Path, tmp_path: Path) -> None:
     trainer.save(path)
     data = path.read_bytes()
     losses(trainer, 2, 3)
-    for length in (len(data) - 1, len(data) // 2, 200, 40, 31):
+    for length in (len(data) - 1, len(data) // 2, 200, 40, 32):
         path.write_bytes(data[:length])
         _unchanged(trainer, path, "damaged or cut short")
     for place in (60, len(data) // 3, len(data) - 5):
@@ -185,12 +185,12 @@ def test_foreign_files_are_refused(directory: Path, tmp_path: Path) -> None:
     torch.save({"a": 1}, path)
     _unchanged(trainer, path, r"was not written by Trainer\.save")
     path.write_bytes(b"cpt_fx training state, format 99\n" + b"x" * 80)
-    _unchanged(trainer, path, "is of format 99; this cpt_fx reads format 1")
+    _unchanged(trainer, path, r"was not written by Trainer\.save of this cpt_fx: .*format 99")
     _unchanged(trainer, tmp_path / "nowhere", "nowhere", FileNotFoundError)
     trainer_of(ort.net_directory()).save(path)
     _unchanged(trainer, path, "is of a training with sgd, this one is with adamw")
     trainer_of(ort.tied_directory()).save(path)
-    _unchanged(trainer, path, r"is of another model: it holds no parameter first\.weight")
+    _unchanged(trainer, path, r"is of another model: parameter first\.weight is not in it, and float32 \(16, 6\) here")
 
 
 def test_files_of_other_shapes_are_refused(directory: Path, tmp_path: Path) -> None:
@@ -199,14 +199,14 @@ def test_files_of_other_shapes_are_refused(directory: Path, tmp_path: Path) -> N
     trainer.save(path)
     facts, arrays = state_file.read(path)
     state_file.write(path, facts, arrays | {"parameter last.weight": arrays["parameter last.bias"]})
-    _unchanged(trainer, path, r"its parameter last\.weight is float32 \(4,\), here it is float32 \(4, 16\)")
+    _unchanged(trainer, path, r"parameter last\.weight is float32 \(4,\), and float32 \(4, 16\) here")
     state_file.write(path, facts, arrays | {"parameter new.weight": arrays["parameter last.bias"]})
-    _unchanged(trainer, path, r"it holds parameter new\.weight, which is not known here")
+    _unchanged(trainer, path, r"parameter new\.weight is float32 \(4,\), and not known here")
     state_file.write(path, facts | {"learning_rates": [0.1, 0.2]}, arrays)
     _unchanged(trainer, path, "has 2 parameter groups, this training 1")
     del arrays["generator"]
     state_file.write(path, facts, arrays)
-    _unchanged(trainer, path, "holds no state of the random generator")
+    _unchanged(trainer, path, "generator is not in it")
 
 
 def test_another_accumulation_is_refused_in_the_middle(directory: Path, tmp_path: Path) -> None:
