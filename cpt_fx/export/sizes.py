@@ -38,10 +38,15 @@ def with_several(call: Call, runs: Callable[[Call], bool]) -> Call:
     return larger
 
 
+def tensors_of(call: Call) -> list[Tensor]:
+    """Return the tensors of a call, in the order of a graph's inputs and targets."""
+    return [leaf for leaf in pytree.tree_leaves((call.args, call.kwargs, call.targets)) if isinstance(leaf, Tensor)]
+
+
 def open_sizes(graph: Graph, call: Call) -> dict[str, int]:
     """Return the names of sizes that are open, each with the size in the examples; the batch comes first."""
     found: dict[str, int] = {}
-    for value, tensor in _pairs(graph, call):
+    for value, tensor in zip(_given(graph), tensors_of(call), strict=True):
         assert value.shape is not None
         for dim, size in enumerate(value.shape):
             if isinstance(size, ir.SymbolicDim) and str(size.value).isidentifier():
@@ -119,11 +124,6 @@ def _fitted(tensor: Tensor, shape: ir.Shape | None, sizes: Mapping[str, int]) ->
 def _given(graph: Graph) -> list[ir.Value]:
     by_name = {str(value.name): value for value in graph.model.graph.inputs}
     return [by_name[name] for name in (*graph.inputs, *graph.targets)]
-
-
-def _pairs(graph: Graph, call: Call) -> list[tuple[ir.Value, Tensor]]:
-    leaves = [leaf for leaf in pytree.tree_leaves((call.args, call.kwargs, call.targets)) if isinstance(leaf, Tensor)]
-    return list(zip(_given(graph), leaves, strict=True))
 
 
 def _substitute(graph: Graph, names: Mapping[str, str]) -> None:

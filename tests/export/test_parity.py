@@ -265,8 +265,8 @@ def test_gradients_lie_on_the_grid_and_are_unbiased(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ("gradient", "another gradient for '2.weight'"),
-        ("loss", "does not compute what the model does"),
+        ("gradient", "another gradient '2.weight'"),
+        ("loss", "another output 'loss'"),
         ("state", "another state '0.cpt_fx_input_range_size'"),
         ("parameter", "another parameter '2.bias'"),
         ("moment", "another optimizer state '2.weight.momentum_buffer'"),
