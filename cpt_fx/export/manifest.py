@@ -33,22 +33,20 @@ class Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
+class State(Tensor):
     """A buffer of the model, or what an optimizer remembers. A graph that changes `x` returns it as output `x.next`."""
 
-    tensor: Tensor
     swaps: bool
     """Whether the new value needs a place of its own: the graph may read the old one after it wrote the new one."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parameter:
+class Parameter(Tensor):
     """A parameter, under its name in PyTorch, with other names of the same tensor, and its optimizer group.
 
     Group -1: the optimizer does not hold it, and it stays as it is.
     """
 
-    tensor: Tensor
     trainable: bool
     also: tuple[str, ...] = ()
     group: int = 0
@@ -56,7 +54,7 @@ class Parameter:
     @property
     def names(self) -> tuple[str, ...]:
         """All names of the tensor."""
-        return (self.tensor.name, *self.also)
+        return (self.name, *self.also)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +98,7 @@ class Manifest:
     @property
     def held(self) -> tuple[Tensor, ...]:
         """The model's own tensors: parameters, then buffers."""
-        return (*(item.tensor for item in self.parameters), *(item.tensor for item in self.states))
+        return (*self.parameters, *self.states)
 
     @property
     def taken(self) -> tuple[Tensor, ...]:
@@ -128,10 +126,8 @@ def read(directory: Path) -> Manifest:
     found = values.get("format") if isinstance(values, dict) else None
     if found != VERSION:
         why = " (its gradients come from ONNX Runtime's own builder)" if found == 1 else ""
-        raise ExportError(
-            f"{directory} was written in format {found}{why}, by cpt_fx {_version_of(values)}; this cpt_fx reads "
-            f"format {VERSION}: export again"
-        )
+        said = f"{directory} was written in format {found}{why}"
+        raise ExportError(f"{said}; this cpt_fx reads format {VERSION}: export again")
     if values.pop("digest", None) != digest_of(values):
         raise ExportError(f"{path} is not as it was written (its digest differs): export again")
     try:
@@ -175,8 +171,3 @@ def _checked(kind: Any, value: Any, place: str) -> Any:
     elif kind is Any or type(value) is kind or (kind is float and type(value) is int):
         return value
     raise ValueError(f"{place} is {value!r}")
-
-
-def _version_of(values: object) -> str:
-    versions = values.get("versions") if isinstance(values, dict) else None
-    return str(versions.get("cpt_fx", "unknown")) if isinstance(versions, dict) else "unknown"

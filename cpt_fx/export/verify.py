@@ -101,9 +101,9 @@ class _Reference:
     def __init__(self, graph: fx.GraphModule, manifest: Manifest, optimizer: torch.optim.Optimizer) -> None:
         self.graph, self.manifest = graph, manifest
         named, buffers = dict(graph.named_parameters(remove_duplicate=False)), states_of(graph)
-        held = [item.tensor.name for item in manifest.parameters]
+        held = [item.name for item in manifest.parameters]
         self.parameters = {name: nn.Parameter(named[name].detach().clone()) for name in held}
-        self.states = {item.tensor.name: buffers[item.tensor.name].detach().clone() for item in manifest.states}
+        self.states = {item.name: buffers[item.name].detach().clone() for item in manifest.states}
         # A copy that holds these instead of the model's.
         self.optimizer = copy.deepcopy(optimizer, {id(named[name]): self.parameters[name] for name in held})
 
@@ -113,7 +113,7 @@ class _Reference:
         """Return loss, gradients and the new state of one step, with these parameters or with others."""
         parameters = self.parameters if others is None else others
         assert call.loss is not None
-        trained = [item.tensor.name for item in self.manifest.parameters if item.trainable]
+        trained = [item.name for item in self.manifest.parameters if item.trainable]
         states = {name: value.clone() for name, value in self.states.items()}
         with trial(self.graph), precision_of(self.graph).at(FULL_PRECISION), torch.enable_grad(), _drawing(seeds):
             outputs = functional_call(self.graph, {**parameters, **states}, call.args, call.kwargs)
@@ -137,7 +137,7 @@ class _Reference:
             self.parameters[name].grad = torch.from_numpy(gradient.copy())
         type(self.optimizer).step(self.optimizer)
         remembered = {}
-        for tensor in (state.tensor for state in self.manifest.optimizer.remembered):
+        for tensor in self.manifest.optimizer.remembered:
             name, _, key = tensor.name.rpartition(".")
             value = self.optimizer.state[self.parameters[name]][key]
             remembered[tensor.name] = value.detach().numpy().astype(tensor.dtype)
@@ -148,7 +148,7 @@ class _Reference:
 def _drawing(seeds: Tensor) -> Iterator[None]:
     """Let a model in PyTorch draw what its exported graph draws."""
     left = iter(seeds)
-    with Drawn(drawing(lambda like: uniform(next(left), like))), _Skipping(left):  # type: ignore[no-untyped-call]
+    with Drawn(drawing(lambda like: uniform(next(left), like))), _Skipping(left):
         yield
 
 
@@ -185,15 +185,9 @@ def _check(
     kind: str, ours: Values, theirs: Values, tolerance: float, least: float = 1e-6,
     echo: Callable[[], Values] | None = None,
 ) -> None:  # fmt: skip
-    """Refuse what differs by more than a rounding.
+    """Refuse what differs by more than a tolerance of the largest element, or of `least`.
 
-    Args:
-        kind: what the values are called in an error.
-        ours: what PyTorch computes.
-        theirs: what ONNX Runtime does.
-        tolerance: how much they may differ, relative to the largest element.
-        least: values that are smaller are compared to that.
-        echo: computes what PyTorch does with parameters that are changed by a rounding.
+    `echo` computes the same in PyTorch with parameters that are changed by a rounding.
     """
     differences = _differences(ours, theirs, least)
     wrong = [name for name, difference in differences.items() if not difference <= tolerance]

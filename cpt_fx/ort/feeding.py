@@ -125,11 +125,12 @@ def ranges_of(path: Path, inputs: Iterable[str]) -> dict[str, Range]:
     for node in ir.load(path).graph:
         axis = _axis_of(node)
         sizes = node.inputs[0].shape if axis is not None and node.inputs[0] is not None else None
-        if axis is None or sizes is None or not isinstance(sizes[axis], int):
+        size = sizes[axis] if axis is not None and sizes is not None else None
+        if not isinstance(size, int):
             continue
         name, ignored = _source(node.inputs[1], names)
         if name:
-            range = Range(int(sizes[axis]), node.attributes.get_int("ignore_index", ignored))
+            range = Range(size, node.attributes.get_int("ignore_index", ignored))
             found[name] = range.both(found[name]) if name in found else range
     return found
 

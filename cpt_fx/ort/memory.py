@@ -67,51 +67,42 @@ class Memory:
         def blocks(names: Iterable[str]) -> Blocks:
             return {name: Block(values[name], device) for name in names}
 
-        def turning(states: Iterable[State]) -> list[Blocks]:
-            once = blocks(state.tensor.name for state in states if not state.swaps)
-            return [once | blocks(state.tensor.name for state in states if state.swaps) for _ in range(2)]
+        def turning(states: Iterable[State]) -> tuple[Blocks, Blocks]:
+            once = blocks(state.name for state in states if not state.swaps)
+            first, second = (blocks(state.name for state in states if state.swaps) for _ in range(2))
+            return once | first, once | second
 
-        self.parameters = blocks(parameter.tensor.name for parameter in manifest.parameters)
-        trained = [parameter.tensor.name for parameter in manifest.parameters if parameter.trainable]
+        self.parameters = blocks(parameter.name for parameter in manifest.parameters)
+        trained = [parameter.name for parameter in manifest.parameters if parameter.trainable]
         self.gradients = {name: Block(np.zeros_like(values[name]), device) for name in trained}
-        self._states, self._moments = turning(manifest.states), turning(manifest.optimizer.remembered)
-
-    @property
-    def states(self) -> Blocks:
-        """The running state as it is now."""
-        return self._states[0]
-
-    @property
-    def moments(self) -> Blocks:
-        """What the optimizer remembers, as it is now."""
-        return self._moments[0]
+        self.states, self._next_states = turning(manifest.states)
+        """The running state as it is now, and where a step writes it."""
+        self.moments, self._next_moments = turning(manifest.optimizer.remembered)
+        """What the optimizer remembers, likewise."""
 
     def swap_states(self) -> None:
         """Make what the last step wrote the running state."""
-        self._states.reverse()
+        self.states, self._next_states = self._next_states, self.states
 
     def swap_moments(self) -> None:
         """Make what the last update wrote what the optimizer remembers."""
-        self._moments.reverse()
+        self.moments, self._next_moments = self._next_moments, self.moments
 
     def held(self) -> Blocks:
         """Return what there is now, by the names of inputs."""
-        return self._named(0)
+        gradients = {name + GRADIENT: block for name, block in self.gradients.items()}
+        return self.parameters | gradients | self.moments | self.states
 
     def targets(self) -> Blocks:
         """Return the blocks that take new values, by the names of outputs."""
-        return {name + NEXT: block for name, block in self._named(1).items()}
-
-    def _named(self, turn: int) -> Blocks:
-        gradients = {name + GRADIENT: block for name, block in self.gradients.items()}
-        return self.parameters | gradients | self._moments[turn] | self._states[turn]
+        return {name + NEXT: block for name, block in (self.held() | self._next_moments | self._next_states).items()}
 
 
 def initial_values(manifest: Manifest, path: Path) -> dict[str, Array]:
     """Read the values that a training starts with; what an optimizer remembers, and has none, starts with zeros."""
     held = ir.load(path).graph.initializers
     values = {name: np.array(one.const_value.numpy()) for name, one in held.items() if one.const_value is not None}
-    for tensor in (state.tensor for state in manifest.optimizer.remembered):
+    for tensor in manifest.optimizer.remembered:
         if tensor.name not in values:
             values[tensor.name] = np.zeros([int(size) for size in tensor.shape], tensor.dtype)
     return values

@@ -62,8 +62,8 @@ def to_torch(manifest: Manifest, values: Mapping[str, Array], model: nn.Module, 
 
 def _held(manifest: Manifest) -> list[tuple[str, tuple[str, ...]]]:
     """Return what a training changes: the name that a graph has for each tensor, and all that PyTorch has."""
-    states = [(state.tensor.name, (state.tensor.name,)) for state in manifest.states]
-    return [(parameter.tensor.name, parameter.names) for parameter in manifest.parameters] + states
+    states = [(state.name, (state.name,)) for state in manifest.states]
+    return [(parameter.name, parameter.names) for parameter in manifest.parameters] + states
 
 
 def _is_ours(name: str) -> bool:

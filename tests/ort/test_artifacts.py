@@ -19,8 +19,7 @@ import cpt_fx
 from cpt_fx.errors import ExportError
 from cpt_fx.export.artifacts import update_graph
 from cpt_fx.export.environment import check_training
-from cpt_fx.export.manifest import Optimizer
-from cpt_fx.export.training import ort_training, settings_of
+from cpt_fx.export.training import described, ort_training
 from cpt_fx.ort import Trainer
 from cpt_fx.ort.trainer import draw
 from cpt_fx.runtime import dial_width
@@ -162,9 +161,8 @@ def test_old_state_is_there_until_the_step_is_over(tmp_path: Path) -> None:
 )
 def test_other_optimizers_go_through_the_trainer(make: Make, tmp_path: Path) -> None:
     optimizer = make(list(ort.net().parameters()))
-    described = Optimizer(name=type(optimizer).__name__.lower(), learning_rates=(), settings=settings_of(optimizer))
     with pytest.raises(ExportError, match=r"training API knows AdamW .*: cpt_fx\.ort\.Trainer trains it"):
-        update_graph(described)
+        update_graph(described(optimizer))
 
 
 @pytest.mark.skipif(check_training().works, reason="the API is there")
