@@ -80,18 +80,17 @@ def resolve_optimizer(
             f"the {type(optimizer).__name__} passed has done steps already, and what it remembers of them would be "
             "lost: pass a fresh one"
         )
-    names: dict[int, list[str]] = {}
-    for key, value in parameters.items():
-        names.setdefault(id(value), []).append(key)
-    members: dict[str, int] = {}
+    known = {id(value) for value in parameters.values()}
+    group_of: dict[int, int] = {}
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            if id(parameter) not in names:
+            if id(parameter) not in known:
                 raise ExportError(
                     f"the optimizer's parameter group {index} holds a parameter of shape {tuple(parameter.shape)} that "
                     "is not one of the exported model: make the optimizer over model.parameters()"
                 )
-            members |= dict.fromkeys(names[id(parameter)], index)
+            group_of[id(parameter)] = index
+    members = {name: group_of[id(value)] for name, value in parameters.items() if id(value) in group_of}
     if not any(parameters[key].requires_grad for key in members):
         raise ExportError("the optimizer holds no parameter that requires a gradient: there is nothing to train")
     return optimizer, members
