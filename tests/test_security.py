@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -163,10 +164,13 @@ def test_the_scan_leaves_alone(line: str) -> None:
     ids=str,
 )  # fmt: skip
 def test_a_saved_run_is_numbers_or_an_error(arrays: dict[str, Any], tmp_path: Path) -> None:
-    with (tmp_path / "state").open("wb") as file:
+    """Also where somebody made the checksum fit."""
+    path = tmp_path / "state"
+    with path.open("wb") as file:
         np.savez(file, **arrays)
+    path.write_bytes(path.read_bytes() + hashlib.sha256(path.read_bytes()).digest())
     with pytest.raises(StateFileError):
-        state_file.read(tmp_path / "state")
+        state_file.read(path)
 
 
 def test_a_manifest_is_data_or_an_error(tmp_path: Path) -> None:

@@ -1,12 +1,14 @@
 """One file that holds a training run: what goes into it, how it is written, and what must fit when it comes back.
 
-It is a file of numpy's (`.npz`): arrays, each with a checksum, and facts as JSON. It is written beside its target and
-moved there when it is complete, so that there is always a whole file, also when the process is killed. Nothing in it is
-code: numbers and text only.
+It is a file of numpy's (`.npz`), of arrays and of facts as JSON, and a checksum at its end. It is written beside its
+target and moved there when it is complete, so that there is always a whole file, also when the process is killed.
+Nothing in it is code: numbers and text only.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import os
 from collections.abc import Mapping
@@ -17,12 +19,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cpt_fx.export.directory import digest
+
 if TYPE_CHECKING:
     from cpt_fx.ort.memory import Block
     from cpt_fx.ort.trainer import Trainer
 
 Array = NDArray[Any]
 
+_DIGEST = hashlib.sha256().digest_size
 _GENERATOR = "generator"
 _FACTS = "facts"
 _KNOWN = {
@@ -104,6 +109,8 @@ def write(path: Path, facts: Mapping[str, Any], arrays: Mapping[str, Array]) -> 
         with working.open("wb") as file:
             np.savez(file, **arrays, **{_FACTS: np.array(json.dumps(facts))})  # type: ignore[arg-type]
             file.flush()
+            file.write(bytes.fromhex(digest(working)))
+            file.flush()
             os.fsync(file.fileno())
         os.replace(working, path)
     except BaseException:
@@ -112,18 +119,16 @@ def write(path: Path, facts: Mapping[str, Any], arrays: Mapping[str, Array]) -> 
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
-    """Return facts and arrays, if they are as they were written."""
+    """Return facts and arrays, if every byte is as it was written."""
+    data = path.read_bytes()
+    if hashlib.sha256(memoryview(data)[:-_DIGEST]).digest() != data[-_DIGEST:]:
+        raise StateFileError(f"{path} is damaged or cut short, or was not written by Trainer.save of this cpt_fx")
     try:
-        with np.load(path) as held:
+        with np.load(io.BytesIO(data)) as held:
             arrays = {name: held[name] for name in held.files}
         facts = json.loads(str(arrays.pop(_FACTS)))
         if not isinstance(facts, dict) or set(facts) != _KNOWN:
             raise ValueError("it says other things of a run")
-    except OSError:
-        raise
     except Exception as error:  # of whatever reads it: numpy, zipfile, json
-        raise StateFileError(
-            f"{path} is damaged or cut short, or was not written by Trainer.save of this cpt_fx: {error}. Load an "
-            "earlier one"
-        ) from error
+        raise StateFileError(f"{path} was not written by Trainer.save of this cpt_fx: {error}") from error
     return facts, arrays

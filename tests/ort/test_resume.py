@@ -169,6 +169,8 @@ def test_damaged_files_are_refused(directory: Path, tmp_path: Path) -> None:
     for place in (60, len(data) // 3, len(data) - 5):
         path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
         _unchanged(trainer, path, "damaged or cut short")
+    path.write_bytes(data + b"x")
+    _unchanged(trainer, path, "damaged or cut short")
     path.write_bytes(b"")
     _unchanged(trainer, path, r"was not written by Trainer\.save")
     path.write_bytes(data)
