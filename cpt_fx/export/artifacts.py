@@ -24,6 +24,7 @@ from cpt_fx.export.directory import new_directory
 from cpt_fx.export.environment import check_training, require
 from cpt_fx.export.manifest import Manifest, Optimizer
 from cpt_fx.export.program import GRADIENT, NEXT, SEEDS
+from cpt_fx.export.updates import value_of
 from cpt_fx.ort.memory import initial_values
 
 TRAINING, EVALUATION, OPTIMIZER = "training_model.onnx", "eval_model.onnx", "optimizer_model.onnx"
@@ -61,44 +62,42 @@ def ort_artifacts(directory: str | PathLike[str], target: str | PathLike[str], *
     update = update_graph(manifest.optimizer)
     require(check_training())
     with new_directory(Path(target), overwrite=overwrite) as folder:
-        ir.save(_training(ir.load(source / files.GRADIENTS), manifest), folder / TRAINING)
-        ir.save(_evaluation(ir.load(source / files.EVALUATION), manifest), folder / EVALUATION)
+        training, evaluation = ir.load(source / files.GRADIENTS), ir.load(source / files.EVALUATION)
+        _settle(training, manifest, _accumulated(training.graph, manifest))
+        _settle(evaluation, manifest, _held(evaluation.graph, manifest).values())
+        ir.save(training, folder / TRAINING)
+        ir.save(evaluation, folder / EVALUATION)
         onnx.save(update, str(folder / OPTIMIZER))
         _write_checkpoint(manifest, initial_values(manifest, source / files.VALUES), folder / CHECKPOINT)
 
 
-def _training(model: ir.Model, manifest: Manifest) -> ir.Model:
-    """Return the graph of a step, which writes sums of gradients and running state in place."""
-    graph = model.graph
+def _accumulated(graph: ir.Graph, manifest: Manifest) -> list[ir.Value]:
+    """Let the graph of a step write sums of gradients and running state in place; return the places."""
     graph.opset_imports[_DOMAIN] = 1
     held = _held(graph, manifest)
     outputs = {str(value.name): value for value in graph.outputs}
     loss, *_ = graph.outputs
     graph.outputs[:] = [loss]
-    fresh = _input(_FRESH, ir.DataType.BOOL, (1,))
-    sums = {}
+    fresh = value_of(_FRESH, "bool", (1,))
+    sums = []
     for item in manifest.parameters:
         if item.trainable:
             # The export chooses between the sum with earlier gradients and the gradient alone.
-            choice = outputs[item.tensor.name + GRADIENT + NEXT].producer()
+            choice = outputs[item.name + GRADIENT + NEXT].producer()
             assert choice is not None and choice.op_type == "Where" and choice.inputs[2] is not None
-            name, gradient = item.tensor.name, choice.inputs[2]
-            sums[name] = _input(name + _SUM, ir.DataType.FLOAT, item.tensor.shape)
-            _accumulate(graph, name, sums[name], gradient, fresh)
-    state = {item.tensor.name: _float(graph, outputs[item.next]) for item in manifest.states if item.next in outputs}
+            sums.append(value_of(item.name + _SUM, "float32", item.shape))
+            _accumulate(graph, item.name, sums[-1], choice.inputs[2], fresh)
+    state = {}
+    for name in (item.name for item in manifest.states if item.name + NEXT in outputs):
+        graph.append(ir.node("Cast", [outputs[name + NEXT]], {"to": ir.DataType.FLOAT}))
+        state[name] = graph[-1].outputs[0]
     if state:
         # When all else is computed: something may still want to read what a state was.
         after = ir.node("Group", [*graph.outputs, *state.values()], domain=_DOMAIN)
         graph.append(after)
         for name, value in state.items():
             _accumulate(graph, name, held[name], value, after.outputs[0])
-    _settle(model, manifest, [*held.values(), *sums.values(), fresh])
-    return model
-
-
-def _evaluation(model: ir.Model, manifest: Manifest) -> ir.Model:
-    _settle(model, manifest, _held(model.graph, manifest).values())
-    return model
+    return [*held.values(), *sums, fresh]
 
 
 def _held(graph: ir.Graph, manifest: Manifest) -> dict[str, ir.Value]:
@@ -107,7 +106,7 @@ def _held(graph: ir.Graph, manifest: Manifest) -> dict[str, ir.Value]:
     made = {}
     for tensor in manifest.held:
         old = known.get(tensor.name)
-        made[tensor.name] = place = _input(tensor.name, ir.DataType.FLOAT, tensor.shape)
+        made[tensor.name] = place = value_of(tensor.name, "float32", tensor.shape)
         if old is not None and old.dtype is not None:
             read = ir.node("Cast", [place], {"to": old.dtype})
             graph.insert_before(graph[0], read)
@@ -115,30 +114,18 @@ def _held(graph: ir.Graph, manifest: Manifest) -> dict[str, ir.Value]:
     return made
 
 
-def _float(graph: ir.Graph, value: ir.Value) -> ir.Value:
-    node = ir.node("Cast", [value], {"to": ir.DataType.FLOAT})
-    graph.append(node)
-    return node.outputs[0]
-
-
 def _accumulate(graph: ir.Graph, name: str, place: ir.Value, value: ir.Value, fresh: ir.Value) -> None:
     """Add a value to what lies in a place, or write over that."""
-    node = ir.node("InPlaceAccumulatorV2", [place, value, fresh], domain=_DOMAIN, name=f"accumulate {name}")
-    output = node.outputs[0]
-    output.name, output.type, output.shape = name + _DONE, ir.TensorType(ir.DataType.BOOL), ir.Shape([1])
-    graph.append(node)
-    graph.outputs.append(output)
+    done, inputs = value_of(name + _DONE, "bool", (1,)), [place, value, fresh]
+    graph.append(ir.node("InPlaceAccumulatorV2", inputs, outputs=[done], domain=_DOMAIN, name=f"accumulate {name}"))
+    graph.outputs.append(done)
 
 
 def _settle(model: ir.Model, manifest: Manifest, held: Iterable[ir.Value]) -> None:
     """Let the graph take what a user passes, then what the API holds; take away what is not used any more."""
     common.RemoveUnusedNodesPass()(model)
-    passed = {tensor.name for tensor in (*manifest.inputs, *manifest.targets)} | {*manifest.dials, SEEDS}
+    passed = {*(tensor.name for tensor in manifest.taken), *manifest.dials, SEEDS}
     model.graph.inputs[:] = [*(value for value in model.graph.inputs if value.name in passed), *held]
-
-
-def _input(name: str, kind: ir.DataType, shape: Iterable[Any]) -> ir.Value:
-    return ir.Value(name=name, type=ir.TensorType(kind), shape=ir.Shape(shape))
 
 
 def update_graph(optimizer: Optimizer) -> onnx.ModelProto:
@@ -168,9 +155,8 @@ def _write_checkpoint(manifest: Manifest, values: dict[str, Any], path: Path) ->
     """Write initial values as a checkpoint, which only ONNX Runtime itself can do."""
     from onnxruntime.training.onnxblock import save_checkpoint
 
-    def tensor(name: str) -> onnx.TensorProto:
-        return numpy_helper.from_array(values[name].astype(np.float32), name)
-
-    trained = [tensor(item.tensor.name) for item in manifest.parameters if item.trainable]
-    others = [tensor(item.tensor.name) for item in manifest.parameters if not item.trainable]
-    save_checkpoint((trained, others + [tensor(item.tensor.name) for item in manifest.states]), path)
+    held = {
+        item.name: numpy_helper.from_array(values[item.name].astype(np.float32), item.name) for item in manifest.held
+    }
+    trained = [held.pop(item.name) for item in manifest.parameters if item.trainable]
+    save_checkpoint((trained, [*held.values()]), path)

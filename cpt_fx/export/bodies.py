@@ -7,8 +7,7 @@ tables. All of it gives the numbers of PyTorch, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import onnx_ir as ir
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.onnx import ops as onnx_ops
 
 from cpt_fx import numerics, ops
-from cpt_fx.export.local_functions import as_function
+from cpt_fx.export.local_functions import as_function, in_place_of
 from cpt_fx.export.recording import OPSET, Table
 from cpt_fx.numerics import Extent
 
@@ -44,7 +43,7 @@ def traced(name: str, run: Callable[[Trace], Any], inputs: list[str], outputs: l
         trace.inputs = dict(zip(inputs, given, strict=True))
         return run(trace)
 
-    with _in_place_of(
+    with in_place_of(
         (numerics, "floor_to_power_of_two", _floor_to_power_of_two), (numerics, "power_of_two", _power_of_two),
         (ops, "_extent", trace.extent),
     ):  # fmt: skip
@@ -123,9 +122,10 @@ def _node(name: str, inputs: tuple[Tensor, ...], like: Tensor, shape: Any, **att
     return made
 
 
-def _constant(values: list[int]) -> Tensor:
+def _constant(values: list[int] | list[float]) -> Tensor:
+    key, dtype = ("value_ints", torch.int64) if isinstance(values[0], int) else ("value_floats", torch.float32)
     made: Tensor = onnx_ops.symbolic(
-        "::Constant", (), attrs={"value_ints": values}, dtype=torch.int64, shape=(len(values),), version=OPSET
+        "::Constant", (), attrs={key: values}, dtype=dtype, shape=(len(values),), version=OPSET
     )
     return made
 
@@ -144,10 +144,7 @@ def _shifted(_: Tensor, places: Tensor) -> Tensor:
 def _power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
     """Return 2**exponent from a table, for all exponents of normal numbers."""
     assert dtype == torch.float32
-    table = onnx_ops.symbolic(
-        "::Constant", (), attrs={"value_floats": [2.0**power for power in range(-126, 128)]}, dtype=dtype,
-        shape=(254,), version=OPSET,
-    )  # fmt: skip
+    table = _constant([2.0**power for power in range(-126, 128)])
     return _node("GatherND", (table, _vector(exponent + 126)), table, ())
 
 
@@ -187,16 +184,3 @@ def _without_tails(x: Tensor, percentile: float) -> Extent:
         ends.append(_node("GatherND", (values, _constant([-1])), x, ()))
     low, high = ends
     return Extent(low, high - low, high)
-
-
-@contextmanager
-def _in_place_of(*changes: tuple[Any, str, Any]) -> Iterator[None]:
-    """Let functions of modules be others."""
-    before = [(module, name, getattr(module, name)) for module, name, _ in changes]
-    try:
-        for module, name, other in changes:
-            setattr(module, name, other)
-        yield
-    finally:
-        for module, name, own in before:
-            setattr(module, name, own)

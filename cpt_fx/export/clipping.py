@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 import onnx_ir as ir
 
 from cpt_fx.export.program import GRADIENT, NEXT
-from cpt_fx.export.recording import OPSET
-from cpt_fx.export.updates import GRADIENT_SCALE, IR_VERSION
+from cpt_fx.export.updates import GRADIENT_SCALE, model_of, value_of
 
 MAX_VALUE, MAX_NORM = "max_value", "max_norm"
 """Inputs: float32, the limits of what the update makes of the gradients, which is their sum by `gradient_scale`."""
@@ -18,8 +17,7 @@ _EPSILON = 1e-6
 
 def clipping_graph(shapes: Mapping[str, Iterable[int]]) -> ir.Model:
     """Return the graph for gradients of these names and shapes: elements are limited first, then the norm of all."""
-    numbers = {name: _value(name) for name in (MAX_VALUE, MAX_NORM, GRADIENT_SCALE)}
-    limit, norm, scale = numbers.values()
+    limit, norm, scale = numbers = [value_of(name, "float32") for name in (MAX_VALUE, MAX_NORM, GRADIENT_SCALE)]
     nodes: list[ir.Node] = []
 
     def made(kind: str, *inputs: ir.Value, **attributes: int) -> ir.Value:
@@ -31,7 +29,7 @@ def clipping_graph(shapes: Mapping[str, Iterable[int]]) -> ir.Model:
         nodes.append(ir.node("Constant", [], {"value_float": value}))
         return nodes[-1].outputs[0]
 
-    gradients = {name: _value(name + GRADIENT, shape) for name, shape in shapes.items()}
+    gradients = {name: value_of(name + GRADIENT, "float32", shape) for name, shape in shapes.items()}
     high = made("Div", limit, scale)
     low = made("Neg", high)
     limited = {name: made("Clip", gradient, low, high) for name, gradient in gradients.items()}
@@ -42,11 +40,4 @@ def clipping_graph(shapes: Mapping[str, Iterable[int]]) -> ir.Model:
     for name, value in limited.items():
         outputs.append(made("Mul", value, factor))
         outputs[-1].name, outputs[-1].shape = name + GRADIENT + NEXT, gradients[name].shape
-    graph = ir.Graph(
-        [*numbers.values(), *gradients.values()], outputs, nodes=nodes, opset_imports={"": OPSET}, name="clipping"
-    )
-    return ir.Model(graph, ir_version=IR_VERSION, producer_name="cpt_fx")
-
-
-def _value(name: str, shape: Iterable[int] = ()) -> ir.Value:
-    return ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(shape))
+    return model_of("clipping", [*numbers, *gradients.values()], outputs, nodes)

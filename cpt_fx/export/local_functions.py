@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import onnx_ir as ir
@@ -44,3 +45,16 @@ def _write_constants(graph: ir.Graph) -> None:
         graph.insert_before(graph[0], node)
         value.replace_all_uses_with(node.outputs[0], replace_graph_outputs=True)
         graph.initializers.pop(str(value.name))
+
+
+@contextmanager
+def in_place_of(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """Let attributes of modules be others, while something is traced."""
+    before = [(module, name, getattr(module, name)) for module, name, _ in changes]
+    try:
+        for module, name, other in changes:
+            setattr(module, name, other)
+        yield
+    finally:
+        for module, name, own in before:
+            setattr(module, name, own)

@@ -10,23 +10,14 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from cpt_fx.errors import ExportError
 from cpt_fx.export.directory import digest
 from cpt_fx.meta import Dial
 
 NAME = "manifest.json"
 VERSION = 2
-GRADIENTS, CLIPPING, FIRST_UPDATE, UPDATE, EVALUATION, VALUES, DATA = (
-    "gradients.onnx",
-    "clipping.onnx",
-    "first_update.onnx",
-    "update.onnx",
-    "evaluation.onnx",
-    "values.onnx",
-    "values.data",
-)
+GRADIENTS, CLIPPING, FIRST_UPDATE, UPDATE = "gradients.onnx", "clipping.onnx", "first_update.onnx", "update.onnx"
+EVALUATION, VALUES, DATA = "evaluation.onnx", "values.onnx", "values.data"
 FILES = (GRADIENTS, CLIPPING, FIRST_UPDATE, UPDATE, EVALUATION, VALUES, DATA)
 
 
@@ -40,34 +31,30 @@ class Tensor:
     shape: tuple[int | str, ...]
     """A size that varies from call to call has a name, which is the same wherever the size is."""
 
-    def __post_init__(self) -> None:
-        """Refuse what no tensor is like."""
-        np.dtype(self.dtype)
-        if any(isinstance(size, int) and size < 0 for size in self.shape):
-            raise ValueError(f"{self.name} has the shape {self.shape}")
-
 
 @dataclass(frozen=True, kw_only=True)
-class State:
-    """A buffer of the model, or what an optimizer remembers. A graph returns its new value as output `next`."""
+class State(Tensor):
+    """A buffer of the model, or what an optimizer remembers. A graph that changes `x` returns it as output `x.next`."""
 
-    tensor: Tensor
-    next: str = ""
-    swaps: bool = False
+    swaps: bool
     """Whether the new value needs a place of its own: the graph may read the old one after it wrote the new one."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parameter:
+class Parameter(Tensor):
     """A parameter, under its name in PyTorch, with other names of the same tensor, and its optimizer group.
 
     Group -1: the optimizer does not hold it, and it stays as it is.
     """
 
-    tensor: Tensor
     trainable: bool
     also: tuple[str, ...] = ()
     group: int = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names of the tensor."""
+        return (self.name, *self.also)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,21 +69,6 @@ class Optimizer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Width:
-    """What an input that holds a width follows: a role of the schedule, at a distance from it, or a fixed width."""
-
-    role: str
-    offset: int
-    fixed: int | None
-    with_forward: bool
-
-    @property
-    def dial(self) -> Dial:
-        """The same as a model's quantizers have it."""
-        return Dial(self.role, self.offset, self.fixed, self.with_forward)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Everything `cpt_fx.ort.Trainer` has to know about a directory."""
 
@@ -104,7 +76,7 @@ class Manifest:
     targets: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     """Outputs of the evaluation graph after the loss, which is called `loss` in both graphs."""
-    dials: dict[str, Width]
+    dials: dict[str, Dial]
     """Inputs that hold a width (int64, no dims) -> what it follows."""
     seeds: int
     """Rows of the gradient graph's input `seeds` (int32, rows x 2), drawn anew for each step; 0: it has none."""
@@ -123,16 +95,15 @@ class Manifest:
     """SHA-256 of every other file."""
     format: int = VERSION
 
-    def __post_init__(self) -> None:
-        """Refuse two tensors of one name."""
-        names = [tensor.name for tensor in (*self.held, *(state.tensor for state in self.optimizer.remembered))]
-        if len(set(names)) < len(names):
-            raise ValueError("it names a tensor twice")
-
     @property
     def held(self) -> tuple[Tensor, ...]:
         """The model's own tensors: parameters, then buffers."""
-        return (*(item.tensor for item in self.parameters), *(item.tensor for item in self.states))
+        return (*self.parameters, *self.states)
+
+    @property
+    def taken(self) -> tuple[Tensor, ...]:
+        """What a step is called with: the model's inputs, then the targets."""
+        return (*self.inputs, *self.targets)
 
     def write(self, directory: Path) -> None:
         """Write the file, with a digest of what it says."""
@@ -155,10 +126,8 @@ def read(directory: Path) -> Manifest:
     found = values.get("format") if isinstance(values, dict) else None
     if found != VERSION:
         why = " (its gradients come from ONNX Runtime's own builder)" if found == 1 else ""
-        raise ExportError(
-            f"{directory} was written in format {found}{why}, by cpt_fx {_version_of(values)}; this cpt_fx reads "
-            f"format {VERSION}: export again"
-        )
+        said = f"{directory} was written in format {found}{why}"
+        raise ExportError(f"{said}; this cpt_fx reads format {VERSION}: export again")
     if values.pop("digest", None) != digest_of(values):
         raise ExportError(f"{path} is not as it was written (its digest differs): export again")
     try:
@@ -190,7 +159,7 @@ def _checked(kind: Any, value: Any, place: str) -> Any:
         names = {item.name for item in fields(kind)}
         if not isinstance(value, dict) or set(value) != names:
             raise ValueError(f"{place} does not have the entries {', '.join(sorted(names))}")
-        hints = typing.get_type_hints(kind, include_extras=False)
+        hints = typing.get_type_hints(kind)
         return kind(**{name: _checked(hints[name], value[name], f"{place}.{name}") for name in names})
     if origin is tuple and isinstance(value, (list, tuple)):
         return tuple(_checked(inner[0], item, f"{place}[{index}]") for index, item in enumerate(value))
@@ -202,8 +171,3 @@ def _checked(kind: Any, value: Any, place: str) -> Any:
     elif kind is Any or type(value) is kind or (kind is float and type(value) is int):
         return value
     raise ValueError(f"{place} is {value!r}")
-
-
-def _version_of(values: object) -> str:
-    versions = values.get("versions") if isinstance(values, dict) else None
-    return str(versions.get("cpt_fx", "unknown")) if isinstance(versions, dict) else "unknown"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,62 +38,66 @@ def with_several(call: Call, runs: Callable[[Call], bool]) -> Call:
     return larger
 
 
+def tensors_of(call: Call) -> list[Tensor]:
+    """Return the tensors of a call, in the order of a graph's inputs and targets."""
+    return [leaf for leaf in pytree.tree_leaves((call.args, call.kwargs, call.targets)) if isinstance(leaf, Tensor)]
+
+
 def open_sizes(graph: Graph, call: Call) -> dict[str, int]:
     """Return the names of sizes that are open, each with the size in the examples; the batch comes first."""
+    shapes = {name: tensor.shape for name, tensor in zip(_names(graph), tensors_of(call), strict=True)}
     found: dict[str, int] = {}
-    for value, tensor in _pairs(graph, call):
-        assert value.shape is not None
-        for dim, size in enumerate(value.shape):
-            if isinstance(size, ir.SymbolicDim) and str(size.value).isidentifier():
-                found.setdefault(str(size.value), tensor.shape[dim])
+    for name, dim, symbol in _symbols(graph):
+        found.setdefault(symbol, shapes[name][dim])
     return found
+
+
+def _symbols(graph: Graph) -> Iterator[tuple[str, int, str]]:
+    """Give the open sizes that have a name: the input, the dim, and the name."""
+    for value in _given(graph):
+        for dim, size in enumerate(value.shape or ()):
+            if isinstance(size, ir.SymbolicDim) and str(size.value).isidentifier():
+                yield str(value.name), dim, str(size.value)
 
 
 def name_sizes(graph: Graph) -> None:
     """Call each open size by where it stands: the first dim of the first input is the batch."""
     names: dict[str, str] = {}
-    for value in _given(graph):
-        assert value.shape is not None
-        for dim, size in enumerate(value.shape):
-            if isinstance(size, ir.SymbolicDim) and str(size.value).isidentifier():
-                plain = re.sub(r"\W", "_", str(value.name))
-                names.setdefault(str(size.value), f"{plain}_{dim}" if dim or BATCH in names.values() else BATCH)
+    for name, dim, symbol in _symbols(graph):
+        plain = re.sub(r"\W", "_", name)
+        names.setdefault(symbol, f"{plain}_{dim}" if dim or BATCH in names.values() else BATCH)
     _substitute(graph, names)
 
 
-def settle_sizes(graphs: Sequence[Graph], call: Call, runs: Callable[[Call], bool]) -> list[Call]:
+def settle_sizes(
+    graphs: Sequence[Graph], call: Call, runs: Callable[[Call], bool]
+) -> tuple[list[Call], dict[str, int]]:
     """Name the open sizes of graphs of one model, fix those that the model itself does not leave open.
 
     `runs` says whether the model takes a call. Returned are the calls with other sizes that it takes: what a graph of
-    varying sizes has to be right for. Batches of one are tried, too, and are no reason to fix the batch.
+    varying sizes has to be right for. Batches of one are tried, too, and are no reason to fix the batch: returned are
+    the least sizes besides.
     """
     for graph in graphs:
         name_sizes(graph)
     first, *_ = graphs
     working = []
-    still = {
-        str(size.value)
-        for graph in graphs
-        for value in _given(graph)
-        for dim, size in enumerate(value.shape or ())
-        if isinstance(size, ir.SymbolicDim) and (value.name, dim) in graph.still
-    }
+    still = {symbol for graph in graphs for name, dim, symbol in _symbols(graph) if (name, dim) in graph.still}
     for name, size in open_sizes(first, call).items():
         larger = resized(first, call, {name: size + 1})
         if name not in still and runs(larger):
             working.append(larger)
         else:
             for graph in graphs:
-                fix_sizes(graph, {name: size})
+                _substitute(graph, {name: str(size)})
+    least = {}
     if BATCH in open_sizes(first, call):
         single = resized(first, call, {BATCH: 1})
-        working += [single] if runs(single) else []
-    return working
-
-
-def fix_sizes(graph: Graph, sizes: Mapping[str, int]) -> None:
-    """Fix open sizes to given ones."""
-    _substitute(graph, {name: str(size) for name, size in sizes.items()})
+        if runs(single):
+            working.append(single)
+        else:
+            least[BATCH] = 2
+    return working, least
 
 
 def resized(graph: Graph, call: Call, sizes: Mapping[str, int]) -> Call:
@@ -118,12 +122,11 @@ def _fitted(tensor: Tensor, shape: ir.Shape | None, sizes: Mapping[str, int]) ->
 
 def _given(graph: Graph) -> list[ir.Value]:
     by_name = {str(value.name): value for value in graph.model.graph.inputs}
-    return [by_name[name] for name in (*graph.inputs, *graph.targets)]
+    return [by_name[name] for name in _names(graph)]
 
 
-def _pairs(graph: Graph, call: Call) -> list[tuple[ir.Value, Tensor]]:
-    leaves = [leaf for leaf in pytree.tree_leaves((call.args, call.kwargs, call.targets)) if isinstance(leaf, Tensor)]
-    return list(zip(_given(graph), leaves, strict=True))
+def _names(graph: Graph) -> tuple[str, ...]:
+    return (*graph.inputs, *graph.targets)
 
 
 def _substitute(graph: Graph, names: Mapping[str, str]) -> None:

@@ -23,14 +23,13 @@ from cpt_fx.export.directory import digest, new_directory
 from cpt_fx.export.environment import EXTRAS, require_training, version_of
 from cpt_fx.export.functions import add_functions
 from cpt_fx.export.losses import LossLike, resolve
-from cpt_fx.export.manifest import Manifest, Optimizer, Parameter, State, Width
+from cpt_fx.export.manifest import Manifest, Optimizer, Parameter, State
 from cpt_fx.export.normalize import strip
 from cpt_fx.export.plain import run
 from cpt_fx.export.program import BITS, Call, Graph, states_of, trace
-from cpt_fx.export.recording import OPSET
 from cpt_fx.export.refusals import check_schedules
-from cpt_fx.export.sizes import BATCH, open_sizes, resized, settle_sizes, with_several
-from cpt_fx.export.updates import IR_VERSION, Updates, resolve_optimizer, trace_updates
+from cpt_fx.export.sizes import settle_sizes, with_several
+from cpt_fx.export.updates import model_of, resolve_optimizer, trace_updates
 from cpt_fx.export.verify import verify
 from cpt_fx.standalone import precision_of
 from cpt_fx.trial import eager_model, trial
@@ -82,9 +81,7 @@ def ort_training(
         check_schedules(training.dials.values())
         with in_mode(result, False, call) as evaluated:
             evaluation = trace(evaluated, call, dynamic_batch=dynamic_batch)
-        others = settle_sizes((training, evaluation), call, partial(_runs, graph))
-        single = BATCH in open_sizes(training, call) and not _runs(graph, resized(training, call, {BATCH: 1}))
-        least = {BATCH: 2} if single else {}
+        others, least = settle_sizes((training, evaluation), call, partial(_runs, graph))
         with new_directory(Path(directory), overwrite=overwrite) as folder:
             manifest = _write(result, training, evaluation, values, made, groups, folder, loss_name, least)
             # At least three steps, so that what the optimizer remembers is used.
@@ -123,8 +120,8 @@ def _write(
     """Write all files of a directory."""
     named = dict(result.named_parameters(remove_duplicate=False))
     known = {**evaluation.parameters, **training.parameters}
-    moved = {name: next((groups[one] for one in also if one in groups), -1) for name, also in known.items()}
-    updates = trace_updates(optimizer, {name: named[name] for name in training.gradients}, moved)
+    group_of = {name: next((groups[one] for one in also if one in groups), -1) for name, also in known.items()}
+    updates = trace_updates(optimizer, {name: named[name] for name in training.gradients}, group_of)
     values = values | {name: named[name].detach().cpu().numpy() for name in known}
     for graph, name in ((training, files.GRADIENTS), (evaluation, files.EVALUATION)):
         add_functions(graph)
@@ -134,28 +131,26 @@ def _write(
     _save(updates.later, folder / files.UPDATE)
     states = {**evaluation.states, **training.states}
     _save_values({name: values[name] for name in (*known, *states)} | updates.initial, folder)
-    outputs = {str(value.name): value for value in evaluation.model.graph.outputs}
-    inputs = {str(value.name): value for value in training.model.graph.inputs}
+    ends = {str(value.name): value for value in (*training.model.graph.inputs, *evaluation.model.graph.outputs)}
     manifest = Manifest(
-        inputs=tuple(_tensor(inputs[name]) for name in training.inputs),
-        targets=tuple(_tensor(inputs[name]) for name in training.targets),
-        outputs=tuple(_tensor(outputs[name]) for name in evaluation.outputs),
-        dials={
-            BITS + name: Width(role=dial.role, offset=dial.offset, fixed=dial.fixed, with_forward=dial.with_forward)
-            for name, dial in training.dials.items()
-        },
+        inputs=tuple(_tensor(ends[name]) for name in training.inputs),
+        targets=tuple(_tensor(ends[name]) for name in training.targets),
+        outputs=tuple(_tensor(ends[name]) for name in evaluation.outputs),
+        dials={BITS + name: dial for name, dial in training.dials.items()},
         seeds=training.draws,
         parameters=tuple(
             Parameter(
-                tensor=_tensor_of(name, values[name]),
+                **vars(_held(name, values[name])),
                 trainable=name in training.gradients,
                 also=tuple(one for one in also if one != name),
-                group=moved[name],
+                group=group_of[name],
             )
             for name, also in known.items()
         ),
-        states=tuple(State(tensor=_tensor_of(name, values[name]), next=after) for name, after in states.items()),
-        optimizer=described(optimizer, updates),
+        states=tuple(
+            State(**vars(_held(name, values[name])), swaps=bool(training.states.get(name))) for name in states
+        ),
+        optimizer=described(optimizer, updates.remembered),
         loss=loss,
         schedule=repr(precision_of(result).schedule),
         evaluation_seeds=evaluation.draws,
@@ -167,21 +162,15 @@ def _write(
     return manifest
 
 
-def described(optimizer: torch.optim.Optimizer, updates: Updates) -> Optimizer:
-    """Return what a manifest says of an optimizer."""
+def described(optimizer: torch.optim.Optimizer, remembered: tuple[State, ...] = ()) -> Optimizer:
+    """Return what a manifest says of an optimizer; options of its groups are as Python writes them."""
+    groups = optimizer.param_groups
+    own = ("params", "lr")
     return Optimizer(
         name=type(optimizer).__name__.lower(),
-        learning_rates=tuple(float(group["lr"]) for group in optimizer.param_groups),
-        settings=settings_of(optimizer),
-        remembered=updates.remembered,
-    )
-
-
-def settings_of(optimizer: torch.optim.Optimizer) -> tuple[dict[str, str], ...]:
-    """Return the options of each group, as Python writes them."""
-    own = ("params", "lr")
-    return tuple(
-        {key: repr(value) for key, value in group.items() if key not in own} for group in optimizer.param_groups
+        learning_rates=tuple(float(group["lr"]) for group in groups),
+        settings=tuple({key: repr(value) for key, value in group.items() if key not in own} for group in groups),
+        remembered=remembered,
     )
 
 
@@ -193,18 +182,15 @@ def _save(model: ir.Model, path: Path) -> None:
 
 def _save_values(values: Mapping[str, Any], folder: Path) -> None:
     """Write initial values as a model of initializers alone, whose data lies beside it: any size, for any language."""
-    held = []
-    for name, array in values.items():
-        value = ir.Value(name=name, const_value=ir.tensor(np.ascontiguousarray(array).reshape(array.shape), name=name))
-        held.append(value)
-    graph = ir.Graph([], [], nodes=[], initializers=held, opset_imports={"": OPSET}, name="values")
-    ir.save(
-        ir.Model(graph, ir_version=IR_VERSION, producer_name="cpt_fx"), folder / files.VALUES, external_data=files.DATA
-    )
+    held = [
+        ir.Value(name=name, const_value=ir.tensor(np.asarray(array, order="C"), name=name))
+        for name, array in values.items()
+    ]
+    ir.save(model_of("values", [], [], [], held=held), folder / files.VALUES, external_data=files.DATA)
     (folder / files.DATA).touch()
 
 
-def _tensor_of(name: str, array: Any) -> files.Tensor:
+def _held(name: str, array: Any) -> files.Tensor:
     return files.Tensor(name=name, dtype=str(array.dtype), shape=tuple(array.shape))
 
 

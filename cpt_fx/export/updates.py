@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import builtins
 import copy
-import inspect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import torch
 from torch import Tensor
@@ -24,12 +24,12 @@ from torch.overrides import TorchFunctionMode
 
 from cpt_fx.errors import ExportError, nearest
 from cpt_fx.export import manifest as files
-from cpt_fx.export.local_functions import DOMAIN, as_function
+from cpt_fx.export.local_functions import DOMAIN, as_function, in_place_of
 from cpt_fx.export.manifest import State
 from cpt_fx.export.program import GRADIENT, NEXT
 from cpt_fx.export.recording import OPSET, Table
 
-IR_VERSION = 10
+_IR_VERSION = 10
 LEARNING_RATE, STEP, GRADIENT_SCALE = "learning_rate", "step", "gradient_scale"
 """Inputs: float64, one for each group; float64, how many updates there were before; float32, what gradients are
 multiplied with: 1 over the number of steps they were summed over, so that the update is of their mean."""
@@ -80,18 +80,17 @@ def resolve_optimizer(
             f"the {type(optimizer).__name__} passed has done steps already, and what it remembers of them would be "
             "lost: pass a fresh one"
         )
-    names: dict[int, list[str]] = {}
-    for key, value in parameters.items():
-        names.setdefault(id(value), []).append(key)
-    members: dict[str, int] = {}
+    known = {id(value) for value in parameters.values()}
+    group_of: dict[int, int] = {}
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            if id(parameter) not in names:
+            if id(parameter) not in known:
                 raise ExportError(
                     f"the optimizer's parameter group {index} holds a parameter of shape {tuple(parameter.shape)} that "
                     "is not one of the exported model: make the optimizer over model.parameters()"
                 )
-            members |= dict.fromkeys(names[id(parameter)], index)
+            group_of[id(parameter)] = index
+    members = {name: group_of[id(value)] for name, value in parameters.items() if id(value) in group_of}
     if not any(parameters[key].requires_grad for key in members):
         raise ExportError("the optimizer holds no parameter that requires a gradient: there is nothing to train")
     return optimizer, members
@@ -103,107 +102,85 @@ def trace_updates(
     """Trace the update of some parameters, by name, each with the group that it is in."""
     if not parameters:
         raise ExportError("the optimizer holds no parameter that the loss depends on: there is nothing to train")
-    made: dict[Any, _Function | None] = {}
-    chosen: dict[str, _Function] = {}
-    graphs = [_Graph(len(optimizer.param_groups)) for _ in range(2)]
+    made: dict[str, _Function] = {}
+    first, later = (_Graph(len(optimizer.param_groups)) for _ in range(2))
+    remembered: list[State] = []
+    initial: dict[str, Any] = {}
     for name, parameter in parameters.items():
-        group = groups[name]
-        key: Any = (group, parameter.ndim)
-        label = f"{type(optimizer).__name__}_{group}_{parameter.ndim}d"
-        if key not in made:
-            try:
-                made[key] = _Function(optimizer, group, parameter, label)
-            except _SizesMatterError:
-                made[key] = None
-        function = made[key]
-        if function is None:
-            key = (group, tuple(parameter.shape))
-            if key not in made:
-                sizes = "x".join(map(str, parameter.shape))
-                made[key] = _Function(optimizer, group, parameter, f"{label}_{sizes}", exact=True)
-            function = made[key]
-        assert function is not None
-        chosen[name] = function
-        for graph, is_first in zip(graphs, (True, False), strict=True):
-            graph.update(name, parameter, function, group, first=is_first)
-    remembered, initial = [], {}
-    for name, parameter in parameters.items():
-        function = chosen[name]
-        given = optimizer.state.get(parameter, {})
-        for key, value in function.states.items():
-            full = f"{name}.{key}"
-            shape = _shape(value, parameter)
-            dtype = str(value.dtype).removeprefix("torch.")
-            tensor = files.Tensor(name=full, dtype=dtype, shape=shape)
-            remembered.append(State(tensor=tensor, next=full + NEXT, swaps=key in function.late))
-            if key in given:
-                initial[full] = given[key].detach().cpu().numpy().copy()
-    first, later = (graph.finished() for graph in graphs)
-    return Updates(first, later, tuple(remembered), initial)
+        if parameter.dtype != torch.float32:
+            kind = _dtype(parameter)
+            raise ExportError(f"the parameter {name} is of {kind}: exported models train in float32 (model.float())")
+        group, given = groups[name], optimizer.state.get(parameter, {})
+        numbers = torch.zeros((2,), dtype=torch.float64)
+        example = (parameter.detach(), torch.zeros_like(parameter), *numbers.unbind(), torch.ones(()))
+        state = given or _updated(optimizer, group, {}, *example)[1]
+        tensors = {key: value for key, value in state.items() if isinstance(value, Tensor) and key != _STEP_STATE}
+        # One function serves all parameters with as many dims, if what is remembered has no sizes of its own.
+        exact = any(value.ndim and value.shape != parameter.shape for value in tensors.values())
+        sizes = "_" + "x".join(map(str, parameter.shape)) if exact else ""
+        label = f"{type(optimizer).__name__}_{group}_{parameter.ndim}d{sizes}"
+        if label not in made:
+            made[label] = _Function(optimizer, group, example, state, tensors, label, is_new=not given, exact=exact)
+        own = files.Tensor(name=name, dtype="float32", shape=tuple(parameter.shape))
+        function = made[label]
+        states = [
+            State(name=f"{name}.{key}", dtype=_dtype(value), shape=tuple(value.shape), swaps=key in function.late)
+            for key, value in tensors.items()
+        ]
+        first.update(own, group, function.first or function.later, states, is_new=not given)
+        later.update(own, group, function.later, states)
+        remembered += states
+        if given:
+            initial |= {f"{name}.{key}": value.detach().cpu().numpy().copy() for key, value in tensors.items()}
+    return Updates(first.finished(), later.finished(), tuple(remembered), initial)
 
 
 class _Function:
-    """The update of one parameter as two local functions: with nothing remembered, and with something."""
+    """The update of one parameter as two local functions: with nothing remembered, if it is new, and with something."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, group: int, parameter: Tensor, name: str, *, exact: bool = False
-    ) -> None:
-        self.exact = exact
-        self.optimizer, self.group = optimizer, optimizer.param_groups[group]
-        self.states: dict[str, Tensor] = {}
-        self.constants: dict[str, Any] = {}
-        given = (parameter.detach(), torch.zeros_like(parameter), torch.zeros((), dtype=torch.float64),
-                 torch.zeros((), dtype=torch.float64), torch.ones(()))  # fmt: skip
-        initial = optimizer.state.get(parameter) or {}
+        self, optimizer: torch.optim.Optimizer, group: int, example: tuple[Tensor, ...], state: Mapping[str, Any],
+        tensors: Mapping[str, Tensor], name: str, *, is_new: bool, exact: bool,
+    ) -> None:  # fmt: skip
+        keys, count = tuple(tensors), len(example)
+        constants = {key: None if key == _STEP_STATE else value for key, value in state.items() if key not in tensors}
+
+        def run(before: Mapping[str, Any], *given: Tensor) -> tuple[Tensor, ...]:
+            new, after = _updated(optimizer, group, before, *given)
+            return new, *(after[key].detach() for key in keys)
+
+        def later(*given: Tensor) -> tuple[Tensor, ...]:
+            return run(constants | dict(zip(keys, given[count:], strict=True)), *given[:count])
+
         self.first: ir.Function | None = None
-        if initial:
-            self._keep(initial)
-        else:
-            self.first = as_function(f"{name}_first", partial(self._run, {}, keep=True), given, _TABLE, exact=exact)
-        held = tuple(torch.zeros(_shape(value, parameter), dtype=value.dtype) for value in self.states.values())
+        if is_new:
+            self.first = as_function(f"{name}_first", partial(run, {}), example, _TABLE, exact=exact)
+        self.later = as_function(name, later, (*example, *tensors.values()), _TABLE, exact=exact)
+        self.late = _read_late(self.later, count, keys)
 
-        def later(p: Tensor, g: Tensor, rate: Tensor, step: Tensor, scale: Tensor, *values: Tensor) -> Any:
-            state = self.constants | dict(zip(self.states, values, strict=True))
-            return self._run(state, p, g, rate, step, scale)
 
-        self.later = as_function(name, later, (*given, *held), _TABLE, exact=exact)
-        self.late = _read_late(self.later, len(given), tuple(self.states))
-
-    def _keep(self, state: Mapping[str, Any]) -> None:
-        """Note what is remembered: on a trace without fixed sizes only what has those of the parameter, or none."""
-        tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        self.states = {key: value for key, value in tensors.items() if key != _STEP_STATE}
-        self.constants = {
-            key: None if key in tensors else value for key, value in state.items() if key not in self.states
+def _updated(
+    optimizer: torch.optim.Optimizer, group: int, state: Mapping[str, Any],
+    parameter: Tensor, gradient: Tensor, rate: Tensor, step: Tensor, scale: Tensor,
+) -> tuple[Tensor, dict[str, Any]]:  # fmt: skip
+    """Return what an update makes of a parameter, and of what is remembered of it."""
+    parameter = parameter.clone()
+    parameter.grad = gradient * scale
+    optimizer = copy.copy(optimizer)
+    options = {**optimizer.param_groups[group], "params": [parameter]}
+    wanted = {"foreach": False, "fused": False, "capturable": True, "differentiable": False}
+    options |= {key: value for key, value in wanted.items() if key in options}
+    # SGD takes a learning rate that is a tensor only if it seems to want a gradient.
+    optimizer.param_groups = [options | {"lr": rate.clone().requires_grad_()}]
+    optimizer.state = defaultdict(dict)
+    if state:
+        own = {**state, _STEP_STATE: step} if _STEP_STATE in state else state
+        optimizer.state[parameter] = {
+            k: value.clone() if isinstance(value, Tensor) else value for k, value in own.items()
         }
-
-    def _run(
-        self, state: Mapping[str, Any], parameter: Tensor, gradient: Tensor, rate: Tensor, step: Tensor, scale: Tensor,
-        *, keep: bool = False,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        parameter = parameter.clone()
-        parameter.grad = gradient * scale
-        optimizer = copy.copy(self.optimizer)
-        options: dict[str, Any] = {"foreach": False, "fused": False, "capturable": True, "differentiable": False}
-        options = {key: value for key, value in options.items() if key in self.group}
-        # SGD takes a learning rate that is a tensor only if it seems to want a gradient.
-        rate = rate.clone().requires_grad_()
-        optimizer.param_groups = [{**self.group, **options, "lr": rate, "params": [parameter]}]
-        optimizer.state = defaultdict(dict)
-        if state:
-            own = {**state, _STEP_STATE: step} if _STEP_STATE in state else state
-            optimizer.state[parameter] = {
-                key: value.clone() if isinstance(value, Tensor) else value for key, value in own.items()
-            }
-        with _as_if_compiling(type(optimizer)), torch.no_grad():
-            type(optimizer).step(optimizer)
-        after = optimizer.state[parameter]
-        if keep:
-            tensors = [value for value in after.values() if isinstance(value, Tensor) and value.ndim]
-            if not self.exact and any(value.shape != parameter.shape for value in tensors):
-                raise _SizesMatterError
-            self._keep(after)
-        return parameter.detach(), *(after[key].detach() for key in self.states)
+    with _as_if_compiling(), torch.no_grad():
+        type(optimizer).step(optimizer)
+    return parameter.detach(), optimizer.state[parameter]
 
 
 def _power(base: float, power: Tensor) -> Tensor:
@@ -219,10 +196,6 @@ def _clamp_(x: Tensor, low: float | None = None, high: float | None = None) -> T
 
 
 _TABLE: Table = {torch.ops.aten.pow.Scalar: _power, torch.ops.aten.clamp_.default: _clamp_}
-
-
-class _SizesMatterError(Exception):
-    """What an optimizer remembers has sizes of its own: it treats parameters by their shapes."""
 
 
 class _Numbers(TorchFunctionMode):
@@ -246,39 +219,34 @@ class _Numbers(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _chosen(better: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a choice among numbers take tensors, too."""
+
+    def choose(*values: Any, **options: Any) -> Any:
+        if not any(isinstance(value, Tensor) for value in values):
+            return plain(*values, **options)
+        return reduce(better, (v if isinstance(v, Tensor) else torch.full((), v) for v in values))
+
+    return choose
+
+
 @contextmanager
-def _as_if_compiling(kind: Any) -> Iterator[None]:
+def _as_if_compiling() -> Iterator[None]:
     """Let an optimizer take the way that compilers can follow, with its counts in float64, as Python's numbers are."""
+    full_like, dtype = torch.full_like, torch.get_default_dtype()
 
-    def chosen(better: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-        def choose(*values: Any, **options: Any) -> Any:
-            if not any(isinstance(value, Tensor) for value in values):
-                return plain(*values, **options)
-            first, *others = (value if isinstance(value, Tensor) else torch.full((), value) for value in values)
-            for other in others:
-                first = better(first, other)
-            return first
+    def filled(x: Tensor, value: Any, **options: Any) -> Tensor:
+        return torch.ones_like(x, **options) * value if isinstance(value, Tensor) else full_like(x, value, **options)
 
-        return choose
-
-    names = inspect.unwrap(kind.step).__globals__
-    dtype, compiling = torch.get_default_dtype(), torch.compiler._is_compiling_flag
-    with ExitStack() as stack:
-        for name, better in (("min", torch.minimum), ("max", torch.maximum)):
-            if name not in names:
-                names[name] = chosen(better, getattr(builtins, name))
-                stack.callback(names.pop, name)
-        full_like = torch.full_like
-        stack.callback(setattr, torch, "full_like", full_like)
-        torch.full_like = lambda x, value, **options: (
-            torch.ones_like(x, **options) * value if isinstance(value, Tensor) else full_like(x, value, **options)
-        )
-        stack.callback(torch.set_default_dtype, dtype)
-        torch.set_default_dtype(torch.float64)
-        stack.callback(setattr, torch.compiler, "_is_compiling_flag", compiling)
-        torch.compiler._is_compiling_flag = True
-        stack.enter_context(_Numbers())
-        yield
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Numbers(), in_place_of(
+            (builtins, "min", _chosen(torch.minimum, min)), (builtins, "max", _chosen(torch.maximum, max)),
+            (torch, "full_like", filled), (torch.compiler, "_is_compiling_flag", True),
+        ):  # fmt: skip
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 def _read_late(function: ir.Function, start: int, keys: tuple[str, ...]) -> set[str]:
@@ -302,71 +270,57 @@ class _Graph:
     """A graph of updates in the making."""
 
     def __init__(self, groups: int) -> None:
-        self.rates = _value(LEARNING_RATE, ir.DataType.DOUBLE, (groups,))
-        self.step = _value(STEP, ir.DataType.DOUBLE, ())
-        self.scale = _value(GRADIENT_SCALE, ir.DataType.FLOAT, ())
-        self.inputs = [self.rates, self.step, self.scale]
+        rates = value_of(LEARNING_RATE, "float64", (groups,))
+        self.numbers = (value_of(STEP, "float64"), value_of(GRADIENT_SCALE, "float32"))
+        self.inputs = [rates, *self.numbers]
         self.outputs: list[ir.Value] = []
         self.nodes: list[ir.Node] = []
-        self.functions: dict[Any, ir.Function] = {}
-        self._rates: dict[int, ir.Value] = {}
-
-    def rate(self, group: int) -> ir.Value:
-        """Return the learning rate of a group."""
-        if group not in self._rates:
+        self.rates: list[ir.Value] = []
+        for group in range(groups):
             place = ir.node("Constant", [], {"value_ints": [group]})
-            node = ir.node("GatherND", [self.rates, place.outputs[0]])
-            node.outputs[0].name = f"{LEARNING_RATE}.{group}"
-            self.nodes += [place, node]
-            self._rates[group] = node.outputs[0]
-        return self._rates[group]
+            rate = ir.node("GatherND", [rates, place.outputs[0]])
+            rate.outputs[0].name = f"{LEARNING_RATE}.{group}"
+            self.nodes += [place, rate]
+            self.rates += rate.outputs
+        self.functions: dict[Any, ir.Function] = {}
 
-    def update(self, name: str, parameter: Tensor, function: _Function, group: int, *, first: bool) -> None:
-        """Add the update of a parameter."""
-        if parameter.dtype != torch.float32:
-            kind = str(parameter.dtype).removeprefix("torch.")
-            raise ExportError(f"the parameter {name} is of {kind}: exported models train in float32 (model.float())")
-        called = function.first if first and function.first else function.later
-        self.functions[called.identifier()] = called
-        value = _value(name, ir.DataType.FLOAT, parameter.shape)
-        gradient = _value(name + GRADIENT, ir.DataType.FLOAT, parameter.shape)
-        shapes = {key: _shape(state, parameter) for key, state in function.states.items()}
-        kinds = {
-            key: ir.DataType.DOUBLE if state.dtype == torch.float64 else ir.DataType.FLOAT
-            for key, state in function.states.items()
-        }
-        held = (
-            []
-            if called is function.first
-            else [_value(f"{name}.{key}", kinds[key], shape) for key, shape in shapes.items()]
-        )
-        self.inputs += [value, gradient, *held]
+    def update(
+        self, own: files.Tensor, group: int, function: ir.Function, states: Iterable[files.Tensor], *,
+        is_new: bool = False,
+    ) -> None:  # fmt: skip
+        """Add the update of a parameter; `is_new`: with nothing remembered yet."""
+        value, gradient = value_of(own.name, own.dtype, own.shape), value_of(own.name + GRADIENT, own.dtype, own.shape)
+        held = [] if is_new else [value_of(state.name, state.dtype, state.shape) for state in states]
         node = ir.node(
-            called.name, [value, gradient, self.rate(group), self.step, self.scale, *held], domain=DOMAIN,
-            num_outputs=1 + len(shapes), name=f"update {name}",
+            function.name, [value, gradient, self.rates[group], *self.numbers, *held], domain=DOMAIN,
+            outputs=[value_of(tensor.name + NEXT, tensor.dtype, tensor.shape) for tensor in (own, *states)],
+            name=f"update {own.name}",
         )  # fmt: skip
-        names = [name, *(f"{name}.{key}" for key in shapes)]
-        types = [ir.DataType.FLOAT, *kinds.values()]
-        for output, key, kind, shape in zip(
-            node.outputs, names, types, (parameter.shape, *shapes.values()), strict=True
-        ):
-            output.name, output.type, output.shape = key + NEXT, ir.TensorType(kind), ir.Shape(shape)
+        self.functions[function.identifier()] = function
+        self.inputs += [value, gradient, *held]
         self.nodes.append(node)
         self.outputs += node.outputs
 
     def finished(self) -> ir.Model:
         """Return the graph."""
-        graph = ir.Graph(
-            self.inputs, self.outputs, nodes=self.nodes, opset_imports={"": OPSET, DOMAIN: 1}, name="update"
-        )
-        return ir.Model(graph, ir_version=IR_VERSION, producer_name="cpt_fx", functions=list(self.functions.values()))
+        return model_of("update", self.inputs, self.outputs, self.nodes, self.functions.values())
 
 
-def _shape(state: Tensor, parameter: Tensor) -> tuple[int, ...]:
-    """Return the sizes of what is remembered of a parameter, where the trace may have left them open."""
-    own = tuple(state.shape)
-    return own if all(isinstance(size, int) for size in own) else tuple(parameter.shape)
+def _dtype(state: Tensor) -> str:
+    return str(state.dtype).removeprefix("torch.")
 
 
-def _value(name: str, kind: ir.DataType, shape: Iterable[int]) -> ir.Value:
-    return ir.Value(name=name, type=ir.TensorType(kind), shape=ir.Shape(shape))
+def value_of(name: str, dtype: str, shape: Iterable[int | str] = ()) -> ir.Value:
+    """Return an input or an output."""
+    kind = ir.TensorType(ir.DataType.from_numpy(np.dtype(dtype)))
+    return ir.Value(name=name, type=kind, shape=ir.Shape(shape))
+
+
+def model_of(
+    name: str, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value], nodes: Iterable[ir.Node],
+    functions: Iterable[ir.Function] = (), held: Sequence[ir.Value] = (),
+) -> ir.Model:  # fmt: skip
+    """Return a graph of our own as a model."""
+    versions = {"": OPSET, DOMAIN: 1} if functions else {"": OPSET}
+    graph = ir.Graph(inputs, outputs, nodes=nodes, initializers=held, opset_imports=versions, name=name)
+    return ir.Model(graph, ir_version=_IR_VERSION, producer_name="cpt_fx", functions=list(functions))

@@ -8,8 +8,8 @@ numbers, so that a difference is of one step. What quantizers do below 32 bits i
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,11 +28,11 @@ from cpt_fx.errors import ExportError
 from cpt_fx.export.manifest import Manifest
 from cpt_fx.export.program import Call, states_of
 from cpt_fx.export.randomness import drawing
+from cpt_fx.export.sizes import tensors_of
 from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.noise import uniform
 from cpt_fx.ops import QUANTIZE_GRADIENT, QUANTIZERS
-from cpt_fx.ort.loops import draw
-from cpt_fx.ort.trainer import Trainer
+from cpt_fx.ort.trainer import Trainer, draw
 from cpt_fx.schedules import Static
 from cpt_fx.standalone import precision_of
 from cpt_fx.trial import trial
@@ -62,40 +62,37 @@ def verify(
     `calls` are batches of several sizes; the optimizer is the one that was exported, and stays as it is.
     """
     trainer = Trainer(folder, Static(FULL_PRECISION), seed=0)
-    reference = _Reference(training, manifest, optimizer)
-    state = precision_of(training)
+    memory, reference = trainer.memory, _Reference(training, manifest, optimizer)
     generator = torch.Generator().manual_seed(1)
     for call in calls:
-        for attempt in range(_ATTEMPTS):
+        for attempt in range(1, _ATTEMPTS + 1):
+            before = trainer.generator.get_state()
             seeds = torch.from_numpy(draw(max(manifest.seeds, 1), trainer.generator.clone_state()))
-            with trial(training), state.at(FULL_PRECISION):
-                loss, gradients, states = reference.step(call, seeds)
-            pending = trainer.generator.get_state()
-            theirs = trainer.backward(*_leaves(call))
-            found = {name: np.array(block.read()) for name, block in trainer.memory.gradients.items()}
-            new = {name: np.array(block.read()) for name, block in trainer.memory.states.items()}
+            loss, gradients, states = reference.step(call, seeds)
+            theirs = trainer.backward(*tensors_of(call))
             try:
-                _check_loss(loss, theirs)
-                _check_gradients(gradients, found, partial(_moved_gradients, reference, training, call, seeds))
-                _check("state", states, new, TOLERANCE)
+                _check("output", {"loss": np.array(loss)}, {"loss": np.array(theirs)}, TOLERANCE, 1.0)
+                largest = max((float(np.abs(value).max(initial=0)) for value in gradients.values()), default=0.0)
+                echo = partial(reference.echo, call, seeds)
+                _check("gradient", gradients, _read(memory.gradients), TOLERANCE, _NEGLIGIBLE * largest, echo)
+                _check("state", states, _read(memory.states), TOLERANCE)
                 break
             except ExportError:
-                if attempt == _ATTEMPTS - 1:
+                if attempt == _ATTEMPTS:
                     raise
-            trainer.memory.swap()
+            memory.swap_states()
             trainer.pending = 0
-            trainer.generator.set_state(pending)
+            trainer.generator.set_state(before)
             call = _moved(call, generator)
-        reference.keep(states)
-        _write(trainer.memory.states, states)
-        _write(trainer.memory.gradients, gradients)
-        reference.update(gradients)
+        reference.states = {name: torch.from_numpy(value.copy()) for name, value in states.items()}
+        parameters, remembered = reference.update(gradients)
+        _write(memory.states, states)
+        _write(memory.gradients, gradients)
         trainer.update()
-        _check("parameter", reference.values(), _read(trainer.memory.parameters), UPDATE_TOLERANCE)
-        remembered = reference.remembered()
-        _check("optimizer state", remembered, _read(trainer.memory.moments), UPDATE_TOLERANCE)
-        _write(trainer.memory.parameters, reference.values())
-        _write(trainer.memory.moments, remembered)
+        _check("parameter", parameters, _read(memory.parameters), UPDATE_TOLERANCE)
+        _check("optimizer state", remembered, _read(memory.moments), UPDATE_TOLERANCE)
+        _write(memory.parameters, parameters)
+        _write(memory.moments, remembered)
 
 
 class _Reference:
@@ -103,89 +100,69 @@ class _Reference:
 
     def __init__(self, graph: fx.GraphModule, manifest: Manifest, optimizer: torch.optim.Optimizer) -> None:
         self.graph, self.manifest = graph, manifest
-        named = dict(graph.named_parameters(remove_duplicate=False))
-        self.parameters = {
-            item.tensor.name: nn.Parameter(named[item.tensor.name].detach().clone()) for item in manifest.parameters
-        }
-        self.trained = [item.tensor.name for item in manifest.parameters if item.trainable]
-        self.states = {name: value.detach().clone() for name, value in states_of(graph).items()}
-        own = {id(named[name]): value for name, value in self.parameters.items()}
-        for item in manifest.parameters:
-            for name in item.also:
-                own[id(named[name])] = self.parameters[item.tensor.name]
-        self.optimizer = copy.copy(optimizer)
-        self.optimizer.param_groups = [
-            {**group, "params": [own[id(p)] for p in group["params"] if id(p) in own]}
-            for group in optimizer.param_groups
-        ]
-        self.optimizer.state = defaultdict(
-            dict, {own[id(p)]: copy.deepcopy(held) for p, held in optimizer.state.items() if id(p) in own}
-        )
+        named, buffers = dict(graph.named_parameters(remove_duplicate=False)), states_of(graph)
+        held = [item.name for item in manifest.parameters]
+        self.parameters = {name: nn.Parameter(named[name].detach().clone()) for name in held}
+        self.states = {item.name: buffers[item.name].detach().clone() for item in manifest.states}
+        # A copy that holds these instead of the model's.
+        self.optimizer = copy.deepcopy(optimizer, {id(named[name]): self.parameters[name] for name in held})
 
     def step(
-        self, call: Call, seeds: Tensor, parameters: Mapping[str, Tensor] | None = None
+        self, call: Call, seeds: Tensor, others: Mapping[str, nn.Parameter] | None = None
     ) -> tuple[float, Values, Values]:
-        """Return loss, gradients and the new state of one step."""
-        used = dict(self.parameters if parameters is None else parameters)
+        """Return loss, gradients and the new state of one step, with these parameters or with others."""
+        parameters = self.parameters if others is None else others
+        assert call.loss is not None
+        trained = [item.name for item in self.manifest.parameters if item.trainable]
         states = {name: value.clone() for name, value in self.states.items()}
-        with torch.enable_grad(), _Counted(seeds):
-            outputs = functional_call(self.graph, {**used, **states}, call.args, call.kwargs)
-            assert call.loss is not None
+        with trial(self.graph), precision_of(self.graph).at(FULL_PRECISION), torch.enable_grad(), _drawing(seeds):
+            outputs = functional_call(self.graph, {**parameters, **states}, call.args, call.kwargs)
             loss = call.loss(outputs, *call.targets)
-            found = torch.autograd.grad(loss, [used[name] for name in self.trained], allow_unused=True)
-        gradients = {
-            name: (torch.zeros_like(used[name]) if gradient is None else gradient).detach().cpu().numpy()
-            for name, gradient in zip(self.trained, found, strict=True)
+            leaves = [parameters[name] for name in trained]
+            found = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+        return float(loss.detach()), _arrays(dict(zip(trained, found, strict=True))), _arrays(states)
+
+    def echo(self, call: Call, seeds: Tensor) -> Values:
+        """Return gradients with every parameter changed by about a rounding."""
+        generator = torch.Generator()
+        moved = {
+            name: nn.Parameter(p.detach() * (1 + _ROUNDING * torch.randn(p.shape, generator=generator)))
+            for name, p in self.parameters.items()
         }
-        changed = {state.tensor.name for state in self.manifest.states}
-        return float(loss.detach()), gradients, {k: v.detach().cpu().numpy() for k, v in states.items() if k in changed}
+        return self.step(call, seeds, moved)[1]
 
-    def keep(self, states: Values) -> None:
-        """Go on from a new state."""
-        self.states |= {name: torch.from_numpy(value.copy()) for name, value in states.items()}
-
-    def update(self, gradients: Values) -> None:
-        """Do an update by given gradients."""
+    def update(self, gradients: Values) -> tuple[Values, Values]:
+        """Do an update by given gradients; return the parameters, and what the optimizer remembers."""
         for name, gradient in gradients.items():
             self.parameters[name].grad = torch.from_numpy(gradient.copy())
         type(self.optimizer).step(self.optimizer)
-
-    def values(self) -> Values:
-        """Return the parameters."""
-        return {name: value.detach().numpy().copy() for name, value in self.parameters.items()}
-
-    def remembered(self) -> Values:
-        """Return what the optimizer remembers, by the names of the manifest."""
-        found = {}
-        for state in self.manifest.optimizer.remembered:
-            name, _, key = state.tensor.name.rpartition(".")
+        remembered = {}
+        for tensor in self.manifest.optimizer.remembered:
+            name, _, key = tensor.name.rpartition(".")
             value = self.optimizer.state[self.parameters[name]][key]
-            found[state.tensor.name] = value.detach().numpy().astype(state.tensor.dtype)
-        return found
+            remembered[tensor.name] = value.detach().numpy().astype(tensor.dtype)
+        return _arrays(self.parameters), remembered
 
 
-class _Counted(TorchFunctionMode):
-    """Lets a model in PyTorch draw what its exported graph draws: quantizers that round at random count, too."""
+@contextmanager
+def _drawing(seeds: Tensor) -> Iterator[None]:
+    """Let a model in PyTorch draw what its exported graph draws."""
+    left = iter(seeds)
+    with Drawn(drawing(lambda like: uniform(next(left), like))), _Skipping(left):
+        yield
 
-    def __init__(self, seeds: Tensor) -> None:
+
+class _Skipping(TorchFunctionMode):
+    """Skips the seeds of quantizers that round at random: at 32 bits they pass everything on, but they count."""
+
+    def __init__(self, seeds: Iterator[Tensor]) -> None:
         super().__init__()
-        self.seeds = iter(seeds)
-        self.dispatch = Drawn(drawing(lambda like: uniform(next(self.seeds), like)))
-
-    def __enter__(self) -> Any:
-        """Stand between the model and both of torch's dispatchers."""
-        self.dispatch.__enter__()  # type: ignore[no-untyped-call]
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *error: Any) -> None:
-        """Leave."""
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self.dispatch.__exit__(*error)  # type: ignore[no-untyped-call]
+        self.seeds = seeds
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Skip the seed of a quantizer, which passes everything on at 32 bits."""
+        """Run one function."""
         kwargs = kwargs or {}
         if func in QUANTIZERS and func is not QUANTIZE_GRADIENT and kwargs.get("rounding") == "stochastic":
             next(self.seeds)
@@ -204,62 +181,38 @@ class Drawn(TorchDispatchMode):
         return self.table.get(func, func)(*args, **(kwargs or {}))
 
 
-def _leaves(call: Call) -> list[Tensor]:
-    found = [leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
-    return [*found, *call.targets]
+def _check(
+    kind: str, ours: Values, theirs: Values, tolerance: float, least: float = 1e-6,
+    echo: Callable[[], Values] | None = None,
+) -> None:  # fmt: skip
+    """Refuse what differs by more than a tolerance of the largest element, or of `least`.
 
-
-def _check_loss(ours: float, theirs: float) -> None:
-    if not np.isclose(theirs, ours, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True):
+    `echo` computes the same in PyTorch with parameters that are changed by a rounding.
+    """
+    differences = _differences(ours, theirs, least)
+    wrong = [name for name, difference in differences.items() if not difference <= tolerance]
+    if wrong and echo is not None:
+        sensitive = _differences(ours, echo(), least)
+        wrong = [name for name in wrong if not differences[name] <= min(_ECHO * sensitive[name], _MOST)]
+    if wrong:
         raise ExportError(
-            f"the exported model does not compute what the model does: loss {theirs}, and {ours} in PyTorch"
+            f"ONNX Runtime computes another {kind} {wrong[0]!r} than PyTorch (they differ by "
+            f"{differences[wrong[0]]:.2%} of its largest element)"
         )
 
 
-def _check_gradients(ours: Values, theirs: Values, moved: Any) -> None:
-    differences = _differences(ours, theirs)
-    suspects = [name for name, difference in differences.items() if not difference <= TOLERANCE]
-    if not suspects:
-        return
-    sensitive = _differences(ours, moved())
-    for name in suspects:
-        if np.isfinite(ours[name]).all() and not differences[name] <= min(_ECHO * sensitive[name], _MOST):
-            raise ExportError(
-                f"ONNX Runtime computes another gradient for {name!r} than PyTorch (they differ by "
-                f"{differences[name]:.1%} of its largest element)"
-            )
+def _differences(ours: Values, theirs: Values, least: float) -> dict[str, float]:
+    """Return how far values are apart, relative to the largest element of each; integers have to be equal.
 
-
-def _check(kind: str, ours: Values, theirs: Values, tolerance: float) -> None:
+    Where PyTorch has no number, nothing is compared.
+    """
+    found = {}
     for name, value in ours.items():
-        if value.dtype.kind != "f":
-            same = np.array_equal(value, theirs[name])
-        else:
-            scale = max(float(np.abs(value).max(initial=0.0)), 1e-6)
-            same = np.allclose(theirs[name], value, rtol=0, atol=tolerance * scale, equal_nan=True)
-        if not same:
-            raise ExportError(f"ONNX Runtime computes another {kind} {name!r} than PyTorch")
-
-
-def _differences(ours: Values, theirs: Values) -> dict[str, float]:
-    """Return how far gradients are apart, relative to the largest element of each."""
-    scales = {name: float(np.abs(value).max(initial=0.0)) for name, value in ours.items()}
-    least = _NEGLIGIBLE * max(scales.values(), default=0.0)
-    return {
-        name: float(np.abs(theirs[name] - value).max(initial=0.0)) / max(scales[name], least, 1e-30)
-        for name, value in ours.items()
-    }
-
-
-def _moved_gradients(reference: _Reference, graph: fx.GraphModule, call: Call, seeds: Tensor) -> Values:
-    """Return gradients with every parameter changed by about a rounding."""
-    generator = torch.Generator()
-    moved = {
-        name: nn.Parameter(p.detach() * (1 + _ROUNDING * torch.randn(p.shape, generator=generator)))
-        for name, p in reference.parameters.items()
-    }
-    with trial(graph), precision_of(graph).at(FULL_PRECISION):
-        return reference.step(call, seeds, moved)[1]
+        numbers = np.isfinite(value)
+        mine, other = value[numbers].astype(np.float64), theirs[name][numbers].astype(np.float64)
+        scale = max(float(np.abs(mine).max(initial=0)), least, 1e-30) if value.dtype.kind == "f" else 1.0
+        found[name] = float(np.abs(other - mine).max(initial=0)) / scale
+    return found
 
 
 def _moved(call: Call, generator: torch.Generator) -> Call:
@@ -275,11 +228,14 @@ def _moved(call: Call, generator: torch.Generator) -> Call:
     return replace(call, args=args, kwargs=kwargs)
 
 
+def _arrays(tensors: Mapping[str, Tensor]) -> Values:
+    return {name: tensor.detach().numpy().copy() for name, tensor in tensors.items()}
+
+
 def _read(blocks: Mapping[str, Any]) -> Values:
     return {name: np.array(block.read()) for name, block in blocks.items()}
 
 
 def _write(blocks: Mapping[str, Any], values: Values) -> None:
     for name, value in values.items():
-        if name in blocks:
-            blocks[name].write(value)
+        blocks[name].write(value)

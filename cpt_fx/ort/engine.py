@@ -1,48 +1,26 @@
-"""Sessions of ONNX Runtime: made quietly, on a device, with what they take and give by name."""
+"""A graph in a session of ONNX Runtime: made quietly, on a device, and run on memory that is bound to it by name."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from cpt_fx.errors import ExportError
 from cpt_fx.export.cuda import check_session, session_providers
-from cpt_fx.export.manifest import Tensor
 
+if TYPE_CHECKING:
+    from cpt_fx.ort.memory import Block
+
+Array = NDArray[Any]
 CPU = "cpu"
 _ERRORS, _FATAL = 3, 4
-_DTYPES = {
-    "tensor(float)": "float32", "tensor(double)": "float64", "tensor(float16)": "float16", "tensor(bool)": "bool",
-    "tensor(int64)": "int64", "tensor(int32)": "int32", "tensor(uint8)": "uint8", "tensor(int8)": "int8",
-}  # fmt: skip
-
-
-class Slot(NamedTuple):
-    """What a graph takes or gives under a name."""
-
-    dtype: str
-    shape: tuple[int | None, ...]
-
-    def zeros(self) -> NDArray[Any]:
-        """Return zeros for it: dims that vary are 1 long."""
-        return np.zeros([1 if size is None else size for size in self.shape], self.dtype)
-
-    def takes(self, other: Slot) -> bool:
-        """Whether all that fits into another slot fits into this one."""
-        return (self.dtype, len(self.shape)) == (other.dtype, len(other.shape)) and all(
-            size in (None, given) for size, given in zip(self.shape, other.shape, strict=True)
-        )
-
-    def __str__(self) -> str:
-        """Type and sizes."""
-        return f"{self.dtype} ({', '.join('any' if size is None else str(size) for size in self.shape)})"
 
 
 class Engine:
-    """One graph in a session, and memory that is bound to it by name."""
+    """One graph in a session."""
 
     def __init__(self, path: Path, device: str, threads: int | None) -> None:
         import onnxruntime
@@ -58,39 +36,37 @@ class Engine:
         try:
             self._session = onnxruntime.InferenceSession(str(path), options, providers=providers)
         except Exception as error:
-            raise ExportError(f"ONNX Runtime does not load {path}: {said(error)}") from error
+            said = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise ExportError(f"ONNX Runtime does not load {path}: {said}") from error
         check_session(self._session, device)
-        self.path, self.device = path, device
-        self.inputs = {value.name: _slot(value) for value in self._session.get_inputs()}
-        self.outputs = {value.name: _slot(value) for value in self._session.get_outputs()}
+        self.device = device
+        self.inputs = [value.name for value in self._session.get_inputs()]
+        self.outputs = [value.name for value in self._session.get_outputs()]
         self._run_options = onnxruntime.RunOptions()
+        # What it complains of comes as an exception, not on the terminal too.
         self._run_options.log_severity_level = _FATAL
 
-    def bindings(self) -> Any:
-        """Return an empty set of bindings."""
-        return self._session.io_binding()
+    def run(
+        self, given: Mapping[str, Array], held: Mapping[str, Block], targets: Mapping[str, Block]
+    ) -> dict[str, Array]:
+        """Run on arrays, and on blocks of memory, where they lie. Outputs that have no block are returned.
 
-    def run(self, bindings: Any) -> None:
-        """Run the graph. What it complains of comes as an exception, not on the terminal too."""
+        All is bound anew: what lies on another device than the node that reads it is copied when it is bound, and what
+        a run leaves in an output of its own would be the memory of the next one, whose batch may be larger.
+        """
+        bindings = self._session.io_binding()
+        for name in self.inputs:
+            if name in held:
+                bindings.bind_ortvalue_input(name, held[name].ort)
+            else:
+                bindings.bind_cpu_input(name, given[name])
+        for name in self.outputs:
+            if name in targets:
+                bindings.bind_ortvalue_output(name, targets[name].ort)
+            else:
+                bindings.bind_output(name, CPU)
         self._session.run_with_iobinding(bindings, self._run_options)
         if self.device != CPU:
             bindings.synchronize_outputs()
-
-
-def said(error: Exception) -> str:
-    """Return the first line of what ONNX Runtime complains of."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
-def slot_of(tensor: Tensor) -> Slot:
-    """Return what a manifest says of a tensor."""
-    return Slot(tensor.dtype, tuple(None if isinstance(size, str) else size for size in tensor.shape))
-
-
-def _slot(value: Any) -> Slot:
-    shape = tuple(size if isinstance(size, int) else None for size in value.shape)
-    dtype = _DTYPES.get(value.type)
-    if dtype is None:
-        raise ExportError(f"{value.name} is of {value.type}, which the Trainer does not handle")
-    return Slot(str(np.dtype(dtype)), shape)
+        made = zip(self.outputs, bindings.get_outputs(), strict=True)
+        return {name: value.numpy() for name, value in made if name not in targets}

@@ -6,17 +6,16 @@ labels and words that are out of range it counts from the end, or reads foreign 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import onnx
+import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
-from onnx import numpy_helper
 
-from cpt_fx.errors import nearest
 from cpt_fx.export.manifest import Manifest, Tensor
 
 Array = NDArray[Any]
@@ -29,28 +28,38 @@ _MOVES = {
 
 def arrays_of(manifest: Manifest, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Array]:
     """Return arrays by the names of the graph's inputs: the model's inputs first, then the targets."""
-    expected = {tensor.name: tensor for tensor in (*manifest.inputs, *manifest.targets)}
-    given = _named(tuple(expected), args, kwargs)
-    arrays = {name: _array(expected[name], given[name]) for name in expected}
-    _check_sizes(expected, arrays)
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    signature = inspect.Signature([inspect.Parameter(tensor.name, kind) for tensor in manifest.taken])
+    try:
+        given = signature.bind(*args, **kwargs).arguments
+    except TypeError as error:
+        raise TypeError(f"{error}; this model takes {', '.join(signature.parameters)}") from None
+    arrays = {tensor.name: _array(tensor, given[tensor.name]) for tensor in manifest.taken}
+    found: dict[str, tuple[str, int]] = {}
+    for name, size, length in _named_sizes(manifest, arrays):
+        first, other = found.setdefault(size, (name, length))
+        if other != length:
+            raise ValueError(f"{size} must be one size: {first} has {other}, {name} has {length}")
     return arrays
 
 
-def _named(expected: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    listed = ", ".join(expected)
-    if len(args) > len(expected):
-        raise TypeError(f"{len(args)} arguments were passed, this model takes {len(expected)}: {listed}")
-    given = dict(zip(expected, args, strict=False))
-    for name, value in kwargs.items():
-        if name not in expected:
-            raise TypeError(f"there is no input {name!r}; this model takes {listed}.{nearest(name, expected)}")
-        if name in given:
-            raise TypeError(f"{name} was passed twice, by place and by name")
-        given[name] = value
-    missing = [name for name in expected if name not in given]
-    if missing:
-        raise TypeError(f"{', '.join(missing)} is missing; this model takes {listed}")
-    return given
+def check_least(manifest: Manifest, arrays: Mapping[str, Array]) -> None:
+    """Refuse sizes that the model itself does not train with."""
+    for name, size, length in _named_sizes(manifest, arrays):
+        least = manifest.least.get(size, 0)
+        if length < least:
+            raise ValueError(
+                f"{name} holds a {size} of {length}; the model trains with {least} or more, as batch normalization "
+                "does: leave out what is left of an epoch (DataLoader(drop_last=True))"
+            )
+
+
+def _named_sizes(manifest: Manifest, arrays: Mapping[str, Array]) -> Iterator[tuple[str, str, int]]:
+    """Give all sizes that vary: the input, what the size is called, and how long it is."""
+    for tensor in manifest.taken:
+        for size, length in zip(tensor.shape, arrays[tensor.name].shape, strict=True):
+            if isinstance(size, str):
+                yield tensor.name, size, length
 
 
 def _array(expected: Tensor, value: Any) -> Array:
@@ -94,28 +103,6 @@ def _converted(expected: Tensor, array: Array) -> Array:
     raise TypeError(f"{expected.name} must be of {wanted}, got {array.dtype}")
 
 
-def _check_sizes(expected: Mapping[str, Tensor], arrays: Mapping[str, Array]) -> None:
-    """Refuse sizes that differ where the graph has one name for them."""
-    found: dict[str, tuple[str, int]] = {}
-    for name, tensor in expected.items():
-        for size, given in zip(tensor.shape, arrays[name].shape, strict=True):
-            if isinstance(size, str) and found.setdefault(size, (name, given))[1] != given:
-                first, other = found[size]
-                raise ValueError(f"{size} must be one size: {first} has {other}, {name} has {given}")
-
-
-def check_least(manifest: Manifest, arrays: Mapping[str, Array]) -> None:
-    """Refuse sizes that the model itself does not train with."""
-    for tensor in (*manifest.inputs, *manifest.targets):
-        for size, given in zip(tensor.shape, arrays[tensor.name].shape, strict=True):
-            least = manifest.least.get(size, 0) if isinstance(size, str) else 0
-            if given < least:
-                raise ValueError(
-                    f"{tensor.name} holds a {size} of {given}; the model trains with {least} or more, as batch "
-                    "normalization does: leave out what is left of an epoch (DataLoader(drop_last=True))"
-                )
-
-
 def _shown(shape: tuple[int | str, ...]) -> str:
     return f"({', '.join(map(str, shape))}{',' if len(shape) == 1 else ''})"
 
@@ -131,75 +118,58 @@ class Range(NamedTuple):
         return Range(min(self.size, other.size), self.ignored if self.ignored == other.ignored else None)
 
 
-class _Graph:
-    """A graph, to be walked from values back to inputs."""
-
-    def __init__(self, path: Path) -> None:
-        graph = onnx.load(str(path), load_external_data=False).graph
-        self.nodes = list(graph.node)
-        self.makers = {output: node for node in self.nodes for output in node.output}
-        self.constants = {tensor.name: tensor for tensor in graph.initializer}
-        self.shapes: dict[str, list[int]] = {}
-        for value in (*graph.value_info, *graph.input, *graph.output):
-            self.shapes[value.name] = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
-
-    def source(self, value: str, inputs: set[str]) -> tuple[str, int | None]:
-        """Return the input that a value's numbers come from, or nothing, and the number that is left out on the way."""
-        ignored = None
-        while value not in inputs:
-            node = self.makers.get(value)
-            if node is not None and node.op_type in _MOVES:
-                value = node.input[0]
-            elif node is not None and node.op_type == "Where":
-                condition = self.makers.get(node.input[0])
-                if condition is None or condition.op_type != "Equal" or condition.input[0] != node.input[2]:
-                    return "", None
-                ignored = self.constant(condition.input[1])
-                value = node.input[2]
-            else:
-                return "", None
-        return value, ignored
-
-    def constant(self, name: str) -> int | None:
-        """Return a constant number."""
-        node = self.makers.get(name)
-        tensor = self.constants.get(name)
-        if node is not None and node.op_type == "Constant":
-            tensor = next((attribute.t for attribute in node.attribute if attribute.name == "value"), None)
-        array = None if tensor is None else numpy_helper.to_array(tensor)
-        return int(array.item()) if array is not None and array.size == 1 else None
-
-
 def ranges_of(path: Path, inputs: Iterable[str]) -> dict[str, Range]:
     """Look for operators that choose by an index, and return what the inputs may hold that are such."""
-    graph, names = _Graph(path), set(inputs)
+    names = set(inputs)
     found: dict[str, Range] = {}
-    for node in graph.nodes:
+    for node in ir.load(path).graph:
         axis = _axis_of(node)
-        sizes = graph.shapes.get(node.input[0], []) if axis is not None else []
-        if axis is None or not sizes or not sizes[axis]:
+        sizes = node.inputs[0].shape if axis is not None and node.inputs[0] is not None else None
+        size = sizes[axis] if axis is not None and sizes is not None else None
+        if not isinstance(size, int):
             continue
-        name, ignored = graph.source(node.input[1], names)
+        name, ignored = _source(node.inputs[1], names)
         if name:
-            attribute = next((item.i for item in node.attribute if item.name == "ignore_index"), ignored)
-            range = Range(sizes[axis], attribute)
+            range = Range(size, node.attributes.get_int("ignore_index", ignored))
             found[name] = range.both(found[name]) if name in found else range
     return found
 
 
-def _axis_of(node: onnx.NodeProto) -> int | None:
+def _axis_of(node: ir.Node) -> int | None:
     """Return the axis of its first input that a node's second one chooses from; None for all other nodes.
 
     Where a user's code indexes a tensor, negative numbers count from the end in torch, too: that is not looked at.
     """
-    if node.domain:
-        return None
     if node.op_type in _LOSSES:
         return 1
     if node.op_type == "GatherElements":
-        return next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
+        return node.attributes.get_int("axis", 0)
     # The exporter names nodes after the operators of torch.
-    return 0 if node.op_type == "Gather" and node.name.startswith("node_embedding") else None
+    return 0 if node.op_type == "Gather" and str(node.name).startswith("node_embedding") else None
+
+
+def _source(value: ir.Value | None, inputs: set[str]) -> tuple[str, int | None]:
+    """Return the input that a value's numbers come from, or nothing, and the number that is left out on the way."""
+    ignored = None
+    while value is not None and value.name not in inputs:
+        node = value.producer()
+        if node is not None and node.op_type in _MOVES:
+            value = node.inputs[0]
+        elif node is not None and node.op_type == "Where":
+            condition, _, value = node.inputs
+            test = condition.producer() if condition is not None else None
+            if test is None or test.op_type != "Equal" or test.inputs[0] is not value:
+                return "", None
+            ignored = _number(test.inputs[1])
+        else:
+            return "", None
+    return ("", None) if value is None else (str(value.name), ignored)
+
+
+def _number(value: ir.Value | None) -> int | None:
+    """Return a constant number."""
+    tensor = ir.convenience.get_const_tensor(value) if value is not None else None
+    return int(tensor.numpy().item()) if tensor is not None and tensor.size == 1 else None
 
 
 def check_ranges(ranges: Mapping[str, Range], arrays: Mapping[str, Array]) -> None:

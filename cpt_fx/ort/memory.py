@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
 
-from cpt_fx.errors import ExportError
-from cpt_fx.export.manifest import VALUES, Manifest
+from cpt_fx.export.manifest import VALUES, Manifest, State
 from cpt_fx.export.program import GRADIENT, NEXT
 from cpt_fx.ort.engine import CPU
 
@@ -51,77 +51,58 @@ class Block:
             self._host.numpy()[...] = values
 
 
+Blocks = dict[str, Block]
+
+
 class Memory:
     """Everything that lasts from step to step.
 
-    Running state has two places, which swap after each step: a graph may read the old value after it has written the
-    new one, and a step that fails leaves the old one as it was.
+    What swaps has two places, which take turns: a graph may read the old value after it has written the new one, and a
+    step that fails leaves the old one as it was.
     """
 
     def __init__(self, manifest: Manifest, directory: Path, device: str) -> None:
         values = initial_values(manifest, directory / VALUES)
 
-        def blocks(names: Iterable[str]) -> dict[str, Block]:
+        def blocks(names: Iterable[str]) -> Blocks:
             return {name: Block(values[name], device) for name in names}
 
-        remembered = manifest.optimizer.remembered
-        self.parameters = blocks(parameter.tensor.name for parameter in manifest.parameters)
-        trained = [parameter.tensor.name for parameter in manifest.parameters if parameter.trainable]
+        def turning(states: Iterable[State]) -> tuple[Blocks, Blocks]:
+            once = blocks(state.name for state in states if not state.swaps)
+            first, second = (blocks(state.name for state in states if state.swaps) for _ in range(2))
+            return once | first, once | second
+
+        self.parameters = blocks(parameter.name for parameter in manifest.parameters)
+        trained = [parameter.name for parameter in manifest.parameters if parameter.trainable]
         self.gradients = {name: Block(np.zeros_like(values[name]), device) for name in trained}
-        self._states = tuple(blocks(state.tensor.name for state in manifest.states) for _ in range(2))
-        once = blocks(state.tensor.name for state in remembered if not state.swaps)
-        swapping = [blocks(state.tensor.name for state in remembered if state.swaps) for _ in range(2)]
-        self._moments = tuple(once | both for both in swapping)
-        self.side = self.update_side = 0
-        """Which of the two places holds the running state now, and what the optimizer remembers."""
+        self.states, self._next_states = turning(manifest.states)
+        """The running state as it is now, and where a step writes it."""
+        self.moments, self._next_moments = turning(manifest.optimizer.remembered)
+        """What the optimizer remembers, likewise."""
 
-    @property
-    def moments(self) -> dict[str, Block]:
-        """What the optimizer remembers, as it is now."""
-        return self._moments[self.update_side]
-
-    @property
-    def states(self) -> dict[str, Block]:
-        """The running state as it is now."""
-        return self._states[self.side]
-
-    def swap(self) -> None:
+    def swap_states(self) -> None:
         """Make what the last step wrote the running state."""
-        self.side = 1 - self.side
+        self.states, self._next_states = self._next_states, self.states
 
-    def places(self, side: int, update_side: int) -> dict[str, Block]:
-        """Return all blocks by the names that graphs have for them, on given sides."""
-        gradients = {name + GRADIENT: block for name, block in self.gradients.items()}
-        return self.parameters | gradients | self._moments[update_side] | self._states[side]
+    def swap_moments(self) -> None:
+        """Make what the last update wrote what the optimizer remembers."""
+        self.moments, self._next_moments = self._next_moments, self.moments
 
-    def targets(self, side: int, update_side: int) -> dict[str, Block]:
-        """Return the blocks that take new values, by the names of the outputs."""
+    def held(self) -> Blocks:
+        """Return what there is now, by the names of inputs."""
         gradients = {name + GRADIENT: block for name, block in self.gradients.items()}
-        kept = self.parameters | gradients | self._moments[1 - update_side] | self._states[1 - side]
-        return {name + NEXT: block for name, block in kept.items()}
+        return self.parameters | gradients | self.moments | self.states
+
+    def targets(self) -> Blocks:
+        """Return the blocks that take new values, by the names of outputs."""
+        return {name + NEXT: block for name, block in (self.held() | self._next_moments | self._next_states).items()}
 
 
 def initial_values(manifest: Manifest, path: Path) -> dict[str, Array]:
     """Read the values that a training starts with; what an optimizer remembers, and has none, starts with zeros."""
-    import onnx_ir as ir
-
-    try:
-        held = ir.load(path).graph.initializers
-        read = {name: np.array(one.const_value.numpy()) for name, one in held.items() if one.const_value is not None}
-    except Exception as error:  # of whatever reads it: protobuf, numpy, the file system
-        raise ExportError(f"{path} and its data cannot be read ({error}): export again") from error
-    values: dict[str, Array] = {}
-    remembered = [state.tensor for state in manifest.optimizer.remembered]
-    optional = {tensor.name for tensor in remembered}
-    for tensor in (*manifest.held, *remembered):
-        if tensor.name not in read and tensor.name not in optional:
-            raise ExportError(f"{path} has no value for {tensor.name}: export again")
-        sizes = tuple(size for size in tensor.shape if isinstance(size, int))
-        value = read.get(tensor.name, np.zeros(sizes, tensor.dtype))
-        if value.shape != tensor.shape or str(value.dtype) != tensor.dtype:
-            raise ExportError(
-                f"{path} has {tensor.name} of {value.dtype} {value.shape}, the manifest says {tensor.dtype} "
-                f"{tensor.shape}: export again"
-            )
-        values[tensor.name] = value
+    held = ir.load(path).graph.initializers
+    values = {name: np.array(one.const_value.numpy()) for name, one in held.items() if one.const_value is not None}
+    for tensor in manifest.optimizer.remembered:
+        if tensor.name not in values:
+            values[tensor.name] = np.zeros([int(size) for size in tensor.shape], tensor.dtype)
     return values

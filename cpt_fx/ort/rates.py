@@ -29,50 +29,40 @@ class _Group(dict[str, Any]):
 class OptimizerView(torch.optim.Optimizer):
     """What torch's learning-rate schedulers see of a `Trainer`'s optimizer: a learning rate for each group."""
 
-    def __init__(self, rates: Sequence[float]) -> None:
+    def __init__(self, rates: Sequence[float], wanted: Rate | RateFunction | None) -> None:
         groups = [_Group(params=[torch.nn.Parameter(torch.zeros(()))], lr=rate) for rate in rates]
         # Those that cycle the momentum want to see one.
         super().__init__(groups, {"lr": 0.0, "momentum": 0.0})
+        self._function = wanted if callable(wanted) else None
+        if wanted is not None and not callable(wanted):
+            self.write_rates(wanted)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Do nothing but count, as schedulers want it: the update runs in ONNX Runtime."""
 
-
-class Rates:
-    """The learning rate of each group."""
-
-    def __init__(self, rates: Sequence[float], function: Rate | RateFunction | None) -> None:
-        self.view = OptimizerView(rates)
-        self._function: RateFunction | None = None
-        if callable(function):
-            self._function = function
-        elif function is not None:
-            self.set(function)
-
-    def get(self) -> list[float]:
+    def rates(self) -> list[float]:
         """Return the learning rates as they were set last."""
-        return [float(group["lr"]) for group in self.view.param_groups]
+        return [float(group["lr"]) for group in self.param_groups]
 
-    def set(self, rate: Rate) -> None:
+    def rates_at(self, update: int) -> NDArray[np.float64]:
+        """Return the learning rates of an update, counted from 0."""
+        if self._function is not None:
+            self.write_rates(self._function(update))
+        return np.array(self.rates(), np.float64)
+
+    def set_rates(self, rate: Rate) -> None:
         """Set one learning rate for all groups, or one for each."""
         if self._function is not None:
             raise ValueError("learning_rate is a function of the update: the Trainer asks it before each update")
-        self.write(rate)
+        self.write_rates(rate)
 
-    def at(self, update: int) -> NDArray[np.float64]:
-        """Return the learning rates of an update, counted from 0."""
-        if self._function is not None:
-            self.write(self._function(update))
-        return np.array(self.get(), np.float64)
-
-    def write(self, rate: Rate) -> None:
+    def write_rates(self, rate: Rate) -> None:
         """Set them, wherever they come from: a user, a function, a file."""
-        groups = self.view.param_groups
-        rates = [rate] * len(groups) if not isinstance(rate, Sequence) else list(rate)
-        if len(rates) != len(groups):
-            raise ValueError(f"{len(rates)} learning rates were given for {len(groups)} parameter groups")
+        rates = list(rate) if isinstance(rate, Sequence) else [rate] * len(self.param_groups)
+        if len(rates) != len(self.param_groups):
+            raise ValueError(f"{len(rates)} learning rates were given for {len(self.param_groups)} parameter groups")
         for value in rates:
             if not np.isfinite(value) or value < 0:
                 raise ValueError(f"a learning rate must be a finite number of at least 0, got {value!r}")
-        for group, value in zip(groups, rates, strict=True):
+        for group, value in zip(self.param_groups, rates, strict=True):
             group["lr"] = float(value)

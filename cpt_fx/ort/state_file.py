@@ -1,15 +1,15 @@
 """One file that holds a training run: what goes into it, how it is written, and what must fit when it comes back.
 
-It has a line that says what it is, a line of JSON, arrays, and a checksum. It is written beside its target and moved
-there when it is complete, so that there is always a whole file, also when the process is killed. Nothing in it is code:
-numbers and JSON only.
+It is a file of numpy's (`.npz`), of arrays and of facts as JSON, and a checksum at its end. It is written beside its
+target and moved there when it is complete, so that there is always a whole file, also when the process is killed.
+Nothing in it is code: numbers and text only.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,17 +19,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cpt_fx.export.directory import digest
+
 if TYPE_CHECKING:
     from cpt_fx.ort.memory import Block
     from cpt_fx.ort.trainer import Trainer
 
 Array = NDArray[Any]
 
-_MAGIC = b"cpt_fx training state, format "
-_VERSION = 1
 _DIGEST = hashlib.sha256().digest_size
-_KINDS = "fiub"
 _GENERATOR = "generator"
+_FACTS = "facts"
+_KNOWN = {
+    "updates", "optimizer_steps", "pending", "learning_rates", "optimizer", "schedule"
+}  # fmt: skip
 
 
 class StateFileError(ValueError):
@@ -42,8 +45,7 @@ def save(trainer: Trainer, path: Path) -> None:
         "updates": trainer.updates,
         "optimizer_steps": trainer.optimizer_steps,
         "pending": trainer.pending,
-        "accumulation": trainer.accumulation,
-        "learning_rates": trainer.rates.get(),
+        "learning_rates": trainer.optimizer_view.rates(),
         "optimizer": trainer.manifest.optimizer.name,
         "schedule": trainer.schedule.state_dict(),
     }
@@ -55,30 +57,36 @@ def save(trainer: Trainer, path: Path) -> None:
 def load(trainer: Trainer, path: Path, *, schedule: bool) -> None:
     """Continue where a file was saved; a file that does not fit changes nothing."""
     facts, arrays = read(path)
-    mine = trainer.manifest.optimizer.name
+    mine, view = trainer.manifest.optimizer.name, trainer.optimizer_view
     if facts["optimizer"] != mine:
         raise StateFileError(f"{path} is of a training with {facts['optimizer']}, this one is with {mine}")
     pending = int(facts["pending"])
-    if pending and facts["accumulation"] != trainer.accumulation:
-        raise StateFileError(
-            f"{path} was saved after {pending} of the {facts['accumulation']} steps of an update, and this trainer has "
-            f"accumulation={trainer.accumulation}: pass accumulation={facts['accumulation']}"
-        )
     rates = facts["learning_rates"]
-    if len(rates) != len(trainer.rates.get()):
-        raise StateFileError(f"{path} has {len(rates)} parameter groups, this training {len(trainer.rates.get())}")
+    if len(rates) != len(view.rates()):
+        raise StateFileError(f"{path} has {len(rates)} parameter groups, this training {len(view.rates())}")
     blocks = _blocks(trainer, pending)
-    _check(path, blocks, arrays)
-    generator = torch.from_numpy(arrays[_GENERATOR].copy())
+    here = {name: _described(block) for name, block in blocks.items()}
+    here[_GENERATOR] = _described(trainer.generator.get_state().numpy())
+    there = {name: _described(array) for name, array in arrays.items()}
+    for name in here | there:
+        if here.get(name) != there.get(name):
+            raise StateFileError(
+                f"{path} is of another model: {name} is {there.get(name, 'not in it')}, and "
+                f"{here.get(name, 'not known')} here"
+            )
     if schedule:
         # The last that may fail: from here on everything fits.
         trainer.schedule.load_state_dict(facts["schedule"])
     for name, block in blocks.items():
         block.write(arrays[name])
-    trainer.generator.set_state(generator)
-    trainer.rates.write(rates)
+    trainer.generator.set_state(torch.from_numpy(arrays[_GENERATOR].copy()))
+    view.write_rates(rates)
     trainer.updates, trainer.pending = int(facts["updates"]), pending
     trainer.optimizer_steps = int(facts["optimizer_steps"])
+
+
+def _described(array: Array | Block) -> str:
+    return f"{array.dtype} {array.shape}"
 
 
 def _blocks(trainer: Trainer, pending: int) -> dict[str, Block]:
@@ -90,39 +98,18 @@ def _blocks(trainer: Trainer, pending: int) -> dict[str, Block]:
     return {f"{kind} {name}": block for kind, blocks in kinds.items() for name, block in blocks.items()}
 
 
-def _check(path: Path, blocks: Mapping[str, Block], arrays: Mapping[str, Array]) -> None:
-    for name, block in blocks.items():
-        if name not in arrays:
-            raise StateFileError(f"{path} is of another model: it holds no {name}")
-        array = arrays[name]
-        if array.shape != block.shape or str(array.dtype) != block.dtype:
-            raise StateFileError(
-                f"{path} is of another model: its {name} is {array.dtype} {array.shape}, here it is {block.dtype} "
-                f"{block.shape}"
-            )
-    extra = [name for name in arrays if name not in blocks and name != _GENERATOR]
-    if extra:
-        raise StateFileError(f"{path} is of another model: it holds {extra[0]}, which is not known here")
-    if _GENERATOR not in arrays or arrays[_GENERATOR].dtype != np.uint8:
-        raise StateFileError(f"{path} holds no state of the random generator")
-
-
 def write(path: Path, facts: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
     """Write facts (what JSON can say) and arrays; what was at the path stays until all is written."""
     path = Path(os.path.realpath(path))
     if not path.parent.is_dir():
         raise FileNotFoundError(f"cannot save to {path}: there is no directory {path.parent}")
-    listed = [[name, str(array.dtype), list(array.shape)] for name, array in arrays.items()]
-    header = json.dumps({"facts": facts, "arrays": listed}).encode()
     # Always the same name: what a killed process left behind is written over by the next one.
     working = path.with_name(f".{path.name}.partial")
     try:
         with working.open("wb") as file:
-            summed = hashlib.sha256()
-            for part in (_MAGIC + str(_VERSION).encode() + b"\n", header + b"\n", *_lazily(arrays)):
-                summed.update(part)
-                file.write(part)
-            file.write(summed.digest())
+            np.savez(file, **arrays, **{_FACTS: np.array(json.dumps(facts))})  # type: ignore[arg-type]
+            file.flush()
+            file.write(bytes.fromhex(digest(working)))
             file.flush()
             os.fsync(file.fileno())
         os.replace(working, path)
@@ -133,36 +120,15 @@ def write(path: Path, facts: Mapping[str, Any], arrays: Mapping[str, Array]) -> 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
     """Return facts and arrays, if every byte is as it was written."""
-    data = memoryview(Path(path).read_bytes())
-    first = bytes(data[: len(_MAGIC) + 20]).partition(b"\n")[0]
-    if not first.startswith(_MAGIC):
-        raise StateFileError(f"{path} was not written by Trainer.save: it begins with {bytes(data[:16])!r}")
-    version = first.removeprefix(_MAGIC).decode(errors="replace")
-    if version != str(_VERSION):
-        raise StateFileError(f"{path} is of format {version}; this cpt_fx reads format {_VERSION}")
-    body, digest = data[:-_DIGEST], bytes(data[-_DIGEST:])
-    if hashlib.sha256(body).digest() != digest:
-        raise StateFileError(f"{path} is damaged or cut short: its checksum does not fit. Load an earlier one")
-    start = len(first) + 1
-    end = bytes(body).index(b"\n", start)
-    arrays: dict[str, Array] = {}
-    place = end + 1
+    data = path.read_bytes()
+    if hashlib.sha256(memoryview(data)[:-_DIGEST]).digest() != data[-_DIGEST:]:
+        raise StateFileError(f"{path} is damaged or cut short, or was not written by Trainer.save of this cpt_fx")
     try:
-        header = json.loads(bytes(body[start:end]))
-        for name, kind, shape in header["arrays"]:
-            dtype = np.dtype(kind)
-            if dtype.kind not in _KINDS:
-                raise ValueError(f"{name} is of the kind {kind}, not of numbers")
-            count = math.prod(shape)
-            arrays[name] = np.frombuffer(body, dtype, count, place).reshape(shape)
-            place += count * dtype.itemsize
-        return dict(header["facts"]), arrays
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-        raise StateFileError(f"{path} has a checksum that fits, but was not written by Trainer.save: {error}") from None
-
-
-def _lazily(arrays: Mapping[str, Array]) -> Any:
-    """Give the bytes of one array after the other: together they may be much."""
-    for name, array in arrays.items():
-        assert array.dtype.kind in _KINDS, name
-        yield array.tobytes()
+        with np.load(io.BytesIO(data)) as held:
+            arrays = {name: held[name] for name in held.files}
+        facts = json.loads(str(arrays.pop(_FACTS)))
+        if not isinstance(facts, dict) or set(facts) != _KNOWN:
+            raise ValueError("it says other things of a run")
+    except Exception as error:  # of whatever reads it: numpy, zipfile, json
+        raise StateFileError(f"{path} was not written by Trainer.save of this cpt_fx: {error}") from error
+    return facts, arrays

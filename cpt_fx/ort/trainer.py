@@ -13,18 +13,23 @@ from torch import Tensor, nn
 
 from cpt_fx.errors import ExportError, check_int
 from cpt_fx.export import manifest as files
+from cpt_fx.export.clipping import MAX_NORM, MAX_VALUE
 from cpt_fx.export.cuda import session_providers
 from cpt_fx.export.environment import require_training
 from cpt_fx.export.manifest import Manifest
+from cpt_fx.export.program import LOSS, MORE, OUTPUT, SEEDS
+from cpt_fx.export.updates import GRADIENT_SCALE, LEARNING_RATE, STEP
 from cpt_fx.ort import state_file, transfer
 from cpt_fx.ort.engine import CPU, Engine
 from cpt_fx.ort.feeding import arrays_of, check_least, check_ranges, ranges_of
-from cpt_fx.ort.loops import Backward, Clipping, Evaluation, Outputs, Update
 from cpt_fx.ort.memory import Memory
-from cpt_fx.ort.rates import OptimizerView, Rate, RateFunction, Rates
+from cpt_fx.ort.rates import OptimizerView, Rate, RateFunction
+from cpt_fx.runtime import dial_width
+from cpt_fx.schedules import Bits
 from cpt_fx.schedules.base import Schedule
 
 Array = NDArray[Any]
+Outputs = Array | tuple[Array, ...] | dict[str, Array]
 
 
 class Trainer:
@@ -88,23 +93,18 @@ class Trainer:
         self.generator = torch.Generator()
         """Where the seeds of each step come from: int32, `torch.randint(-2**31, 2**31, (manifest.seeds, 2))`."""
         self.generator.manual_seed(int(torch.randint(1 << 62, ())) if seed is None else check_int("seed", seed, 0))
-        gradients, first, update, evaluation = (
+        self._gradients, self._first_update, self._update, self._evaluation = (
             Engine(folder / name, self.device, threads)
             for name in (files.GRADIENTS, files.FIRST_UPDATE, files.UPDATE, files.EVALUATION)
         )
+        self._clipping: Engine | None = None
+        if clip_norm is not None or clip_value is not None:
+            self._clipping = Engine(folder / files.CLIPPING, self.device, threads)
         self.memory = Memory(self.manifest, folder, self.device)
         """Every tensor of the training, by name."""
-        self._backward = Backward(gradients, self.memory, self.manifest, self.manifest.seeds)
-        self._clipping: Clipping | None = None
-        if clip_norm is not None or clip_value is not None:
-            clipping = Engine(folder / files.CLIPPING, self.device, threads)
-            self._clipping = Clipping(clipping, self.memory, self.manifest)
-        self._first_update = Update(first, self.memory, self.manifest)
-        self._update = Update(update, self.memory, self.manifest)
-        self._evaluation = Evaluation(evaluation, self.memory, self.manifest, self.manifest.evaluation_seeds)
-        taken = (tensor.name for tensor in (*self.manifest.inputs, *self.manifest.targets))
-        self._ranges = ranges_of(folder / files.EVALUATION, taken)
-        self.rates = Rates([*self.manifest.optimizer.learning_rates], learning_rate)
+        self._ranges = ranges_of(folder / files.EVALUATION, [tensor.name for tensor in self.manifest.taken])
+        self.optimizer_view = OptimizerView(self.manifest.optimizer.learning_rates, learning_rate)
+        """What `torch.optim.lr_scheduler` takes for the optimizer: `CosineAnnealingLR(trainer.optimizer_view, 100)`."""
         self._shared: transfer.SharedParameters | None = None
         self.updates = 0
         """How many updates were done."""
@@ -135,23 +135,35 @@ class Trainer:
         check_least(self.manifest, arrays)
         if self._shared is not None:
             self._shared.before_backward(fresh=not self.pending)
-        bits = self.schedule.bits(self.schedule.position)
+        given = arrays | self._widths(self.schedule.bits(self.schedule.position))
+        given |= {SEEDS: draw(self.manifest.seeds, self.generator), MORE: np.array(self.pending > 0)}
         try:
-            loss = self._backward(arrays, bits, self.generator, fresh=not self.pending)
+            loss = self._gradients.run(given, self.memory.held(), self.memory.targets())[LOSS]
         except Exception:
             # Gradients may be of a part of the layers: the ones gathered so far are lost.
             self.pending = 0
             raise
+        self.memory.swap_states()
         self.pending += 1
-        return loss
+        return float(loss)
 
     def update(self) -> None:
         """Update the parameters now, by the mean of the gradients gathered so far: also before `accumulation` steps."""
         self._require_gradients("update")
+        limits = {MAX_VALUE: self.clip_value, MAX_NORM: self.clip_norm}
+        given: dict[str, Array] = {
+            name: np.array(np.inf if limit is None else limit, np.float32) for name, limit in limits.items()
+        }
+        given[GRADIENT_SCALE] = np.array(1 / self.pending, np.float32)
+        held, targets = self.memory.held(), self.memory.targets()
         if self._clipping is not None:
-            self._clipping(self.clip_value, self.clip_norm, 1 / self.pending)
-        update = self._update if self.optimizer_steps else self._first_update
-        update(self.rates.at(self.updates), self.optimizer_steps, 1 / self.pending)
+            self._clipping.run(given, held, targets)
+        given |= {
+            LEARNING_RATE: self.optimizer_view.rates_at(self.updates),
+            STEP: np.array(float(self.optimizer_steps)),
+        }
+        (self._update if self.optimizer_steps else self._first_update).run(given, held, targets)
+        self.memory.swap_moments()
         self.optimizer_steps += 1
         self.advance()
 
@@ -160,7 +172,7 @@ class Trainer:
         self._require_gradients("advance")
         self.updates += 1
         self.pending = 0
-        self.rates.view.step()
+        self.optimizer_view.step()
         self.schedule.step()
 
     def _taken(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Array]:
@@ -168,6 +180,9 @@ class Trainer:
         arrays = arrays_of(self.manifest, args, kwargs)
         check_ranges(self._ranges, arrays)
         return arrays
+
+    def _widths(self, bits: Bits) -> dict[str, Array]:
+        return {name: np.array(dial_width(dial, bits), np.int64) for name, dial in self.manifest.dials.items()}
 
     def _require_gradients(self, name: str) -> None:
         if not self.pending:
@@ -181,26 +196,25 @@ class Trainer:
         Widths are the schedule's for evaluation; running ranges and statistics are used as they are. Outputs are one
         array, a tuple, or a dict, as the model returns one, several, or several by name.
         """
-        arrays = self._taken(inputs_and_targets, named)
-        bits = self.schedule.evaluation_bits(self.schedule.position)
-        return self._evaluation(arrays, bits, self.updates)
+        given = self._taken(inputs_and_targets, named)
+        given |= self._widths(self.schedule.evaluation_bits(self.schedule.position))
+        # Where a model draws at random even then, it does so from a seed of its own.
+        given[SEEDS] = draw(self.manifest.evaluation_seeds, torch.Generator().manual_seed(self.updates))
+        found = self._evaluation.run(given, self.memory.held(), {})
+        outputs = [(tensor.name, found[tensor.name]) for tensor in self.manifest.outputs]
+        return float(found[LOSS]), arranged(outputs)
 
     # Learning rates.
 
     @property
     def lr(self) -> float | list[float]:
         """The learning rate; one for each parameter group where they differ. It can be set, in the same forms."""
-        rates = self.rates.get()
+        rates = self.optimizer_view.rates()
         return rates[0] if len(set(rates)) == 1 else rates
 
     @lr.setter
     def lr(self, rate: Rate) -> None:
-        self.rates.set(rate)
-
-    @property
-    def optimizer_view(self) -> OptimizerView:
-        """What `torch.optim.lr_scheduler` takes for the optimizer: `CosineAnnealingLR(trainer.optimizer_view, 100)`."""
-        return self.rates.view
+        self.optimizer_view.set_rates(rate)
 
     # Saving and loading.
 
@@ -261,3 +275,19 @@ class Trainer:
 
     def _values(self) -> dict[str, Array]:
         return {name: np.asarray(block.read()) for name, block in (self.memory.parameters | self.memory.states).items()}
+
+
+def draw(rows: int, generator: torch.Generator) -> Array:
+    """Draw the seeds of one step."""
+    seeds: Array = torch.randint(-(1 << 31), 1 << 31, (rows, 2), dtype=torch.int32, generator=generator).numpy()
+    return seeds
+
+
+def arranged(outputs: list[tuple[str, Array]]) -> Outputs:
+    """Return outputs as their names say that the model returned them."""
+    prefix = f"{OUTPUT}."
+    if len(outputs) == 1 and not outputs[0][0].startswith(prefix):
+        return outputs[0][1]
+    if all(name.startswith(prefix) for name, _ in outputs):
+        return {name.removeprefix(prefix): value for name, value in outputs}
+    return tuple(value for _, value in outputs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from cpt_fx.errors import nearest
-from cpt_fx.export.manifest import Manifest, Parameter
+from cpt_fx.export.manifest import Manifest
 from cpt_fx.layer_state import is_range
 from cpt_fx.ort.memory import Memory
 
@@ -20,74 +20,58 @@ Array = NDArray[Any]
 def state_dict(manifest: Manifest, values: Mapping[str, Array]) -> dict[str, Tensor]:
     """Return copies of all values by their names in PyTorch; those of one tensor share theirs."""
     found: dict[str, Tensor] = {}
-    for parameter in manifest.parameters:
-        tensor = torch.from_numpy(values[parameter.tensor.name]).clone()
-        found |= dict.fromkeys(_names(parameter), tensor)
-    for state in manifest.states:
-        found[state.tensor.name] = torch.from_numpy(values[state.tensor.name]).clone()
+    for tensor, names in _held(manifest):
+        found |= dict.fromkeys(names, torch.from_numpy(values[tensor]).clone())
     return found
 
 
 def to_torch(manifest: Manifest, values: Mapping[str, Array], model: nn.Module, *, strict: bool) -> None:
-    """Write all values into a model, or none where the model is another one."""
-    with torch.no_grad():
-        for target, value in list(_pairs(manifest, values, model, strict)):
-            target.copy_(value)
-
-
-def _pairs(
-    manifest: Manifest, values: Mapping[str, Array], model: nn.Module, strict: bool
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Find what goes where; refuse whatever does not fit, by name."""
+    """Write all values into a model, or none where the model is another one: that is said by name."""
     kind = type(model).__name__
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    buffers = dict(model.named_buffers(remove_duplicate=False))
+    targets = parameters | dict(model.named_buffers(remove_duplicate=False))
+    transformed = any(_is_ours(name) for name in targets)
+    pairs: list[tuple[Tensor, Tensor]] = []
     known: set[str] = set()
-    for parameter in manifest.parameters:
-        names = _names(parameter)
-        known |= set(names)
-        there = [name for name in names if name in parameters]
-        if not there:
-            raise ValueError(f"{kind} has no parameter {names[0]!r}.{nearest(names[0], parameters)}")
-        value = torch.from_numpy(values[names[0]])
+    for tensor, names in _held(manifest):
+        if _is_ours(tensor) and not transformed:
+            continue  # A plain model has no running ranges.
         # Names of one tensor in the exported model may be those of several in this one.
+        there = [name for name in names if name in targets]
+        if not there:
+            raise ValueError(f"{kind} has no parameter or buffer {tensor!r}.{nearest(tensor, targets)}")
+        value = torch.from_numpy(values[tensor])
         for name in there:
-            yield _fitting(kind, name, parameters[name], value), value
+            if _shown(targets[name]) != _shown(value):
+                raise ValueError(
+                    f"{name} of {kind} is {_shown(targets[name])}, and was trained as {_shown(value)}: this is another "
+                    "model"
+                )
+            pairs.append((targets[name], value))
+        known |= set(names)
     missing = [name for name in parameters if name not in known]
     if strict and missing:
         raise ValueError(
             f"the training knows nothing of {missing[0]!r}, a parameter of {kind}: it is another model, or does not "
             "use that parameter (pass strict=False to leave it as it is)"
         )
-    transformed = any(_is_ours(name) for name in buffers)
-    for state in manifest.states:
-        name = state.tensor.name
-        if _is_ours(name) and not transformed:
-            continue  # A plain model has no running ranges.
-        if name not in buffers:
-            raise ValueError(f"{kind} has no buffer {name!r}.{nearest(name, buffers)}")
-        value = torch.from_numpy(values[name])
-        yield _fitting(kind, name, buffers[name], value), value
+    with torch.no_grad():
+        for target, value in pairs:
+            target.copy_(value)
+
+
+def _held(manifest: Manifest) -> list[tuple[str, tuple[str, ...]]]:
+    """Return what a training changes: the name that a graph has for each tensor, and all that PyTorch has."""
+    states = [(state.name, (state.name,)) for state in manifest.states]
+    return [(parameter.name, parameter.names) for parameter in manifest.parameters] + states
 
 
 def _is_ours(name: str) -> bool:
     return is_range(name.rpartition(".")[2])
 
 
-def _fitting(kind: str, name: str, target: Tensor, value: Tensor) -> Tensor:
-    if target.shape != value.shape or target.dtype != value.dtype:
-        raise ValueError(
-            f"{name} of {kind} is {_shown(target)}, and was trained as {_shown(value)}: this is another model"
-        )
-    return target
-
-
 def _shown(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-
-
-def _names(parameter: Parameter) -> tuple[str, ...]:
-    return (parameter.tensor.name, *parameter.also)
 
 
 class SharedParameters:

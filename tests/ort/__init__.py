@@ -147,14 +147,14 @@ def with_optimizer(
     named = dict(model.named_parameters(remove_duplicate=False))
     optimizer, members = resolve_optimizer(make if isinstance(make, str) else make(model.parameters()), named)
     groups = {
-        item.tensor.name: next((members[name] for name in (item.tensor.name, *item.also) if name in members), -1)
+        item.name: next((members[name] for name in (item.name, *item.also) if name in members), -1)
         for item in manifest.parameters
     }
-    trained = {item.tensor.name for item in manifest.parameters if item.trainable and groups[item.tensor.name] >= 0}
+    trained = {item.name for item in manifest.parameters if item.trainable and groups[item.name] >= 0}
     updates = trace_updates(optimizer, {name: named[name] for name in sorted(trained)}, groups)
     assert not updates.initial
     gradients = ir.load(target / files.GRADIENTS)
-    untrained = {item.tensor.name + ".grad" for item in manifest.parameters} - {name + ".grad" for name in trained}
+    untrained = {item.name + ".grad" for item in manifest.parameters} - {name + ".grad" for name in trained}
     outputs = [one for one in gradients.graph.outputs if str(one.name).removesuffix(".next") not in untrained]
     gradients.graph.outputs[:] = outputs
     common.RemoveUnusedNodesPass()(gradients)
@@ -165,10 +165,9 @@ def with_optimizer(
     ir.save(updates.later, target / files.UPDATE)
     replace(
         manifest,
-        optimizer=described(optimizer, updates),
+        optimizer=described(optimizer, updates.remembered),
         parameters=tuple(
-            replace(item, group=groups[item.tensor.name], trainable=item.tensor.name in trained)
-            for item in manifest.parameters
+            replace(item, group=groups[item.name], trainable=item.name in trained) for item in manifest.parameters
         ),
         digests={name: digest(target / name) for name in files.FILES},
     ).write(target)

@@ -19,10 +19,9 @@ import cpt_fx
 from cpt_fx.errors import ExportError
 from cpt_fx.export.artifacts import update_graph
 from cpt_fx.export.environment import check_training
-from cpt_fx.export.manifest import Optimizer
-from cpt_fx.export.training import ort_training, settings_of
+from cpt_fx.export.training import described, ort_training
 from cpt_fx.ort import Trainer
-from cpt_fx.ort.loops import draw
+from cpt_fx.ort.trainer import draw
 from cpt_fx.runtime import dial_width
 from tests import ort
 from tests.ort.trainers import close, trainer_of
@@ -69,7 +68,7 @@ def feeds_of(trainer: Trainer, batch: tuple[Any, ...], *, training: bool = True)
     """What the trainer is about to feed."""
     manifest, schedule = trainer.manifest, trainer.schedule
     bits = (schedule.bits if training else schedule.evaluation_bits)(schedule.position)
-    widths = {name: np.array(dial_width(dial.dial, bits), np.int64) for name, dial in manifest.dials.items()}
+    widths = {name: np.array(dial_width(dial, bits), np.int64) for name, dial in manifest.dials.items()}
     generator = trainer.generator.clone_state() if training else torch.Generator().manual_seed(trainer.updates)
     names = [tensor.name for tensor in (*manifest.inputs, *manifest.targets)]
     return {
@@ -162,9 +161,8 @@ def test_old_state_is_there_until_the_step_is_over(tmp_path: Path) -> None:
 )
 def test_other_optimizers_go_through_the_trainer(make: Make, tmp_path: Path) -> None:
     optimizer = make(list(ort.net().parameters()))
-    described = Optimizer(name=type(optimizer).__name__.lower(), learning_rates=(), settings=settings_of(optimizer))
     with pytest.raises(ExportError, match=r"training API knows AdamW .*: cpt_fx\.ort\.Trainer trains it"):
-        update_graph(described)
+        update_graph(described(optimizer))
 
 
 @pytest.mark.skipif(check_training().works, reason="the API is there")

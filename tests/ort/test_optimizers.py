@@ -79,11 +79,11 @@ class Plain:
         self.updates = trace_updates(resolved, parameters, groups)
         self.sessions = [_session(model) for model in (self.updates.first, self.updates.later)]
         self.values = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        self.swaps = {state.tensor.name for state in self.updates.remembered if state.swaps}
+        self.swaps = {state.name for state in self.updates.remembered if state.swaps}
         for state in self.updates.remembered:
-            zeros = torch.zeros([int(size) for size in state.tensor.shape], dtype=getattr(torch, state.tensor.dtype))
-            given = self.updates.initial.get(state.tensor.name)
-            self.values[state.tensor.name] = zeros if given is None else torch.from_numpy(given)
+            zeros = torch.zeros([int(size) for size in state.shape], dtype=getattr(torch, state.dtype))
+            given = self.updates.initial.get(state.name)
+            self.values[state.name] = zeros if given is None else torch.from_numpy(given)
 
     def update(self, rates: list[float], step: int, gradients: dict[str, Tensor], scale: float) -> None:
         session = self.sessions[min(step, 1)]
@@ -204,7 +204,7 @@ def test_the_graph_is_readable() -> None:
     assert [node.op_type for node in nodes] == ["AdamW_0_2d", "AdamW_0_1d", "AdamW_0_0d"]
     assert [node.name for node in nodes] == ["update a.weight", "update b", "update c"]
     assert updates.later.ir_version <= 10
-    assert [state.tensor.name for state in updates.remembered[:2]] == ["a.weight.exp_avg", "a.weight.exp_avg_sq"]
+    assert [state.name for state in updates.remembered[:2]] == ["a.weight.exp_avg", "a.weight.exp_avg_sq"]
 
 
 def _resolved(optimizer: Any, parameters: dict[str, nn.Parameter]) -> tuple[Any, dict[str, nn.Parameter], Any]:

@@ -13,9 +13,9 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
 import cpt_fx
-from cpt_fx.ort.loops import draw
+from cpt_fx.ort.trainer import draw
 from tests import ort
-from tests.ort.trainers import close, losses, trainer_of
+from tests.ort.trainers import close, losses, noted, trainer_of
 
 
 def test_weights_go_back_to_the_plain_model() -> None:
@@ -162,12 +162,13 @@ def test_foreign_memory_is_noticed() -> None:
         trainer.backward(*ort.batch(0))
 
 
-def test_seeds_are_drawn_as_documented() -> None:
+def test_seeds_are_drawn_as_documented(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = trainer_of()
+    given = noted(monkeypatch)
     generator = torch.Generator()
     generator.set_state(trainer.generator.get_state())
     expected = torch.randint(-(2**31), 2**31, (trainer.manifest.seeds, 2), dtype=torch.int32, generator=generator)
     losses(trainer, 1)
     assert trainer.manifest.seeds > 0
-    assert torch.equal(torch.from_numpy(trainer._backward.controls["seeds"].read()), expected)
+    assert torch.equal(torch.from_numpy(given[0]["seeds"]), expected)
     assert draw(3, generator).shape == (3, 2)

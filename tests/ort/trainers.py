@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from cpt_fx.ort import Trainer
+from cpt_fx.ort.engine import Engine
 from tests import ort
 
 
@@ -19,6 +21,19 @@ def trainer_of(schedule: Any = None, directory: Path | None = None, **options: A
 
 def losses(trainer: Trainer, count: int, start: int = 0) -> list[float]:
     return [trainer.step(*ort.batch(number)) for number in range(start, start + count)]
+
+
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Return what graphs are given from now on, beside what lies in memory: one dict for each run."""
+    found: list[dict[str, Any]] = []
+    run = Engine.run
+
+    def noting(self: Engine, given: Any, *blocks: Any) -> Any:
+        found.append(dict(given))
+        return run(self, given, *blocks)
+
+    monkeypatch.setattr(Engine, "run", noting)
+    return found
 
 
 def close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 2e-5) -> None:
