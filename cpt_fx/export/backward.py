@@ -16,6 +16,8 @@ from torch._decomp import decomposition_table
 from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from cpt_fx.export import bags
+
 aten = torch.ops.aten
 Sizes = Sequence[Any]
 
@@ -77,18 +79,27 @@ def _back_through(
     """Return the gradient of the input of a convolution, which is a transposed one."""
     dims = len(sizes)
     reach = [dilation[dim] * (weight.shape[2 + dim] - 1) for dim in range(dims)]
-    none = [0] * dims
     if all(step == 1 for step in stride) and all(reach[dim] >= padding[dim] for dim in range(dims)):
         # The same with a filter that is turned around, for which runtimes have their fastest kernels.
         own = weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1).flip(list(range(2, 2 + dims)))
         left = [reach[dim] - padding[dim] for dim in range(dims)]
-        return _convolution(gradient, own, stride, left, dilation, False, none, groups)
-    whole = [(gradient.shape[2 + dim] - 1) * stride[dim] + reach[dim] + 1 for dim in range(dims)]
+        return _convolution(gradient, own, stride, left, dilation, False, [0] * dims, groups)
+    return transposed_convolution(gradient, weight, sizes, stride, padding, dilation, groups)
+
+
+def transposed_convolution(
+    x: Tensor, weight: Tensor, sizes: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes, groups: int
+) -> Tensor:
+    """Return a transposed convolution of given sizes, which may vary."""
+    dims = len(sizes)
+    none = [0] * dims
+    reach = [dilation[dim] * (weight.shape[2 + dim] - 1) for dim in range(dims)]
+    whole = [(x.shape[2 + dim] - 1) * stride[dim] + reach[dim] + 1 for dim in range(dims)]
     missing = [sizes[dim] + 2 * padding[dim] - whole[dim] for dim in range(dims)]
     if all(isinstance(size, int) for size in missing):
-        return _convolution(gradient, weight, stride, padding, dilation, True, missing, groups)
+        return _convolution(x, weight, stride, padding, dilation, True, missing, groups)
     # Where sizes vary, so does what the last step of the stride left over.
-    made = _convolution(gradient, weight, stride, none, dilation, True, none, groups)
+    made = _convolution(x, weight, stride, none, dilation, True, none, groups)
     for dim in range(dims):
         made = aten.constant_pad_nd.default(made, [0, 0] * (dims - 1 - dim) + [0, missing[dim]])
         made = made.narrow(2 + dim, padding[dim], sizes[dim])
@@ -279,6 +290,10 @@ BACKWARD: dict[Any, Callable[..., Any]] = {
     aten.avg_pool3d_backward.default: partial(_average_pool_backward, 3),
     aten._adaptive_avg_pool2d_backward.default: partial(_adaptive_average_pool_backward, 2),
     aten._adaptive_avg_pool3d_backward.default: partial(_adaptive_average_pool_backward, 3),
+    aten._embedding_bag.default: bags.embedding_bag_of_backward,
+    aten._embedding_bag_forward_only.default: bags.embedding_bag_of_backward,
+    aten._embedding_bag_backward.default: bags.embedding_bag_backward,
+    aten._embedding_bag_per_sample_weights_backward.default: bags.per_sample_weights_backward,
     aten.masked_scatter_backward.default: _masked_scatter_backward,
     aten._weight_norm_interface_backward.default: aten._weight_norm_differentiable_backward.default,
     aten.replication_pad1d_backward.default: _by_autograd(aten.replication_pad1d.default),

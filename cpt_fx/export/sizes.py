@@ -85,10 +85,20 @@ def settle_sizes(graphs: Sequence[Graph], call: Call, runs: Callable[[Call], boo
         else:
             for graph in graphs:
                 fix_sizes(graph, {name: size})
-    if BATCH in open_sizes(first, call):
+    if BATCH in open_sizes(first, call) and BATCH not in least_sizes(first):
         single = resized(first, call, {BATCH: 1})
         working += [single] if runs(single) else []
     return working
+
+
+def least_sizes(graph: Graph) -> dict[str, int]:
+    """Return the smallest open sizes that a graph is right for, where that is more than two, by name."""
+    return {
+        str(size.value): graph.least[str(value.name), dim]
+        for value in _given(graph)
+        for dim, size in enumerate(value.shape or ())
+        if isinstance(size, ir.SymbolicDim) and (value.name, dim) in graph.least
+    }
 
 
 def fix_sizes(graph: Graph, sizes: Mapping[str, int]) -> None:

@@ -29,7 +29,7 @@ from cpt_fx.export.plain import run
 from cpt_fx.export.program import BITS, Call, Graph, states_of, trace
 from cpt_fx.export.recording import OPSET
 from cpt_fx.export.refusals import check_schedules
-from cpt_fx.export.sizes import BATCH, open_sizes, resized, settle_sizes, with_several
+from cpt_fx.export.sizes import BATCH, least_sizes, open_sizes, resized, settle_sizes, with_several
 from cpt_fx.export.updates import IR_VERSION, Updates, resolve_optimizer, trace_updates
 from cpt_fx.export.verify import verify
 from cpt_fx.standalone import precision_of
@@ -83,8 +83,8 @@ def ort_training(
         with in_mode(result, False, call) as evaluated:
             evaluation = trace(evaluated, call, dynamic_batch=dynamic_batch)
         others = settle_sizes((training, evaluation), call, partial(_runs, graph))
-        single = BATCH in open_sizes(training, call) and not _runs(graph, resized(training, call, {BATCH: 1}))
-        least = {BATCH: 2} if single else {}
+        single = BATCH in open_sizes(training, call) and _runs(graph, resized(training, call, {BATCH: 1}))
+        least = ({} if single else {BATCH: 2}) | least_sizes(training)
         with new_directory(Path(directory), overwrite=overwrite) as folder:
             manifest = _write(result, training, evaluation, values, made, groups, folder, loss_name, least)
             # At least three steps, so that what the optimizer remembers is used.

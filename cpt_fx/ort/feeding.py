@@ -111,8 +111,8 @@ def check_least(manifest: Manifest, arrays: Mapping[str, Array]) -> None:
             least = manifest.least.get(size, 0) if isinstance(size, str) else 0
             if given < least:
                 raise ValueError(
-                    f"{tensor.name} holds a {size} of {given}; the model trains with {least} or more, as batch "
-                    "normalization does: leave out what is left of an epoch (DataLoader(drop_last=True))"
+                    f"{tensor.name} holds a {size} of {given}, and the model trains with {least} or more: leave out "
+                    "what is left of an epoch (DataLoader(drop_last=True))"
                 )
 
 

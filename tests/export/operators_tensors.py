@@ -292,10 +292,11 @@ EMBEDDINGS.model(
     "Embedding, max_norm", lambda: _Words(nn.Embedding(7, 5, max_norm=1.0)), _tokens, refused="only the optimizer may"
 )
 EMBEDDINGS.model("Embedding, scale_grad_by_freq", lambda: _Words(nn.Embedding(7, 5, scale_grad_by_freq=True)), _tokens)
-EMBEDDINGS.model("EmbeddingBag, mean", lambda: _Words(nn.EmbeddingBag(7, 5)), _tokens, refused="embedding_bag")
+EMBEDDINGS.model("EmbeddingBag, mean", lambda: _Words(nn.EmbeddingBag(7, 5)), _tokens)
 EMBEDDINGS.model(
-    "EmbeddingBag, sum", lambda: _Words(nn.EmbeddingBag(7, 5, mode="sum")), _tokens, refused="embedding_bag"
+    "EmbeddingBag, sum, padding_idx", lambda: _Words(nn.EmbeddingBag(7, 5, mode="sum", padding_idx=2)), _tokens
 )
+EMBEDDINGS.model("EmbeddingBag, max", lambda: _Words(nn.EmbeddingBag(7, 5, mode="max")), _tokens)
 EMBEDDINGS.model(
-    "EmbeddingBag, max", lambda: _Words(nn.EmbeddingBag(7, 5, mode="max")), _tokens, refused="embedding_bag"
+    "EmbeddingBag, scale_grad_by_freq", lambda: _Words(nn.EmbeddingBag(7, 5, scale_grad_by_freq=True)), _tokens
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import inspect
 import json
 import multiprocessing
 import sys
@@ -31,6 +32,7 @@ from torch.utils import _pytree as pytree
 
 import cpt_fx
 from cpt_fx.errors import ExportError, TransformError
+from cpt_fx.trial import tensors_in
 from tests.zoo import ANY_MODEL, ZOO
 from tests.zoo_layers import Built
 
@@ -90,50 +92,53 @@ def models() -> dict[str, Callable[[], Built]]:
 SHORT = (
     "residual_net", "unet", "conv_grouped", "conv_transpose2d", "two_tensors_one_module", "tied_weights", "norms",
     "dropouts", "frozen", "dict_output", "torch: lstm_bidirectional", "torch: sdpa_masks", "torch: attention_padded",
-    "transformers: bert", "torch_geometric: gcn",
+    "transformers: bert", "torch_geometric: gcn", "two_names", "checkpointed", "forward_hooks", "embeddings",
 )  # fmt: skip
-"""A dozen for every run of the tests."""
+"""Some for every run of the tests."""
 
 
 def verdict_of(name: str) -> Verdict:
     """Export a model in all forms, run them, and compare."""
     start = time.monotonic()
     torch.set_num_threads(1)
-    differences: dict[str, float] = {}
+    found: dict[str, float] = {}
     try:
         with tempfile.TemporaryDirectory() as folder:
-            for what, difference, limit in _differences(*models()[name](), Path(folder)):
-                differences[what] = difference
+            for what, difference, limit in differences(*models()[name](), Path(folder)):
+                found[what] = difference
                 if not difference <= limit:
-                    return Verdict(name, "wrong", f"{what}: {difference:.1e}", differences, time.monotonic() - start)
-        return Verdict(name, "right", "", differences, time.monotonic() - start)
+                    return Verdict(name, "wrong", f"{what}: {difference:.1e}", found, time.monotonic() - start)
+        return Verdict(name, "right", "", found, time.monotonic() - start)
     except (ExportError, TransformError) as error:
-        return Verdict(name, "refused", str(error).splitlines()[0], differences, time.monotonic() - start)
+        return Verdict(name, "refused", str(error).splitlines()[0], found, time.monotonic() - start)
     except Exception as error:
         remark = f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"
-        return Verdict(name, "broken", remark, differences, time.monotonic() - start)
+        return Verdict(name, "broken", remark, found, time.monotonic() - start)
 
 
 def loss_of(output: Any, *unused: Tensor) -> Tensor:
     """Return a loss of any output: each element with a weight of its own, so that no gradient is zero by symmetry."""
-    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    leaves = [leaf for leaf in tensors_in(output) if leaf.is_floating_point()]
     weights = (torch.cos(torch.arange(leaf.numel(), dtype=leaf.dtype)).view_as(leaf) for leaf in leaves)
     return torch.stack([(leaf * weight).mean() for leaf, weight in zip(leaves, weights, strict=True)]).sum()
 
 
-def _differences(
+def differences(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], folder: Path
 ) -> Iterator[tuple[str, float, float]]:
+    """Give what was compared, how large the difference is, and how large it may be."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0  # the plain model draws from torch's generator: tests/export/test_parity.py has dropout
     plain = copy.deepcopy(model).train()
     schedule = cpt_fx.schedules.Static(LOW_BITS)
     result = cpt_fx.transform(model, schedule, example_inputs=args, example_kwargs=kwargs, prove=False).train()
-    given: Any = kwargs or args
+    if kwargs:  # the exports take arguments either by place or by name
+        kwargs = {**inspect.signature(model.forward).bind_partial(*args).arguments, **kwargs}
+        args = ()
     yield from _training(plain, result, args, kwargs, folder / "training")
     result.eval()
-    yield from _inference(result, args, kwargs, given, folder / "model.onnx")
+    yield from _inference(result, args, kwargs, kwargs or args, folder / "model.onnx")
 
 
 def _training(
@@ -203,9 +208,10 @@ def _inference(
 
 
 def _outputs(result: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], bits: int) -> list[Any]:
-    with cpt_fx.at_bits(result, bits), torch.no_grad():
-        output = result(*args, **kwargs)
-    return [leaf.numpy().copy() for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    # Of a copy: some models write to their buffers in evaluation, too.
+    with cpt_fx.at_bits(own := copy.deepcopy(result), bits), torch.no_grad():
+        output = own(*args, **kwargs)
+    return [leaf.numpy().copy() for leaf in tensors_in(output)]
 
 
 def _run(path: Path, leaves: Sequence[Tensor]) -> list[Any]:
