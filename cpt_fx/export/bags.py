@@ -41,7 +41,8 @@ def embedding_bag(
 def embedding_bag_of_backward(weight: Tensor, indices: Tensor, offsets: Tensor, *options: Any) -> tuple[Tensor, ...]:
     """Return the same for the operator that autograd knows: no padding is -1 there."""
     padding = options[5] if len(options) > 5 else -1
-    return embedding_bag(weight, indices, offsets, *options[:5], padding_idx=None if padding == -1 else padding)
+    own = None if padding == -1 else padding
+    return embedding_bag(weight, indices, offsets, *options[:5], padding_idx=own)  # type: ignore[misc]
 
 
 def embedding_bag_backward(

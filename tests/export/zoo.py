@@ -185,9 +185,9 @@ def _inference(
     leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     exact = _outputs(result, args, kwargs, 32)
     low = _outputs(result, args, kwargs, LOW_BITS)
+    cpt_fx.export.onnx(result, given, path)
     for bits, expected in ((32, exact), (LOW_BITS, low)):
-        cpt_fx.export.onnx(result, given, path, bits=bits, overwrite=True)
-        found = _run(path, leaves)
+        found = _run(path, leaves, bits)
         for index, (ours, theirs) in enumerate(zip(expected, found, strict=True)):
             if bits == 32 or ours.dtype.kind != "f":
                 yield f"onnx at {bits}: output {index}", _difference(theirs, ours), CLOSE
@@ -201,7 +201,7 @@ def _inference(
     if report.exact:
         eight = _outputs(result, args, kwargs, 8)
         exact = _outputs(result, args, kwargs, 32)
-        for index, (ours, theirs) in enumerate(zip(eight, _run(path, leaves), strict=True)):
+        for index, (ours, theirs) in enumerate(zip(eight, _run(path, leaves, 8), strict=True)):
             if ours.dtype.kind == "f":
                 moved = max(float(np.abs(ours - exact[index]).mean()), 1e-4 * float(np.abs(ours).max(initial=0.0)))
                 yield f"qdq: output {index}", float(np.abs(theirs - ours).mean()) / max(moved, 1e-9), FLIPPED
@@ -214,14 +214,16 @@ def _outputs(result: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], b
     return [leaf.numpy().copy() for leaf in tensors_in(output)]
 
 
-def _run(path: Path, leaves: Sequence[Tensor]) -> list[Any]:
+def _run(path: Path, leaves: Sequence[Tensor], bits: int) -> list[Any]:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level, options.intra_op_num_threads = 4, 1
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     names = [value.name for value in session.get_inputs()]
-    return list(session.run(None, dict(zip(names, (leaf.numpy() for leaf in leaves), strict=True))))
+    widths = {name: np.array(bits) for name in names if name.startswith("bits.")}
+    given = [name for name in names if name not in widths]
+    return list(session.run(None, widths | dict(zip(given, (leaf.numpy() for leaf in leaves), strict=True))))
 
 
 def _difference(found: Any, expected: Any) -> float:
