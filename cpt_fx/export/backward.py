@@ -212,35 +212,6 @@ def _masked_scatter_backward(gradient: Tensor, mask: Tensor, sizes: Sizes) -> Te
     return gradient.new_zeros(sizes).flatten().scatter_add(0, places, taken).view(sizes)
 
 
-def _multi_margin_backward(
-    gradient: Tensor, x: Tensor, target: Tensor, p: float, margin: float, weight: Tensor | None, reduction: int
-) -> Tensor:
-    rows, own = torch.atleast_2d(x), torch.atleast_1d(target).unsqueeze(1)
-    slack = margin - rows.gather(1, own) + rows
-    push = torch.where(slack > 0, torch.ones_like(slack) if p == 1 else 2 * slack, 0.0).scatter(1, own, 0.0)
-    push = push if weight is None else push * weight[own]
-    return _pushed(gradient, push.unsqueeze(1), own, reduction).view(x.shape)
-
-
-def _multilabel_margin_backward(
-    gradient: Tensor, x: Tensor, target: Tensor, reduction: int, is_target: Tensor
-) -> Tensor:
-    rows, own, marked = (torch.atleast_2d(part) for part in (x, target, is_target))
-    # Labels end at the first that is negative.
-    valid = (own < 0).to(torch.int64).cumsum(1) == 0
-    own = torch.where(valid, own, 0)
-    slack = 1 - rows.gather(1, own).unsqueeze(2) + rows.unsqueeze(1)
-    push = (slack > 0) & valid.unsqueeze(2) & (marked == 0).unsqueeze(1)
-    return _pushed(gradient, push.to(x.dtype), own, reduction).view(x.shape)
-
-
-def _pushed(gradient: Tensor, push: Tensor, own: Tensor, reduction: int) -> Tensor:
-    """Return the gradient of a loss where each label of a row pushes other classes down, and itself up as much."""
-    made = push.sum(1).scatter_add(1, own, -push.sum(2)) / push.shape[2]
-    gradient = gradient.unsqueeze(-1) if gradient.ndim else gradient
-    return made * gradient / (push.shape[0] if reduction == 1 else 1)
-
-
 def through(gradient: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     """Send a gradient back through a matrix for each of the last dims."""
     for number, matrix in enumerate(matrices):
@@ -300,8 +271,6 @@ BACKWARD: dict[Any, Callable[..., Any]] = {
     aten.replication_pad2d_backward.default: _by_autograd(aten.replication_pad2d.default),
     aten.replication_pad3d_backward.default: _by_autograd(aten.replication_pad3d.default),
     aten.grid_sampler_2d_backward.default: lambda *a: _by_autograd(aten.grid_sampler_2d.default, 2)(*a[:-1]),
-    aten.multi_margin_loss_backward.default: _multi_margin_backward,
-    aten.multilabel_margin_loss_backward.default: _multilabel_margin_backward,
     **{
         getattr(aten, f"{name}_backward").default: _interpolation_backward(name, dims, corners=corners)
         for name, dims, corners in _INTERPOLATIONS

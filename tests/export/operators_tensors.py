@@ -242,9 +242,6 @@ loss("multilabel_soft_margin_loss", F.multilabel_soft_margin_loss, _labels)
 loss("multi_margin_loss", F.multi_margin_loss, classes)
 loss("multi_margin_loss, p=2, weights, none",
      lambda y, t: F.multi_margin_loss(y, t, 2, 0.3, weight, reduction="none").square().mean(), classes)  # fmt: skip
-loss("multilabel_margin_loss, several labels, sum",
-     lambda y, t: F.multilabel_margin_loss(
-         y, torch.stack((t, (t + 1) % 3, -torch.ones_like(t)), 1), reduction="sum"), classes)  # fmt: skip
 loss("multilabel_margin_loss, none",
      lambda y, t: F.multilabel_margin_loss(y, t.long(), reduction="none").square().mean(), _labels)  # fmt: skip
 loss("multilabel_margin_loss", lambda y, t: F.multilabel_margin_loss(y, t.long()), _labels)
