@@ -170,21 +170,22 @@ def _matrix(rows: Sequence[tuple[int, int, float]], size: int) -> Tensor:
     return made
 
 
-def _interpolation_backward(name: str, dims: int, *, corners: bool) -> Callable[..., Tensor]:
+def _antialias_backward(forward: Any) -> Callable[..., Tensor]:
     """Return the backward pass of an interpolation: each dim's matrix is what the operator does to unit vectors."""
-    forward = getattr(aten, name).default
 
-    def backward(gradient: Tensor, output_size: Sizes, input_size: Sizes, *options: Any) -> Tensor:
-        aligned, scales = ([options[0]], options[1:]) if corners else ([], options)
+    def backward(
+        gradient: Tensor, output_size: Sizes, input_size: Sizes, corners: bool, *scales: float | None
+    ) -> Tensor:
         matrices = []
-        for dim in range(dims):
+        for dim in range(2):
             size, out = fixed(input_size[2 + dim]), fixed(output_size[dim])
-            # Two elements along the other dims, which stay as they are: with one, torch's antialiasing mixes dims up.
-            place, shape, sizes, factors = [1] * dims, [2] * dims, [2] * dims, [None] * dims
-            place[dim], shape[dim], sizes[dim], factors[dim] = size, size, out, scales[dim] if scales else None
+            # Two elements along the other dim, which stay as they are: with one, torch mixes dims up.
+            place, shape, sizes = [1, 1], [2, 2], [2, 2]
+            place[dim], shape[dim], sizes[dim] = size, size, out
+            factors = [scale if other == dim else None for other, scale in enumerate(scales)]
             with _disable_current_modes():
                 units = torch.eye(size).view(1, size, *place).expand(1, size, *shape).contiguous()
-                made = forward(units, sizes, *aligned, *factors)
+                made = forward(units, sizes, corners, *factors)
                 matrices.append(made[0].movedim(1 + dim, 1).flatten(2)[..., 0].T.contiguous())
         return through(gradient, matrices)
 
@@ -230,18 +231,6 @@ def each(values: Sizes, dims: int) -> list[Any]:
     return list(values) * dims if len(values) == 1 else list(values)
 
 
-_INTERPOLATIONS = (
-    *((f"upsample_nearest{dims}d", dims, False) for dims in (1, 2, 3)),
-    *((f"_upsample_nearest_exact{dims}d", dims, False) for dims in (1, 2, 3)),
-    ("upsample_linear1d", 1, True),
-    ("upsample_bilinear2d", 2, True),
-    ("_upsample_bilinear2d_aa", 2, True),
-    ("upsample_bicubic2d", 2, True),
-    ("_upsample_bicubic2d_aa", 2, True),
-    ("upsample_trilinear3d", 3, True),
-)
-"""Operators, the dims that each works along, and whether it is told how corners lie."""
-
 BACKWARD: dict[Any, Callable[..., Any]] = {
     aten.native_batch_norm.default: batch_norm,
     aten._native_batch_norm_legit.default: batch_norm,
@@ -271,8 +260,7 @@ BACKWARD: dict[Any, Callable[..., Any]] = {
     aten.replication_pad2d_backward.default: _by_autograd(aten.replication_pad2d.default),
     aten.replication_pad3d_backward.default: _by_autograd(aten.replication_pad3d.default),
     aten.grid_sampler_2d_backward.default: lambda *a: _by_autograd(aten.grid_sampler_2d.default, 2)(*a[:-1]),
-    **{
-        getattr(aten, f"{name}_backward").default: _interpolation_backward(name, dims, corners=corners)
-        for name, dims, corners in _INTERPOLATIONS
-    },
+    # Torch itself writes out all other interpolations.
+    aten._upsample_bilinear2d_aa_backward.default: _antialias_backward(aten._upsample_bilinear2d_aa.default),
+    aten._upsample_bicubic2d_aa_backward.default: _antialias_backward(aten._upsample_bicubic2d_aa.default),
 }
