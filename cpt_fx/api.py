@@ -16,7 +16,7 @@ from cpt_fx.capture.tree import own_tree, plain_tree
 from cpt_fx.errors import TransformError
 from cpt_fx.history import History, joined
 from cpt_fx.layer_state import PREFIX
-from cpt_fx.meta import STATE, Uncovered
+from cpt_fx.meta import CALLED, STATE, Uncovered
 from cpt_fx.operators import HIDING
 from cpt_fx.overrides import Pattern
 from cpt_fx.pipeline import Pipeline
@@ -192,8 +192,9 @@ def single_graph(
         return found.module
     found.reminder.call(found)  # by whoever trains the graph
     examples = examples_of(example_inputs, example_kwargs)
-    if WHOLE in found.traced:
+    if WHOLE in found.traced and not any(CALLED in node.meta for node in found.traced[WHOLE].view.graph.nodes):
         return standalone(found)
+    # What hooks surround has a graph of its own, which Dynamo puts in its place.
     if examples is None:
         raise TypeError(
             "Dynamo captures a model from a run: pass single_graph(result, example_inputs) a tuple of the model's "

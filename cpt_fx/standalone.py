@@ -10,7 +10,7 @@ from cpt_fx.bodies import add_body, bodies, graphs_of, new_body
 from cpt_fx.capture.base import assemble, copy_graph
 from cpt_fx.capture.captured import WHOLE
 from cpt_fx.errors import TransformError
-from cpt_fx.graph_module import QuantizedGraphModule
+from cpt_fx.graph_module import ROOT, QuantizedGraphModule
 from cpt_fx.history import History
 from cpt_fx.meta import STATE
 from cpt_fx.names import NAMES
@@ -93,7 +93,11 @@ def standalone(session: Session) -> QuantizedGraphModule:
     """Return a traced graph as a module of its own. It shares parameters, buffers and ranges with the model."""
     view = session.traced[WHOLE].view
     inside = [(name, _copied(body)) for name, body in bodies(view)]
-    module = assemble(session.root, copy_graph(view.graph), inside)
+    graph = copy_graph(view.graph)
+    for node in graph.find_nodes(op="get_attr"):
+        # A plain attribute of the root, which is to stand in the new module.
+        node.target = str(node.target).removeprefix(f"{ROOT}.")
+    module = assemble(session.root, graph, inside)
     module.training = session.root.training
     module.meta[NAMES] = session.names
     hold_state(module, session.state)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import checkpoint as home
 
 from cpt_fx.capture.base import patched
@@ -28,6 +29,8 @@ def checkpointed(body: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
     Stands where Dynamo put `tag_activation_checkpoint`, a mark for its compilers: run eagerly, the mark does nothing
     but drop the random state. Compiled, it becomes that mark again.
     """
+    if get_proxy_mode() is not None:
+        return body(*args)  # traced for an export, whose graph keeps activations
     keep = {key: kwargs[key] for key in ("determinism_check", "preserve_rng_state") if key in kwargs}
     # Dynamo also passes what the code only refers to. Of that a body may change buffers, which arguments must not be.
     given = [index for index, value in enumerate(args) if isinstance(value, Tensor) and not value.is_leaf]

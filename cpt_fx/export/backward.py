@@ -16,6 +16,8 @@ from torch._decomp import decomposition_table
 from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from cpt_fx.export import bags
+
 aten = torch.ops.aten
 Sizes = Sequence[Any]
 
@@ -77,18 +79,27 @@ def _back_through(
     """Return the gradient of the input of a convolution, which is a transposed one."""
     dims = len(sizes)
     reach = [dilation[dim] * (weight.shape[2 + dim] - 1) for dim in range(dims)]
-    none = [0] * dims
     if all(step == 1 for step in stride) and all(reach[dim] >= padding[dim] for dim in range(dims)):
         # The same with a filter that is turned around, for which runtimes have their fastest kernels.
         own = weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1).flip(list(range(2, 2 + dims)))
         left = [reach[dim] - padding[dim] for dim in range(dims)]
-        return _convolution(gradient, own, stride, left, dilation, False, none, groups)
-    whole = [(gradient.shape[2 + dim] - 1) * stride[dim] + reach[dim] + 1 for dim in range(dims)]
+        return _convolution(gradient, own, stride, left, dilation, False, [0] * dims, groups)
+    return transposed_convolution(gradient, weight, sizes, stride, padding, dilation, groups)
+
+
+def transposed_convolution(
+    x: Tensor, weight: Tensor, sizes: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes, groups: int
+) -> Tensor:
+    """Return a transposed convolution of given sizes, which may vary."""
+    dims = len(sizes)
+    none = [0] * dims
+    reach = [dilation[dim] * (weight.shape[2 + dim] - 1) for dim in range(dims)]
+    whole = [(x.shape[2 + dim] - 1) * stride[dim] + reach[dim] + 1 for dim in range(dims)]
     missing = [sizes[dim] + 2 * padding[dim] - whole[dim] for dim in range(dims)]
     if all(isinstance(size, int) for size in missing):
-        return _convolution(gradient, weight, stride, padding, dilation, True, missing, groups)
+        return _convolution(x, weight, stride, padding, dilation, True, missing, groups)
     # Where sizes vary, so does what the last step of the stride left over.
-    made = _convolution(gradient, weight, stride, none, dilation, True, none, groups)
+    made = _convolution(x, weight, stride, none, dilation, True, none, groups)
     for dim in range(dims):
         made = aten.constant_pad_nd.default(made, [0, 0] * (dims - 1 - dim) + [0, missing[dim]])
         made = made.narrow(2 + dim, padding[dim], sizes[dim])
@@ -159,21 +170,22 @@ def _matrix(rows: Sequence[tuple[int, int, float]], size: int) -> Tensor:
     return made
 
 
-def _interpolation_backward(name: str, dims: int, *, corners: bool) -> Callable[..., Tensor]:
+def _antialias_backward(forward: Any) -> Callable[..., Tensor]:
     """Return the backward pass of an interpolation: each dim's matrix is what the operator does to unit vectors."""
-    forward = getattr(aten, name).default
 
-    def backward(gradient: Tensor, output_size: Sizes, input_size: Sizes, *options: Any) -> Tensor:
-        aligned, scales = ([options[0]], options[1:]) if corners else ([], options)
+    def backward(
+        gradient: Tensor, output_size: Sizes, input_size: Sizes, corners: bool, *scales: float | None
+    ) -> Tensor:
         matrices = []
-        for dim in range(dims):
+        for dim in range(2):
             size, out = fixed(input_size[2 + dim]), fixed(output_size[dim])
-            # Two elements along the other dims, which stay as they are: with one, torch's antialiasing mixes dims up.
-            place, shape, sizes, factors = [1] * dims, [2] * dims, [2] * dims, [None] * dims
-            place[dim], shape[dim], sizes[dim], factors[dim] = size, size, out, scales[dim] if scales else None
+            # Two elements along the other dim, which stay as they are: with one, torch mixes dims up.
+            place, shape, sizes = [1, 1], [2, 2], [2, 2]
+            place[dim], shape[dim], sizes[dim] = size, size, out
+            factors = [scale if other == dim else None for other, scale in enumerate(scales)]
             with _disable_current_modes():
                 units = torch.eye(size).view(1, size, *place).expand(1, size, *shape).contiguous()
-                made = forward(units, sizes, *aligned, *factors)
+                made = forward(units, sizes, corners, *factors)
                 matrices.append(made[0].movedim(1 + dim, 1).flatten(2)[..., 0].T.contiguous())
         return through(gradient, matrices)
 
@@ -201,35 +213,6 @@ def _masked_scatter_backward(gradient: Tensor, mask: Tensor, sizes: Sizes) -> Te
     return gradient.new_zeros(sizes).flatten().scatter_add(0, places, taken).view(sizes)
 
 
-def _multi_margin_backward(
-    gradient: Tensor, x: Tensor, target: Tensor, p: float, margin: float, weight: Tensor | None, reduction: int
-) -> Tensor:
-    rows, own = torch.atleast_2d(x), torch.atleast_1d(target).unsqueeze(1)
-    slack = margin - rows.gather(1, own) + rows
-    push = torch.where(slack > 0, torch.ones_like(slack) if p == 1 else 2 * slack, 0.0).scatter(1, own, 0.0)
-    push = push if weight is None else push * weight[own]
-    return _pushed(gradient, push.unsqueeze(1), own, reduction).view(x.shape)
-
-
-def _multilabel_margin_backward(
-    gradient: Tensor, x: Tensor, target: Tensor, reduction: int, is_target: Tensor
-) -> Tensor:
-    rows, own, marked = (torch.atleast_2d(part) for part in (x, target, is_target))
-    # Labels end at the first that is negative.
-    valid = (own < 0).to(torch.int64).cumsum(1) == 0
-    own = torch.where(valid, own, 0)
-    slack = 1 - rows.gather(1, own).unsqueeze(2) + rows.unsqueeze(1)
-    push = (slack > 0) & valid.unsqueeze(2) & (marked == 0).unsqueeze(1)
-    return _pushed(gradient, push.to(x.dtype), own, reduction).view(x.shape)
-
-
-def _pushed(gradient: Tensor, push: Tensor, own: Tensor, reduction: int) -> Tensor:
-    """Return the gradient of a loss where each label of a row pushes other classes down, and itself up as much."""
-    made = push.sum(1).scatter_add(1, own, -push.sum(2)) / push.shape[2]
-    gradient = gradient.unsqueeze(-1) if gradient.ndim else gradient
-    return made * gradient / (push.shape[0] if reduction == 1 else 1)
-
-
 def through(gradient: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     """Send a gradient back through a matrix for each of the last dims."""
     for number, matrix in enumerate(matrices):
@@ -247,18 +230,6 @@ def each(values: Sizes, dims: int) -> list[Any]:
     """Return one number for each dim, where one may stand for all."""
     return list(values) * dims if len(values) == 1 else list(values)
 
-
-_INTERPOLATIONS = (
-    *((f"upsample_nearest{dims}d", dims, False) for dims in (1, 2, 3)),
-    *((f"_upsample_nearest_exact{dims}d", dims, False) for dims in (1, 2, 3)),
-    ("upsample_linear1d", 1, True),
-    ("upsample_bilinear2d", 2, True),
-    ("_upsample_bilinear2d_aa", 2, True),
-    ("upsample_bicubic2d", 2, True),
-    ("_upsample_bicubic2d_aa", 2, True),
-    ("upsample_trilinear3d", 3, True),
-)
-"""Operators, the dims that each works along, and whether it is told how corners lie."""
 
 BACKWARD: dict[Any, Callable[..., Any]] = {
     aten.native_batch_norm.default: batch_norm,
@@ -279,16 +250,17 @@ BACKWARD: dict[Any, Callable[..., Any]] = {
     aten.avg_pool3d_backward.default: partial(_average_pool_backward, 3),
     aten._adaptive_avg_pool2d_backward.default: partial(_adaptive_average_pool_backward, 2),
     aten._adaptive_avg_pool3d_backward.default: partial(_adaptive_average_pool_backward, 3),
+    aten._embedding_bag.default: bags.embedding_bag_of_backward,
+    aten._embedding_bag_forward_only.default: bags.embedding_bag_of_backward,
+    aten._embedding_bag_backward.default: bags.embedding_bag_backward,
+    aten._embedding_bag_per_sample_weights_backward.default: bags.per_sample_weights_backward,
     aten.masked_scatter_backward.default: _masked_scatter_backward,
     aten._weight_norm_interface_backward.default: aten._weight_norm_differentiable_backward.default,
     aten.replication_pad1d_backward.default: _by_autograd(aten.replication_pad1d.default),
     aten.replication_pad2d_backward.default: _by_autograd(aten.replication_pad2d.default),
     aten.replication_pad3d_backward.default: _by_autograd(aten.replication_pad3d.default),
     aten.grid_sampler_2d_backward.default: lambda *a: _by_autograd(aten.grid_sampler_2d.default, 2)(*a[:-1]),
-    aten.multi_margin_loss_backward.default: _multi_margin_backward,
-    aten.multilabel_margin_loss_backward.default: _multilabel_margin_backward,
-    **{
-        getattr(aten, f"{name}_backward").default: _interpolation_backward(name, dims, corners=corners)
-        for name, dims, corners in _INTERPOLATIONS
-    },
+    # Torch itself writes out all other interpolations.
+    aten._upsample_bilinear2d_aa_backward.default: _antialias_backward(aten._upsample_bilinear2d_aa.default),
+    aten._upsample_bicubic2d_aa_backward.default: _antialias_backward(aten._upsample_bicubic2d_aa.default),
 }

@@ -1,33 +1,70 @@
-"""Bags of embeddings in operators that ONNX has: the exporter writes a loop over bags, which its optimizer breaks."""
+"""Bags of embeddings and their gradients in operators that ONNX has: the exporter writes a loop over bags."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
+SUM, MEAN, MAX = 0, 1, 2
+
 
 def embedding_bag(
-    weight: Tensor, indices: Tensor, offsets: Tensor, scale_grad_by_freq: bool = False, mode: int = 0,
+    weight: Tensor, indices: Tensor, offsets: Tensor, scale_grad_by_freq: bool = False, mode: int = SUM,
     sparse: bool = False, per_sample_weights: Tensor | None = None, include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return sums (mode 0), means (1) or maxima (2) of the rows of each bag.
-
-    The other three results are for a backward pass, which there is none of.
-    """
+    """Return what each bag holds, the bag of each index, the sizes of bags, and whose row is the largest."""
     starts = offsets[:-1] if include_last_offset else offsets
-    places = torch.arange(indices.shape[0])
-    bags = (places.unsqueeze(1) >= starts.unsqueeze(0)).sum(1) - 1
-    members = torch.arange(starts.shape[0]).unsqueeze(1) == bags.unsqueeze(0)
+    begun = offsets.new_zeros(indices.shape[0] + 1).index_put((starts,), torch.ones_like(starts), accumulate=True)
+    bags = begun[:-1].cumsum(0) - 1
+    kept = torch.ones_like(indices, dtype=torch.bool)
     if padding_idx is not None:
-        members = members & (indices != padding_idx % weight.shape[0])
+        kept = indices != padding_idx % weight.shape[0]
+    counts = starts.new_zeros(starts.shape[0]).index_put((bags,), kept.to(starts.dtype), accumulate=True)
     rows = weight[indices]
-    counts = members.sum(1)
-    if mode == 2:
-        masked = torch.where(members.unsqueeze(-1), rows.unsqueeze(0), float("-inf")).amax(1)
-        made = torch.where((counts > 0).unsqueeze(-1), masked, 0.0)
+    largest = counts
+    if mode == MAX:
+        members = (torch.arange(starts.shape[0]).unsqueeze(1) == bags) & kept
+        values, places = torch.where(members.unsqueeze(-1), rows, float("-inf")).max(1)
+        made = torch.where((counts > 0).unsqueeze(-1), values, 0.0)
+        largest = indices[places]
     else:
-        share = members.to(rows.dtype)
-        made = torch.matmul(share if per_sample_weights is None else share * per_sample_weights, rows)
-        made = made / counts.clamp_min(1).unsqueeze(-1).to(rows.dtype) if mode == 1 else made
-    return made, bags, counts, counts
+        share = kept.to(rows.dtype) if per_sample_weights is None else kept * per_sample_weights
+        held = rows * share.unsqueeze(-1)
+        made = weight.new_zeros(starts.shape[0], weight.shape[1]).index_put((bags,), held, accumulate=True)
+        made = made / counts.clamp_min(1).unsqueeze(-1) if mode == MEAN else made
+    return made, bags, counts, largest
+
+
+def embedding_bag_of_backward(weight: Tensor, indices: Tensor, offsets: Tensor, *options: Any) -> tuple[Tensor, ...]:
+    """Return the same for the operator that autograd knows: no padding is -1 there."""
+    padding = options[5] if len(options) > 5 else -1
+    own = None if padding == -1 else padding
+    return embedding_bag(weight, indices, offsets, *options[:5], padding_idx=own)  # type: ignore[misc]
+
+
+def embedding_bag_backward(
+    gradient: Tensor, indices: Tensor, offsets: Tensor, bags: Tensor, counts: Tensor, largest: Tensor, num_weights: Any,
+    scale_grad_by_freq: bool, mode: int, sparse: bool, per_sample_weights: Tensor | None, padding_idx: int = -1,
+) -> Tensor:  # fmt: skip
+    """Return the gradient of the table."""
+    made = gradient.new_zeros(num_weights, gradient.shape[1])
+    if mode == MAX:
+        return made.scatter_add(0, largest, torch.where((counts > 0).unsqueeze(-1), gradient, 0.0))
+    share = (indices != padding_idx).to(gradient.dtype)
+    share = share if per_sample_weights is None else share * per_sample_weights
+    if mode == MEAN:
+        share = share / counts.clamp_min(1)[bags]
+    if scale_grad_by_freq:
+        times = indices.new_zeros(num_weights).index_put((indices,), torch.ones_like(indices), accumulate=True)
+        share = share / times[indices]
+    return made.index_put((indices,), gradient[bags] * share.unsqueeze(-1), accumulate=True)
+
+
+def per_sample_weights_backward(
+    gradient: Tensor, weight: Tensor, indices: Tensor, offsets: Tensor, bags: Tensor, mode: int, padding_idx: int = -1
+) -> Tensor:
+    """Return the gradient of the weights that each index of a bag has."""
+    return (gradient[bags] * weight[indices]).sum(1) * (indices != padding_idx)

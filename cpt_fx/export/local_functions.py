@@ -21,7 +21,7 @@ def as_function(
 ) -> ir.Function:
     """Trace a function of tensors as a local function of ONNX: for their sizes, or for tensors of as many dims."""
     varying = tuple(value.ndim > 0 and not exact for value in given)
-    recorded, _ = record(run, given, varying, table)
+    recorded, *_ = record(run, given, varying, table)
     model = normalize(convert(recorded, given)[0])
     graph = model.graph
     for index, value in enumerate(graph.inputs):

@@ -9,6 +9,7 @@ from onnxscript import optimizer
 
 def normalize(model: ir.Model) -> ir.Model:
     """Simplify a traced model in place, and complete it."""
+    returned = [(value.type, value.shape) for value in model.graph.outputs]
     optimizer.fold_constants(model)
     _drop_straight_transposes(model)
     _make_columns(model)
@@ -16,6 +17,9 @@ def normalize(model: ir.Model) -> ir.Model:
     common.CommonSubexpressionEliminationPass()(model)
     common.RemoveUnusedNodesPass()(model)
     common.NameFixPass()(model)
+    for value, (kind, shape) in zip(model.graph.outputs, returned, strict=True):
+        # Of two values that are the same, one of a kind that nobody knows may have been left.
+        value.type, value.shape = kind, shape
     return model
 
 

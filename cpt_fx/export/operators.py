@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cpt_fx.export.backward import adaptive, each, fixed, spans, through
+from cpt_fx.export.backward import adaptive, each, fixed, spans, through, transposed_convolution
 
 aten, prims = torch.ops.aten, torch.ops.prims
 Sizes = Sequence[Any]
@@ -112,13 +113,15 @@ def _diagonal_scatter(x: Tensor, source: Tensor, offset: int = 0, dim1: int = 0,
 
 
 def _by_places(operator: Any, x: Tensor, indices: Sequence[Tensor | None], *more: Any) -> Any:
-    """Write masks beside other indices as the places where they are true."""
-    if len(indices) == 1 or not any(index is not None and index.dtype == torch.bool for index in indices):
-        return NotImplemented
+    """Write masks beside other indices as the places where they are true, and all places in 64 bits."""
     places: list[Tensor | None] = []
     for index in indices:
-        is_mask = index is not None and index.dtype == torch.bool
-        places += index.nonzero().unbind(1) if is_mask and index is not None else [index]
+        if index is not None and index.dtype == torch.bool and len(indices) > 1:
+            places += index.nonzero().unbind(1)
+        else:
+            places += [index if index is None or index.dtype == torch.bool else index.to(torch.int64)]
+    if all(one is other for one, other in zip(places, indices, strict=False)):
+        return NotImplemented
     return operator(x, places, *more)
 
 
@@ -129,6 +132,53 @@ def _first(operator: Any, x: Tensor, *dim: Any, **options: Any) -> Any:
     made = operator(x.to(torch.int32), *dim, **options)
     return (made[0].to(torch.bool), made[1]) if isinstance(made, tuple) else made
 
+
+def _split(x: Tensor, size: Any, dim: int = 0) -> list[Tensor]:
+    count = fixed((x.shape[dim] + size - 1) // size)
+    return [aten.slice.Tensor(x, dim, part * size, (part + 1) * size) for part in range(count)]
+
+
+def _convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sizes, padding: Sizes, dilation: Sizes, transposed: bool,
+    output_padding: Sizes, groups: int,
+) -> Tensor:  # fmt: skip
+    padding = [fixed(size) for size in padding]
+    if not transposed:
+        return aten.convolution.default(x, weight, bias, stride, padding, dilation, False, output_padding, groups)  # type: ignore[no-any-return]
+    reach = [step * (size - 1) + 1 for step, size in zip(dilation, weight.shape[2:], strict=True)]
+    sizes = [
+        (x.shape[2 + dim] - 1) * stride[dim] - 2 * padding[dim] + reach[dim] + output_padding[dim]
+        for dim in range(x.ndim - 2)
+    ]
+    made = transposed_convolution(x, weight, sizes, stride, padding, dilation, groups)
+    return made if bias is None else made + bias.view(-1, *(1,) * (x.ndim - 2))
+
+
+def _varying(written: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Write out an operator one of whose numbers comes from the size of a tensor: the exporter knows constants only."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    return written(*args, **kwargs) if any(isinstance(leaf, _VARYING) for leaf in leaves) else NotImplemented
+
+
+_VARYING = (torch.SymInt, torch.SymFloat)
+
+_WRITTEN: dict[Any, Callable[..., Any]] = {
+    aten.split.Tensor: _split,
+    aten.repeat_interleave.self_int: aten.repeat_interleave.self_int.decompose,
+    aten.convolution.default: _convolution,
+    aten.pow.Tensor_Scalar: lambda x, power: torch.pow(x, torch.scalar_tensor(power, dtype=x.dtype)),
+    **{name: decomposition_table[name] for name in (
+        aten.roll.default, aten.addcmul.default, aten.addcdiv.default, aten.softplus.default, aten.leaky_relu.default,
+        aten.elu.default, aten.celu.default, aten.hardtanh.default,
+    )},
+}  # fmt: skip
+EVERYWHERE: dict[Any, Callable[..., Any]] = {
+    **{name: partial(_varying, written) for name, written in _WRITTEN.items()},
+    # What ONNX sorts keeps its order where elements are equal.
+    aten.sort.stable: lambda x, *, stable, dim=-1, descending=False: aten.sort.default(x, dim, descending),
+    aten.argsort.stable: lambda x, *, stable, dim=-1, descending=False: aten.argsort.default(x, dim, descending),
+}
+"""For graphs with and without a backward pass."""
 
 OPERATORS: dict[Any, Callable[..., Any]] = {
     # A number that varies is a tensor in the graph.
@@ -153,6 +203,6 @@ OPERATORS: dict[Any, Callable[..., Any]] = {
     aten.put.default: _put,
     **{name: partial(_first, name) for name in (aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default)},
     aten.diagonal_scatter.default: _diagonal_scatter,
-    aten.index.Tensor: partial(_by_places, aten.index.Tensor),
-    aten.index_put.default: partial(_by_places, aten.index_put.default),
+    **{name: partial(_by_places, name) for name in (aten.index.Tensor, aten.index_put.default)},
+    aten._unsafe_index_put.default: aten.index_put.default,
 }

@@ -25,7 +25,7 @@ from cpt_fx.export.capture_modes import call_of, in_mode
 from cpt_fx.export.directory import new_file
 from cpt_fx.export.functions import add_functions
 from cpt_fx.export.normalize import strip
-from cpt_fx.export.program import BITS, Call, Graph, states_of, trace
+from cpt_fx.export.program import BITS, Call, Graph, name_outputs, states_of, trace
 from cpt_fx.export.sizes import settle_sizes, with_several
 from cpt_fx.schedules.bits import Bits, as_bits
 from cpt_fx.standalone import precision_of
@@ -135,6 +135,7 @@ def finish(graph: Graph) -> ir.Model:
         if value.name not in graph.inputs and not value.uses() and value not in model.graph.outputs:
             model.graph.inputs.remove(value)
     common.RemoveUnusedNodesPass()(model)
+    name_outputs(model, graph.outputs)
     common.NameFixPass()(model)
     return model
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -67,6 +68,8 @@ class Graph:
     placed: tuple[Placed, ...]
     still: frozenset[tuple[str, int]]
     """Sizes that the graph is made for: the name of an input, and a dim."""
+    least: dict[tuple[str, int], int]
+    """The smallest size that it is right for, where that is more than two."""
     dials: dict[str, Dial]
 
 
@@ -84,6 +87,15 @@ class _Step:
             if name.startswith(_RECORDS)
         }
         self.trains = [name for name, value in model.named_parameters() if value.requires_grad]
+        first: dict[int, str] = {}
+        self.places = {
+            f"{path}.{key}".removeprefix("."): first.setdefault(id(value), f"{path}.{key}".removeprefix("."))
+            for path, layer in model.named_modules()
+            for key, value in (*layer._parameters.items(), *layer._buffers.items())
+            if value is not None
+        }
+        """Where each tensor stands -> its name. A layer counts once: `functional_call` would not give back what it
+        exchanges in one that has two names."""
 
     def __call__(
         self, parameters: dict[str, Tensor], state: dict[str, Tensor], bits: dict[str, Tensor], seeds: Tensor,
@@ -100,7 +112,8 @@ class _Step:
         versions = {name: value._version for name, value in tensors.items()}
         self.lowering = Lowering(seeds, self.names, gradients=self.gradients, plain=self.plain)
         with self.lowering, torch.set_grad_enabled(self.gradients):
-            outputs = functional_call(self.model, tensors, args, kwargs)
+            placed = {place: tensors[name] for place, name in self.places.items() if name in tensors}
+            outputs = functional_call(self.model, placed, args, kwargs, tie_weights=False)
             loss: tuple[Tensor, ...] = () if self.loss is None else (self.loss(outputs, *targets),)
         written = [name for name in self.trains if tensors[name]._version != versions[name]]
         if self.gradients and written:
@@ -160,19 +173,23 @@ def trace(
     arguments = (*fixed, *given)
     try:
         extra = {**WHOLE, **drawing(step.uniform)}
-        recorded, places = record(step, arguments, varying, extra, whole=not gradients)
+        recorded, places, least = record(step, arguments, varying, extra, whole=not gradients)
         graph, more = convert(recorded, arguments)
     except UnsupportedError as error:
         layer = layer_of(model, call, error.operator)
         raise UnsupportedError(f"{layer}: {error.operator}" if layer else error.operator, error.reason) from error
-    inputs, targets = _input_names(model, call), _numbered(TARGET, len(call.targets))
+    targets = _numbered(TARGET, len(call.targets))
+    taken = {*parameters, *state, *targets, SEEDS, MORE, LOSS, OUTPUT}
+    inputs = tuple(f"{name}_input" if name in taken else name for name in _input_names(model, call))
     names = (*parameters, *state, *(BITS + name for name in bits), SEEDS,
              *(name + GRADIENT for name in sums), MORE, *inputs, *targets)  # fmt: skip
+    loss = (LOSS,) if call.loss else ()
+    returned = (*loss, *step.outputs, *(name + NEXT for name in state),
+                *(name + GRADIENT + NEXT for name in step.reached))  # fmt: skip
+    _check_names(names + returned)
     _name_inputs(graph, names)
     normalize(graph)
-    loss = (LOSS,) if call.loss else ()
-    _name_outputs(graph, (*loss, *step.outputs, *(name + NEXT for name in state),
-                          *(name + GRADIENT + NEXT for name in step.reached)))  # fmt: skip
+    name_outputs(graph, returned)
     changed = _drop_unchanged(graph, tuple(state))
     _drop_unused(
         graph, (*parameters, *state, *(name + GRADIENT for name in sums), SEEDS, MORE, *(BITS + name for name in bits))
@@ -195,6 +212,7 @@ def trace(
         draws=step.lowering.draws if SEEDS in used else 0,
         placed=placed,
         still=frozenset((names[place], dim) for place, dim in places | more),
+        least={(names[place], dim): size for (place, dim), size in least.items()},
         dials=dict(precision_of(model).dials),
     )
 
@@ -227,6 +245,16 @@ def _input_names(model: fx.GraphModule, call: Call) -> tuple[str, ...]:
         leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
         names += [name] if isinstance(value, Tensor) else [f"{name}_{index}" for index in range(len(leaves))]
     return tuple(names)
+
+
+def _check_names(names: tuple[str, ...]) -> None:
+    """Refuse a model with a name that the graph has for something else."""
+    for name, times in Counter(names).items():
+        if times > 1:
+            raise ExportError(
+                f"{name!r} would be the name of two inputs or outputs, one of the model's own and one of every export "
+                "(widths are called bits.weight, bits.activation, bits.gradient): rename that part of the model"
+            )
 
 
 def named_outputs(value: Any, name: str = OUTPUT) -> Iterator[tuple[str, Tensor]]:
@@ -272,7 +300,7 @@ def _size_seeds(model: ir.Model, draws: int) -> None:
             value.shape = ir.Shape([draws, 2])
 
 
-def _name_outputs(model: ir.Model, names: tuple[str, ...]) -> None:
+def name_outputs(model: ir.Model, names: tuple[str, ...]) -> None:
     """Name the outputs, each a value of its own: a model may return one twice, or an input as it is."""
     graph = model.graph
     assert len(graph.outputs) == len(names), (len(graph.outputs), names)

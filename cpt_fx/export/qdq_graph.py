@@ -14,6 +14,7 @@ from onnxscript import version_converter
 from cpt_fx.errors import ExportError
 from cpt_fx.export.local_functions import DOMAIN
 from cpt_fx.export.lowering import QUANTIZER
+from cpt_fx.export.program import name_outputs
 from cpt_fx.export.qdq_formats import MOST_BITS, Activation, Constant, Plan
 from cpt_fx.export.qdq_probe import squares
 
@@ -101,6 +102,7 @@ def complete(model: ir.Model) -> dict[str, tuple[float, float]]:
     """
     rounded: dict[str, tuple[float, float]] = {}
     graph = model.graph
+    names = tuple(str(value.name) for value in graph.outputs)
     common.IdentityEliminationPass()(model)
     common.RemoveUnusedNodesPass()(model)
     for node in graph:
@@ -116,6 +118,7 @@ def complete(model: ir.Model) -> dict[str, tuple[float, float]]:
     if any(value.dtype == ir.DataType.INT4 for value in graph.initializers.values()):
         version_converter.convert_version(model, FOUR_BIT_OPSET)
     common.RemoveUnusedNodesPass()(model)
+    name_outputs(model, names)
     common.NameFixPass()(model)
     return rounded
 

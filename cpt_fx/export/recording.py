@@ -43,13 +43,15 @@ from torch.utils import _pytree as pytree
 
 from cpt_fx.export.backward import BACKWARD
 from cpt_fx.export.bags import embedding_bag
-from cpt_fx.export.operators import OPERATORS
+from cpt_fx.export.operators import EVERYWHERE, OPERATORS
 from cpt_fx.export.refusals import UnsupportedError, check_draws, check_numbers, operator_of
 
 OPSET = 18
 Table = Mapping[Any, Callable[..., Any]]
 Places = frozenset[tuple[int, int]]
 """Dims of arguments: each the number of a tensor, and the dim."""
+Least = dict[tuple[int, int], int]
+"""The smallest size that a record is right for, where that is more than two."""
 
 
 @cache
@@ -66,7 +68,7 @@ def decompositions() -> Table:
         torch.ops.aten.empty_like.default: lambda x, *, dtype=None, **_: torch.zeros_like(x, dtype=dtype),
         torch.ops.aten.empty_permuted.default: lambda size, order, *, dtype=None, **_: torch.zeros(size, dtype=dtype),
     }
-    return {**plain, **backward, **OPERATORS, **BACKWARD, **empty}
+    return {**plain, **backward, **EVERYWHERE, **OPERATORS, **BACKWARD, **empty}
 
 
 @cache
@@ -75,20 +77,22 @@ def _taken_apart() -> Table:
     aten = torch.ops.aten
     # The exporter would leave it to runtimes what these draw.
     drawing = (aten.dropout, aten.feature_dropout, aten.alpha_dropout, aten.feature_alpha_dropout, aten.rrelu)
-    return {entry.default: entry.default.decompose for entry in drawing} | {
-        aten.embedding_bag.default: embedding_bag,
-        aten.embedding_bag.padding_idx: embedding_bag,
-    }
+    # Convolutions without a bias get one of zeros from it, in three dims of the wrong size.
+    others = (aten.chunk, aten.conv1d, aten.conv2d, aten.conv3d,
+              aten.conv_transpose1d, aten.conv_transpose2d, aten.conv_transpose3d)  # fmt: skip
+    apart = [getattr(entry, name) for entry in (*drawing, *others) for name in entry.overloads() if "out" not in name]
+    bags = dict.fromkeys((aten.embedding_bag.default, aten.embedding_bag.padding_idx), embedding_bag)
+    return {**{entry: entry.decompose for entry in apart}, **EVERYWHERE, **bags}
 
 
 def record(
     function: Callable[..., Any], arguments: Any, varying: Any, extra: Table, *, whole: bool = False
-) -> tuple[fx.GraphModule, Places]:
+) -> tuple[fx.GraphModule, Places, Least]:
     """Record what a function does with tensors like the given ones, autograd included.
 
     `varying` has the structure of the arguments: whether the sizes of a tensor are left open. `whole` operators are
     recorded as the model calls them, before they are taken apart: for a graph that has no way back. Returned are the
-    record and the sizes that it is made for.
+    record, the sizes that it is made for, and the least of those that are open.
     """
     # Without duck shapes: sizes that happen to be equal in the examples are not the same size.
     mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False), allow_non_fake_inputs=True)
@@ -116,7 +120,7 @@ def record(
             raise UnsupportedError("aten._local_scalar_dense", reason) from error
     if not whole:
         check_numbers(recorded)
-    return recorded, _relied_on(mode, made)
+    return recorded, _relied_on(mode, made), _least(mode, made)
 
 
 def _is_open(size: Any) -> bool:
@@ -145,6 +149,20 @@ def _relied_on(mode: FakeTensorMode, arguments: Sequence[Any]) -> Places:
         for dim, size in enumerate(tensor.shape)
         if isinstance(size, torch.SymInt) and size.node.expr.free_symbols & relied
     )
+
+
+def _least(mode: FakeTensorMode, arguments: Sequence[Any]) -> Least:
+    """Return the smallest sizes for which what was asked while recording has the same answers: x[4] asks for five."""
+    env = mode.shape_env
+    assert env is not None
+    tensors: list[Any] = [value for value in arguments if isinstance(value, Tensor)]
+    bounds = {
+        (place, dim): env.bound_sympy(size.node.expr).lower
+        for place, tensor in enumerate(tensors)
+        for dim, size in enumerate(tensor.shape)
+        if _is_open(size)
+    }
+    return {place: int(bound) for place, bound in bounds.items() if bound > 2}
 
 
 class _Recorded(nn.Module):

@@ -90,14 +90,24 @@ def settle_sizes(
         else:
             for graph in graphs:
                 _substitute(graph, {name: str(size)})
-    least = {}
-    if BATCH in open_sizes(first, call):
+    least = _least(first)
+    if BATCH in open_sizes(first, call) and BATCH not in least:
         single = resized(first, call, {BATCH: 1})
         if runs(single):
             working.append(single)
         else:
             least[BATCH] = 2
     return working, least
+
+
+def _least(graph: Graph) -> dict[str, int]:
+    """Return the smallest open sizes that a graph is right for, where that is more than two, by name."""
+    return {
+        str(size.value): graph.least[str(value.name), dim]
+        for value in _given(graph)
+        for dim, size in enumerate(value.shape or ())
+        if isinstance(size, ir.SymbolicDim) and (value.name, dim) in graph.least
+    }
 
 
 def resized(graph: Graph, call: Call, sizes: Mapping[str, int]) -> Call:

@@ -49,8 +49,8 @@ def check_least(manifest: Manifest, arrays: Mapping[str, Array]) -> None:
         least = manifest.least.get(size, 0)
         if length < least:
             raise ValueError(
-                f"{name} holds a {size} of {length}; the model trains with {least} or more, as batch normalization "
-                "does: leave out what is left of an epoch (DataLoader(drop_last=True))"
+                f"{name} holds a {size} of {length}, and the model trains with {least} or more: leave out what is "
+                "left of an epoch (DataLoader(drop_last=True))"
             )
 
 

@@ -242,9 +242,6 @@ loss("multilabel_soft_margin_loss", F.multilabel_soft_margin_loss, _labels)
 loss("multi_margin_loss", F.multi_margin_loss, classes)
 loss("multi_margin_loss, p=2, weights, none",
      lambda y, t: F.multi_margin_loss(y, t, 2, 0.3, weight, reduction="none").square().mean(), classes)  # fmt: skip
-loss("multilabel_margin_loss, several labels, sum",
-     lambda y, t: F.multilabel_margin_loss(
-         y, torch.stack((t, (t + 1) % 3, -torch.ones_like(t)), 1), reduction="sum"), classes)  # fmt: skip
 loss("multilabel_margin_loss, none",
      lambda y, t: F.multilabel_margin_loss(y, t.long(), reduction="none").square().mean(), _labels)  # fmt: skip
 loss("multilabel_margin_loss", lambda y, t: F.multilabel_margin_loss(y, t.long()), _labels)
@@ -292,10 +289,11 @@ EMBEDDINGS.model(
     "Embedding, max_norm", lambda: _Words(nn.Embedding(7, 5, max_norm=1.0)), _tokens, refused="only the optimizer may"
 )
 EMBEDDINGS.model("Embedding, scale_grad_by_freq", lambda: _Words(nn.Embedding(7, 5, scale_grad_by_freq=True)), _tokens)
-EMBEDDINGS.model("EmbeddingBag, mean", lambda: _Words(nn.EmbeddingBag(7, 5)), _tokens, refused="embedding_bag")
+EMBEDDINGS.model("EmbeddingBag, mean", lambda: _Words(nn.EmbeddingBag(7, 5)), _tokens)
 EMBEDDINGS.model(
-    "EmbeddingBag, sum", lambda: _Words(nn.EmbeddingBag(7, 5, mode="sum")), _tokens, refused="embedding_bag"
+    "EmbeddingBag, sum, padding_idx", lambda: _Words(nn.EmbeddingBag(7, 5, mode="sum", padding_idx=2)), _tokens
 )
+EMBEDDINGS.model("EmbeddingBag, max", lambda: _Words(nn.EmbeddingBag(7, 5, mode="max")), _tokens)
 EMBEDDINGS.model(
-    "EmbeddingBag, max", lambda: _Words(nn.EmbeddingBag(7, 5, mode="max")), _tokens, refused="embedding_bag"
+    "EmbeddingBag, scale_grad_by_freq", lambda: _Words(nn.EmbeddingBag(7, 5, scale_grad_by_freq=True)), _tokens
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import inspect
 import json
 import multiprocessing
 import sys
@@ -31,6 +32,7 @@ from torch.utils import _pytree as pytree
 
 import cpt_fx
 from cpt_fx.errors import ExportError, TransformError
+from cpt_fx.trial import tensors_in
 from tests.zoo import ANY_MODEL, ZOO
 from tests.zoo_layers import Built
 
@@ -90,50 +92,53 @@ def models() -> dict[str, Callable[[], Built]]:
 SHORT = (
     "residual_net", "unet", "conv_grouped", "conv_transpose2d", "two_tensors_one_module", "tied_weights", "norms",
     "dropouts", "frozen", "dict_output", "torch: lstm_bidirectional", "torch: sdpa_masks", "torch: attention_padded",
-    "transformers: bert", "torch_geometric: gcn",
+    "transformers: bert", "torch_geometric: gcn", "two_names", "checkpointed", "forward_hooks", "embeddings",
 )  # fmt: skip
-"""A dozen for every run of the tests."""
+"""Some for every run of the tests."""
 
 
 def verdict_of(name: str) -> Verdict:
     """Export a model in all forms, run them, and compare."""
     start = time.monotonic()
     torch.set_num_threads(1)
-    differences: dict[str, float] = {}
+    found: dict[str, float] = {}
     try:
         with tempfile.TemporaryDirectory() as folder:
-            for what, difference, limit in _differences(*models()[name](), Path(folder)):
-                differences[what] = difference
+            for what, difference, limit in differences(*models()[name](), Path(folder)):
+                found[what] = difference
                 if not difference <= limit:
-                    return Verdict(name, "wrong", f"{what}: {difference:.1e}", differences, time.monotonic() - start)
-        return Verdict(name, "right", "", differences, time.monotonic() - start)
+                    return Verdict(name, "wrong", f"{what}: {difference:.1e}", found, time.monotonic() - start)
+        return Verdict(name, "right", "", found, time.monotonic() - start)
     except (ExportError, TransformError) as error:
-        return Verdict(name, "refused", str(error).splitlines()[0], differences, time.monotonic() - start)
+        return Verdict(name, "refused", str(error).splitlines()[0], found, time.monotonic() - start)
     except Exception as error:
         remark = f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"
-        return Verdict(name, "broken", remark, differences, time.monotonic() - start)
+        return Verdict(name, "broken", remark, found, time.monotonic() - start)
 
 
 def loss_of(output: Any, *unused: Tensor) -> Tensor:
     """Return a loss of any output: each element with a weight of its own, so that no gradient is zero by symmetry."""
-    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    leaves = [leaf for leaf in tensors_in(output) if leaf.is_floating_point()]
     weights = (torch.cos(torch.arange(leaf.numel(), dtype=leaf.dtype)).view_as(leaf) for leaf in leaves)
     return torch.stack([(leaf * weight).mean() for leaf, weight in zip(leaves, weights, strict=True)]).sum()
 
 
-def _differences(
+def differences(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], folder: Path
 ) -> Iterator[tuple[str, float, float]]:
+    """Give what was compared, how large the difference is, and how large it may be."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0  # the plain model draws from torch's generator: tests/export/test_parity.py has dropout
     plain = copy.deepcopy(model).train()
     schedule = cpt_fx.schedules.Static(LOW_BITS)
     result = cpt_fx.transform(model, schedule, example_inputs=args, example_kwargs=kwargs, prove=False).train()
-    given: Any = kwargs or args
+    if kwargs:  # the exports take arguments either by place or by name
+        kwargs = {**inspect.signature(model.forward).bind_partial(*args).arguments, **kwargs}
+        args = ()
     yield from _training(plain, result, args, kwargs, folder / "training")
     result.eval()
-    yield from _inference(result, args, kwargs, given, folder / "model.onnx")
+    yield from _inference(result, args, kwargs, kwargs or args, folder / "model.onnx")
 
 
 def _training(
@@ -180,9 +185,9 @@ def _inference(
     leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     exact = _outputs(result, args, kwargs, 32)
     low = _outputs(result, args, kwargs, LOW_BITS)
+    cpt_fx.export.onnx(result, given, path)
     for bits, expected in ((32, exact), (LOW_BITS, low)):
-        cpt_fx.export.onnx(result, given, path, bits=bits, overwrite=True)
-        found = _run(path, leaves)
+        found = _run(path, leaves, bits)
         for index, (ours, theirs) in enumerate(zip(expected, found, strict=True)):
             if bits == 32 or ours.dtype.kind != "f":
                 yield f"onnx at {bits}: output {index}", _difference(theirs, ours), CLOSE
@@ -196,26 +201,29 @@ def _inference(
     if report.exact:
         eight = _outputs(result, args, kwargs, 8)
         exact = _outputs(result, args, kwargs, 32)
-        for index, (ours, theirs) in enumerate(zip(eight, _run(path, leaves), strict=True)):
+        for index, (ours, theirs) in enumerate(zip(eight, _run(path, leaves, 8), strict=True)):
             if ours.dtype.kind == "f":
                 moved = max(float(np.abs(ours - exact[index]).mean()), 1e-4 * float(np.abs(ours).max(initial=0.0)))
                 yield f"qdq: output {index}", float(np.abs(theirs - ours).mean()) / max(moved, 1e-9), FLIPPED
 
 
 def _outputs(result: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], bits: int) -> list[Any]:
-    with cpt_fx.at_bits(result, bits), torch.no_grad():
-        output = result(*args, **kwargs)
-    return [leaf.numpy().copy() for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    # Of a copy: some models write to their buffers in evaluation, too.
+    with cpt_fx.at_bits(own := copy.deepcopy(result), bits), torch.no_grad():
+        output = own(*args, **kwargs)
+    return [leaf.numpy().copy() for leaf in tensors_in(output)]
 
 
-def _run(path: Path, leaves: Sequence[Tensor]) -> list[Any]:
+def _run(path: Path, leaves: Sequence[Tensor], bits: int) -> list[Any]:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level, options.intra_op_num_threads = 4, 1
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     names = [value.name for value in session.get_inputs()]
-    return list(session.run(None, dict(zip(names, (leaf.numpy() for leaf in leaves), strict=True))))
+    widths = {name: np.array(bits) for name in names if name.startswith("bits.")}
+    given = [name for name in names if name not in widths]
+    return list(session.run(None, widths | dict(zip(given, (leaf.numpy() for leaf in leaves), strict=True))))
 
 
 def _difference(found: Any, expected: Any) -> float:

@@ -53,6 +53,17 @@ class Small(nn.Module):
         return self.end(self, self.two(self.drop(F.relu(self.one(x)))))
 
 
+class Attributes(nn.Module):
+    """A tensor that is neither parameter nor buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.shift = nn.Linear(4, 4), torch.arange(4.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) + self.shift  # type: ignore[no-any-return]
+
+
 class Plain(nn.Module):
     """Nothing that asks for the mode."""
 

@@ -17,7 +17,7 @@ from cpt_fx.graph_module import QuantizedGraphModule
 from cpt_fx.schedules import Sequence, Static
 from cpt_fx.spec import check
 from tests.faithful import evaluate, step
-from tests.single_graph.models import RECIPE, Plain, Small, X, by_dynamo, ranges_of, single
+from tests.single_graph.models import RECIPE, Attributes, Plain, Small, X, by_dynamo, ranges_of, single
 from tests.training import check_same, check_same_output, fresh, snapshot, widths
 from tests.zoo import ANY_MODEL
 from tests.zoo_any import missing
@@ -90,6 +90,31 @@ def test_what_is_one_graph_already_needs_no_examples() -> None:
     exported = cpt_fx.transform(nn.Linear(4, 4), Static(4), capture="export", example_inputs=(X,))
     graph = cpt_fx.single_graph(exported, (X,))
     check_same_output(graph.eval()(X), exported.eval()(X))
+
+
+@pytest.mark.parametrize("capture", ["auto", "symbolic"])
+def test_what_hooks_surround_is_part_of_the_graph(capture: str) -> None:
+    """A layer with hooks is called as a module by the traced graph, and has a graph of its own."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    net[0].register_forward_hook(lambda module, args, output: output * 3.0)
+    result = cpt_fx.transform(net, Static(4), capture=capture)
+    result(X)
+    graph = cpt_fx.single_graph(result, (X,))
+    assert check(graph, "bound") > 0
+    result.eval()
+    graph.eval()
+    with cpt_fx.at_bits(graph, 2):
+        at_two = graph(X)
+    with cpt_fx.at_bits(result, 2):
+        check_same_output(at_two, result(X))
+    assert not torch.equal(at_two, result(X))
+
+
+def test_a_tensor_that_is_a_plain_attribute_comes_along() -> None:
+    net = cpt_fx.transform(Attributes(), Static(4))
+    net(X)
+    graph = cpt_fx.single_graph(net)
+    check_same_output(graph.eval()(X), net.eval()(X))
 
 
 def test_it_shares_what_the_result_learns_and_follows_its_schedule() -> None:
