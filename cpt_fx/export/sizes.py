@@ -126,7 +126,10 @@ def _fitted(tensor: Tensor, shape: ir.Shape | None, sizes: Mapping[str, int]) ->
         if isinstance(size, ir.SymbolicDim):
             length = int(sympy.sympify(str(size.value)).subs(sizes))
             copies = [tensor] * -(-length // max(tensor.shape[dim], 1))
-            tensor = torch.cat(copies, dim).narrow(dim, 0, length)
+            longer = torch.cat(copies, dim).narrow(dim, 0, length)
+            # Numbers in order, such as those where bags begin, or of the graph that a node is in, stay in order.
+            in_order = not tensor.is_floating_point() and bool((tensor.diff(dim=dim) >= 0).all())
+            tensor = longer.sort(dim).values if in_order else longer
     return tensor
 
 
