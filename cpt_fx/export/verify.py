@@ -202,16 +202,17 @@ def _check(
 
 
 def _differences(ours: Values, theirs: Values, least: float) -> dict[str, float]:
-    """Return how far values are apart, relative to the largest element of each; integers have to be equal.
+    """Return how far values are apart, relative to the largest element of each.
 
-    Where PyTorch has no number, nothing is compared.
+    Integers have to be equal, and what is not a number or infinite has to be so in both.
     """
     found = {}
     for name, value in ours.items():
         numbers = np.isfinite(value)
         mine, other = value[numbers].astype(np.float64), theirs[name][numbers].astype(np.float64)
         scale = max(float(np.abs(mine).max(initial=0)), least, 1e-30) if value.dtype.kind == "f" else 1.0
-        found[name] = float(np.abs(other - mine).max(initial=0)) / scale
+        alike = np.array_equal(theirs[name][~numbers], value[~numbers], equal_nan=True)
+        found[name] = float(np.abs(other - mine).max(initial=0)) / scale if alike else float("inf")
     return found
 
 

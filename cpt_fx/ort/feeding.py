@@ -143,7 +143,7 @@ def _axis_of(node: ir.Node) -> int | None:
     if node.op_type in _LOSSES:
         return 1
     if node.op_type == "GatherElements":
-        return node.attributes.get_int("axis", 0)
+        return int(node.attributes.get_int("axis", 0) or 0)
     # The exporter names nodes after the operators of torch.
     return 0 if node.op_type == "Gather" and str(node.name).startswith("node_embedding") else None
 
