@@ -15,7 +15,7 @@ from cpt_fx.export.directory import digest
 from cpt_fx.meta import Dial
 
 NAME = "manifest.json"
-VERSION = 2
+VERSION = 3
 GRADIENTS, CLIPPING, FIRST_UPDATE, UPDATE = "gradients.onnx", "clipping.onnx", "first_update.onnx", "update.onnx"
 EVALUATION, VALUES, DATA = "evaluation.onnx", "values.onnx", "values.data"
 FILES = (GRADIENTS, CLIPPING, FIRST_UPDATE, UPDATE, EVALUATION, VALUES, DATA)
