@@ -14,6 +14,7 @@ from cpt_fx.formats import Format, Range
 from cpt_fx.layer_state import PARTS, add_range
 from cpt_fx.meta import QUANTIZER, SITE, STATE, Dial, Operand, Quantizer, Site, read_before, source_of
 from cpt_fx.numerics import keywords_of
+from cpt_fx.operators import returns_one_tensor
 from cpt_fx.operators.groups import gradient_groups
 from cpt_fx.ops import OP_OF_RANGE, QUANTIZE_GRADIENT
 from cpt_fx.pass_base import Pass, Report
@@ -77,9 +78,11 @@ class _Editor:
         with self.graph.inserting_before(node.next):
             # Not copy_: the zeros that it sends back lie otherwise in memory than gradients. -0.0 changes no number.
             empty = self.graph.call_method("fill_", (written, -0.0))
-            back = self.graph.call_method("add_", (empty, node))
+            returns_it = returns_one_tensor(node.target)
+            back = self.graph.call_method("add_", (empty, node if returns_it else aside))
         node.update_arg(0, aside)
-        node.replace_all_uses_with(back, delete_user_cb=lambda user: user is not back)
+        if returns_it:
+            node.replace_all_uses_with(back, delete_user_cb=lambda user: user is not back)
         for new in (aside, empty, back):
             new.meta |= {key: value for key, value in node.meta.items() if key == "val"} | source_of(node)
 
