@@ -186,7 +186,7 @@ def test_a_step_that_fails_is_not_half_done() -> None:
 
 def test_one_example_has_no_variance(trainer: Trainer) -> None:
     before = trainer.state_dict()
-    with pytest.raises(ValueError, match=r"x holds a batch of 1; the model trains with 2 or more"):
+    with pytest.raises(ValueError, match=r"x holds a batch of 1, and the model trains with 2 or more"):
         trainer.step(X[:1], TARGET[:1])
     assert all(torch.equal(value, before[name]) for name, value in trainer.state_dict().items())
     trainer.evaluate(X[:1], TARGET[:1])
