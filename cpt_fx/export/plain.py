@@ -25,7 +25,7 @@ from cpt_fx.export.capture_modes import call_of, in_mode
 from cpt_fx.export.directory import new_file
 from cpt_fx.export.functions import add_functions
 from cpt_fx.export.normalize import strip
-from cpt_fx.export.program import BITS, Call, Graph, name_outputs, states_of, trace
+from cpt_fx.export.program import Call, Graph, name_outputs, states_of, trace
 from cpt_fx.export.sizes import settle_sizes, with_several
 from cpt_fx.schedules.bits import Bits, as_bits
 from cpt_fx.standalone import precision_of
@@ -91,7 +91,7 @@ def evaluation_of(
     if bits is not None:
         state = precision_of(module)
         with state.at(bits):
-            widths = {BITS + name: state.width(dial, training=False) for name, dial in graph.dials.items()}
+            widths = {name: state.width(dial, training=False) for name, dial in graph.dials.items()}
         values |= {name: np.array(width, np.int64) for name, width in widths.items()}
     inputs = graph.model.graph.inputs
     for value in [value for value in inputs if value.name in values]:

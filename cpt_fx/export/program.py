@@ -71,6 +71,7 @@ class Graph:
     least: dict[tuple[str, int], int]
     """The smallest size that it is right for, where that is more than two."""
     dials: dict[str, Dial]
+    """Inputs that hold a width, and what each follows."""
 
 
 class _Step:
@@ -181,7 +182,10 @@ def trace(
     targets = _numbered(TARGET, len(call.targets))
     taken = {*parameters, *state, *targets, SEEDS, MORE, LOSS, OUTPUT}
     inputs = tuple(f"{name}_input" if name in taken else name for name in _input_names(model, call))
-    names = (*parameters, *state, *(BITS + name for name in bits), SEEDS,
+    # A layer of the model may be called bits, too.
+    prefix = BITS if taken.isdisjoint(BITS + name for name in bits) else f"{STATE}.{BITS}"
+    widths = tuple(prefix + name for name in bits)
+    names = (*parameters, *state, *widths, SEEDS,
              *(name + GRADIENT for name in sums), MORE, *inputs, *targets)  # fmt: skip
     loss = (LOSS,) if call.loss else ()
     returned = (*loss, *step.outputs, *(name + NEXT for name in state),
@@ -191,9 +195,7 @@ def trace(
     normalize(graph)
     name_outputs(graph, returned)
     changed = _drop_unchanged(graph, tuple(state))
-    _drop_unused(
-        graph, (*parameters, *state, *(name + GRADIENT for name in sums), SEEDS, MORE, *(BITS + name for name in bits))
-    )
+    _drop_unused(graph, (*parameters, *state, *(name + GRADIENT for name in sums), SEEDS, MORE, *widths))
     placed = tuple(step.lowering.placed)
     _name_quantizers(graph, placed)
     used = {str(value.name) for value in graph.graph.inputs}
@@ -213,7 +215,7 @@ def trace(
         placed=placed,
         still=frozenset((names[place], dim) for place, dim in places | more),
         least={(names[place], dim): size for (place, dim), size in least.items()},
-        dials=dict(precision_of(model).dials),
+        dials={prefix + name: dial for name, dial in precision_of(model).dials.items()},
     )
 
 
@@ -252,8 +254,8 @@ def _check_names(names: tuple[str, ...]) -> None:
     for name, times in Counter(names).items():
         if times > 1:
             raise ExportError(
-                f"{name!r} would be the name of two inputs or outputs, one of the model's own and one of every export "
-                "(widths are called bits.weight, bits.activation, bits.gradient): rename that part of the model"
+                f"{name!r} would be the name of two inputs or outputs, one of the model's own and one of every export: "
+                "rename that part of the model"
             )
 
 

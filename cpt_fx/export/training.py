@@ -26,7 +26,7 @@ from cpt_fx.export.losses import LossLike, resolve
 from cpt_fx.export.manifest import Manifest, Optimizer, Parameter, State
 from cpt_fx.export.normalize import strip
 from cpt_fx.export.plain import run
-from cpt_fx.export.program import BITS, Call, Graph, states_of, trace
+from cpt_fx.export.program import Call, Graph, states_of, trace
 from cpt_fx.export.refusals import check_schedules
 from cpt_fx.export.sizes import settle_sizes, with_several
 from cpt_fx.export.updates import model_of, resolve_optimizer, trace_updates
@@ -136,7 +136,7 @@ def _write(
         inputs=tuple(_tensor(ends[name]) for name in training.inputs),
         targets=tuple(_tensor(ends[name]) for name in training.targets),
         outputs=tuple(_tensor(ends[name]) for name in evaluation.outputs),
-        dials={BITS + name: dial for name, dial in training.dials.items()},
+        dials=training.dials,
         seeds=training.draws,
         parameters=tuple(
             Parameter(

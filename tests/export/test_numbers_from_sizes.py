@@ -94,20 +94,22 @@ def test_fewer_than_the_graph_is_made_for_are_refused(tmp_path: Path) -> None:
 class Taken(nn.Module):
     """A parameter called as an argument is, and a layer called as the inputs for widths are."""
 
-    def __init__(self, layer: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.add_module(layer, nn.Linear(4, 4))
-        self.layer, self.x = layer, nn.Parameter(torch.rand(4))
+        self.bits, self.x = nn.Linear(4, 4), nn.Parameter(torch.rand(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.get_submodule(self.layer)(x) * self.x  # type: ignore[no-any-return]
+        return self.bits(x) * self.x  # type: ignore[no-any-return]
 
 
 def test_names_that_stand_for_two_things(tmp_path: Path) -> None:
-    """An argument makes way; a layer whose weight would be an input for widths is refused."""
-    result = cpt_fx.transform(Taken("fc"), Static(8))
-    manifest = cpt_fx.export.ort_training(result, (torch.rand(2, 4),), tmp_path / "fc", loss="mse", optimizer="sgd")
+    """The model's own come first, but for what no export can call otherwise."""
+    result = cpt_fx.transform(Taken(), Static(8))
+    manifest = cpt_fx.export.ort_training(result, (torch.rand(2, 4),), tmp_path / "t", loss="mse", optimizer="sgd")
     assert [tensor.name for tensor in manifest.inputs] == ["x_input"]
-    result = cpt_fx.transform(Taken("bits"), Static(8))
-    with pytest.raises(ExportError, match=r"'bits.weight' would be the name of two inputs"):
-        cpt_fx.export.ort_training(result, (torch.rand(2, 4),), tmp_path / "bits", loss="mse", optimizer="sgd")
+    assert set(manifest.dials) == {f"_cpt_fx.bits.{name}" for name in ("weight", "activation", "gradient")}
+    net = nn.Linear(4, 4)
+    net.register_parameter("seeds", nn.Parameter(torch.rand(4)))
+    result = cpt_fx.transform(net, Static(8))
+    with pytest.raises(ExportError, match=r"'seeds' would be the name of two inputs"):
+        cpt_fx.export.ort_training(result, (torch.rand(2, 4),), tmp_path / "s", loss="mse", optimizer="sgd")

@@ -221,7 +221,7 @@ def _run(path: Path, leaves: Sequence[Tensor], bits: int) -> list[Any]:
     options.log_severity_level, options.intra_op_num_threads = 4, 1
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     names = [value.name for value in session.get_inputs()]
-    widths = {name: np.array(bits) for name in names if name.startswith("bits.")}
+    widths = {name: np.array(bits) for name in names if "bits." in name}
     given = [name for name in names if name not in widths]
     return list(session.run(None, widths | dict(zip(given, (leaf.numpy() for leaf in leaves), strict=True))))
 
