@@ -28,15 +28,22 @@ _ALIKE = (
 INSIDE = "the model's own"
 
 
-def _unbatched(x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1, *options: Any) -> Any:
-    """Compute the loss of a single example as that of a batch of one: ONNX has it for batches."""
-    if x.ndim != 1:
-        return NotImplemented
-    made = torch.ops.aten.cross_entropy_loss(x[None], target[None], weight, reduction, *options)
-    return made if reduction else made[0]
+def _cross_entropy(
+    x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1, ignored: Any = -100, *options: Any
+) -> Any:
+    """Write what ONNX has for batches only, and with a label to ignore that is a constant."""
+    loss = torch.ops.aten.cross_entropy_loss
+    if x.ndim == 1:
+        made = loss(x[None], target[None], weight, reduction, ignored, *options)
+        return made if reduction else made[0]
+    if isinstance(ignored, torch.SymInt):
+        # Of spans in a text: the position behind its end.
+        behind: Any = target == ignored
+        return loss(x, target.masked_fill(behind, -100), weight, reduction, -100, *options)
+    return NotImplemented
 
 
-WHOLE = {torch.ops.aten.cross_entropy_loss.default: _unbatched}
+WHOLE = {torch.ops.aten.cross_entropy_loss.default: _cross_entropy}
 """What is written otherwise in a graph that has no way back."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
@@ -82,9 +82,10 @@ def operator_of(text: str) -> str:
 def layer_of(model: fx.GraphModule, call: Call, operator: str) -> str:
     """Return the layer that calls an operator, in its forward pass or its backward pass; "" if none does."""
     seen = _Seen(operator)
-    given = inspect.signature(model.forward).bind(*call.args, **call.kwargs).arguments.values()
+    bound = inspect.signature(model.forward).bind(*call.args, **call.kwargs)
+    bound.apply_defaults()
     with trial(model), torch.enable_grad(), seen:
-        outputs = _Walk(model, seen).run(*given)
+        outputs = _Walk(model, seen, bound.arguments).run()
         seen.layer = "the loss"
         if call.loss is not None:
             call.loss(outputs, *call.targets).backward()
@@ -117,9 +118,13 @@ class _Seen(TorchDispatchMode):
 class _Walk(fx.Interpreter):
     """Runs a graph, and says which layer is at work."""
 
-    def __init__(self, model: fx.GraphModule, seen: _Seen) -> None:
+    def __init__(self, model: fx.GraphModule, seen: _Seen, given: Mapping[str, Any]) -> None:
         super().__init__(model)
-        self.seen = seen
+        self.seen, self.given = seen, given
+
+    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Return an argument, whatever kind of parameter it is for."""
+        return self.given[str(target).lstrip("*")]
 
     def run_node(self, n: fx.Node) -> Any:
         self.seen.layer = module_path(n)[0] or "the model"

@@ -113,3 +113,21 @@ def test_names_that_stand_for_two_things(tmp_path: Path) -> None:
     result = cpt_fx.transform(net, Static(8))
     with pytest.raises(ExportError, match=r"'seeds' would be the name of two inputs"):
         cpt_fx.export.ort_training(result, (torch.rand(2, 4),), tmp_path / "s", loss="mse", optimizer="sgd")
+
+
+class Spans(nn.Module):
+    """Where an answer begins in a text, as models of transformers ask; a place behind its end counts for nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, start: Tensor | None = None, scale: float = 1.0, **more: Tensor) -> Tensor:
+        scores = self.layer(x).squeeze(-1) * scale
+        return F.cross_entropy(scores, more["end"].clamp(0, scores.shape[1]), ignore_index=scores.shape[1])
+
+
+def test_a_label_to_ignore_that_is_a_size(tmp_path: Path) -> None:
+    inputs = {"x": torch.rand(3, 5, 4), "end": torch.tensor([2, 9, 4])}
+    wrong = {what: off for what, off, most in differences(Spans(), (), inputs, tmp_path) if not off <= most}
+    assert not wrong

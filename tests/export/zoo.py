@@ -130,6 +130,10 @@ def differences(
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0  # the plain model draws from torch's generator: tests/export/test_parity.py has dropout
+    config: Any = getattr(model, "config", None)
+    if config is not None:
+        config.use_cache = False  # of transformers: a graph returns no cache
+    args, kwargs = pytree.tree_map_only(Tensor, Tensor.contiguous, (args, kwargs))
     plain = copy.deepcopy(model).train()
     schedule = cpt_fx.schedules.Static(8)
     result = cpt_fx.transform(model, schedule, example_inputs=args, example_kwargs=kwargs, prove=False).train()
