@@ -175,7 +175,7 @@ def trace(
     try:
         extra = {**WHOLE, **drawing(step.uniform)}
         recorded, places, least = record(step, arguments, varying, extra, whole=not gradients)
-        graph, more = convert(recorded, arguments)
+        graph, more = convert(recorded, arguments, places)
     except UnsupportedError as error:
         layer = layer_of(model, call, error.operator)
         raise UnsupportedError(f"{layer}: {error.operator}" if layer else error.operator, error.reason) from error

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import count
 from typing import Any
 
 import onnx_ir as ir
@@ -177,17 +178,22 @@ class _Recorded(nn.Module):
         return self.recorded(*arguments)
 
 
-def convert(graph: fx.GraphModule, arguments: tuple[Any, ...]) -> tuple[ir.Model, Places]:
+def convert(graph: fx.GraphModule, arguments: tuple[Any, ...], relied: Places = frozenset()) -> tuple[ir.Model, Places]:
     """Return a record as an ONNX graph, and the sizes that it is made for.
 
     Inputs are the tensors of the arguments, in their order. Sizes are open that were left open and that nothing in the
-    record has fixed.
+    record has fixed, but for those that it relies on.
     """
-    given = [node.meta.get("val") for node in graph.graph.find_nodes(op="placeholder")]
-    shapes = [
-        [Dim.AUTO if _is_open(size) else Dim.STATIC for size in value.shape] if isinstance(value, Tensor) else None
-        for value in given
-    ]
+    shapes: list[Any] = []
+    places = count()
+    for node in graph.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            place = next(places)
+            is_open = [_is_open(size) and (place, dim) not in relied for dim, size in enumerate(value.shape)]
+            shapes.append([Dim.AUTO if one else Dim.STATIC for one in is_open])
+        else:
+            shapes.append(None)
     structure = pytree.tree_structure(arguments)
     still = pytree.tree_map_only(Tensor, Tensor.detach, arguments)
     with _quiet(), torch.no_grad():
