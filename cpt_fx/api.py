@@ -9,8 +9,9 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
+from cpt_fx.bodies import graphs_of
 from cpt_fx.capture import Examples, prepared
-from cpt_fx.capture.captured import WHOLE
+from cpt_fx.capture.captured import WHOLE, traced_view
 from cpt_fx.capture.memory import run_aside
 from cpt_fx.capture.tree import own_tree, plain_tree
 from cpt_fx.errors import TransformError
@@ -192,9 +193,13 @@ def single_graph(
         return found.module
     found.reminder.call(found)  # by whoever trains the graph
     examples = examples_of(example_inputs, example_kwargs)
-    if WHOLE in found.traced and not any(CALLED in node.meta for node in found.traced[WHOLE].view.graph.nodes):
-        return standalone(found)
-    # What hooks surround has a graph of its own, which Dynamo puts in its place.
+    if found.frontend != "dynamo":
+        traced_view(found, found.root)  # captured again, where the model has changed since its last call
+    if WHOLE in found.traced:
+        inside = graphs_of(found.traced[WHOLE].view)
+        if not any(CALLED in node.meta for graph in inside for node in graph.graph.nodes):
+            return standalone(found)
+        # What hooks surround has a graph of its own, which Dynamo puts in its place.
     if examples is None:
         raise TypeError(
             "Dynamo captures a model from a run: pass single_graph(result, example_inputs) a tuple of the model's "

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ pytest.importorskip("onnxruntime")
 
 import cpt_fx
 from cpt_fx import numerics, recipes
+from cpt_fx.export.verify import _differences
 from cpt_fx.formats import Rounding
 from cpt_fx.native import disabled
 from cpt_fx.ort import Trainer
@@ -305,6 +307,14 @@ def test_an_export_that_is_wrong_is_refused(
             optimizer=OPTIMIZERS["momentum"](model.parameters()),
         )  # fmt: skip
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_no_number_has_to_be_so_in_both() -> None:
+    ours = {"x": np.array([1.0, np.nan, np.inf], np.float32)}
+    assert _differences(ours, {"x": ours["x"].copy()}, 0.0) == {"x": 0.0}
+    for other in ([1.0, 0.0, np.inf], [1.0, np.nan, -np.inf], [np.nan, np.nan, np.inf]):
+        (found,) = _differences(ours, {"x": np.array(other, np.float32)}, 0.0).values()
+        assert not found <= 1.0
 
 
 def test_what_torch_traces_wrongly_is_refused(tmp_path: Path) -> None:

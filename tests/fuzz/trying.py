@@ -114,8 +114,6 @@ def _examine(
             trials[frontend] = trial
             # "auto" is one of the other two: what they say of it is said already.
             few = frontend == "auto" and chosen is None
-            if few:
-                trial.plain = {kind: seen for kind, seen in plain.items() if "without" not in kind}
             _ask(outcome, trial, [name for name in asked if not few or name in ("same", "census")])
         if frontend == "auto":
             torch._dynamo.reset()

@@ -110,6 +110,23 @@ def test_what_hooks_surround_is_part_of_the_graph(capture: str) -> None:
     assert not torch.equal(at_two, result(X))
 
 
+@pytest.mark.parametrize("capture", ["auto", "symbolic"])
+@pytest.mark.parametrize("change", ["hook", "forward", "added"])
+def test_a_model_that_was_changed_since_its_last_call(change: str, capture: str) -> None:
+    net: Any = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    result: Any = cpt_fx.transform(net, Static(4), capture=capture)
+    result(X)
+    if change == "hook":
+        result[0].register_forward_hook(lambda module, args, output: output * 3.0)
+    elif change == "forward":
+        result[0].forward = lambda x: x.sin()
+    else:
+        result.append(nn.Softmax(1))
+    graph = cpt_fx.single_graph(result, (X,))
+    assert check(graph, "bound") > 0
+    check_same_output(graph.eval()(X), result.eval()(X))
+
+
 def test_a_tensor_that_is_a_plain_attribute_comes_along() -> None:
     net = cpt_fx.transform(Attributes(), Static(4))
     net(X)
