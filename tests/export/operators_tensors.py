@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -289,11 +290,15 @@ EMBEDDINGS.model(
     "Embedding, max_norm", lambda: _Words(nn.Embedding(7, 5, max_norm=1.0)), _tokens, refused="only the optimizer may"
 )
 EMBEDDINGS.model("Embedding, scale_grad_by_freq", lambda: _Words(nn.Embedding(7, 5, scale_grad_by_freq=True)), _tokens)
-EMBEDDINGS.model("EmbeddingBag, mean", lambda: _Words(nn.EmbeddingBag(7, 5)), _tokens)
-EMBEDDINGS.model(
-    "EmbeddingBag, sum, padding_idx", lambda: _Words(nn.EmbeddingBag(7, 5, mode="sum", padding_idx=2)), _tokens
-)
-EMBEDDINGS.model("EmbeddingBag, max", lambda: _Words(nn.EmbeddingBag(7, 5, mode="max")), _tokens)
-EMBEDDINGS.model(
-    "EmbeddingBag, scale_grad_by_freq", lambda: _Words(nn.EmbeddingBag(7, 5, scale_grad_by_freq=True)), _tokens
-)
+
+
+def _bags(**options: Any) -> nn.Module:
+    return _Words(nn.EmbeddingBag(7, 5, **options))
+
+
+# The number of bags is computed from that of all words, which fixes the batch.
+_ONE_SIZE = "the graph is for batches of one size only"
+EMBEDDINGS.model("EmbeddingBag, mean", partial(_bags), _tokens, refused=_ONE_SIZE)
+EMBEDDINGS.model("EmbeddingBag, sum", partial(_bags, mode="sum", padding_idx=2), _tokens, refused=_ONE_SIZE)
+EMBEDDINGS.model("EmbeddingBag, max", partial(_bags, mode="max"), _tokens, refused=_ONE_SIZE)
+EMBEDDINGS.model("EmbeddingBag, scaled", partial(_bags, scale_grad_by_freq=True), _tokens, refused=_ONE_SIZE)
