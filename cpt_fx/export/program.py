@@ -302,13 +302,17 @@ def _size_seeds(model: ir.Model, draws: int) -> None:
             value.shape = ir.Shape([draws, 2])
 
 
-def name_outputs(model: ir.Model, names: tuple[str, ...]) -> None:
-    """Name the outputs, each a value of its own: a model may return one twice, or an input as it is."""
+def name_outputs(model: ir.Model, names: tuple[str, ...], *, apart_from: str = "") -> None:
+    """Name the outputs, each a value of its own: a model may return one twice, or an input as it is.
+
+    Values that an operator of the type `apart_from` reads are kept apart from the outputs, too.
+    """
     graph = model.graph
     assert len(graph.outputs) == len(names), (len(graph.outputs), names)
     seen: set[ir.Value] = set()
     for index, (value, name) in enumerate(zip(tuple(graph.outputs), names, strict=True)):
-        if value in seen or value.producer() is None:
+        read = any(user.op_type == apart_from for user, _ in value.uses())
+        if value in seen or value.producer() is None or read:
             node = ir.node("Identity", [value])
             node.outputs[0].type, node.outputs[0].shape = value.type, value.shape
             graph.append(node)

@@ -494,3 +494,27 @@ def test_what_no_standard_operator_says(tmp_path: Path) -> None:
     model(x)
     with pytest.raises(ExportError, match=r"evaluates Uniform, .*use export\.onnx"):
         qdq(model, (x,), tmp_path / "model.onnx")
+
+
+class ReturnsWhatItTransposes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.layer(x))
+        return h, x @ h.transpose(1, 2)
+
+
+def test_an_output_that_is_transposed_and_quantized(tmp_path: Path) -> None:
+    """ONNX Runtime returned what the quantizer makes of it (1.19.2, 1.31.1)."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 6, 6)
+    model = cpt_fx.transform(ReturnsWhatItTransposes(), cpt_fx.schedules.Static(8), example_inputs=(x,))
+    model(x)
+    qdq(model, (x,), tmp_path / "model.onnx")
+    with torch.no_grad():
+        expected = model.eval()(x)
+    run = session(onnx.load(tmp_path / "model.onnx"))
+    for found, value in zip(run.run(None, {"x": x.numpy()}), expected, strict=True):
+        np.testing.assert_allclose(found, value.numpy(), rtol=1e-5, atol=1e-5)
