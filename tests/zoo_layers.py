@@ -33,7 +33,7 @@ def ints(limit: int, *shape: int) -> Callable[[], Tensor]:
 
 def add(
     name: str, model: Callable[[], nn.Module], *inputs: Callable[[], Any],
-    kwargs: dict[str, Callable[[], Any]] | None = None,
+    kwargs: dict[str, Callable[[], Any]] | None = None, into: dict[str, Build] = ZOO,
 ) -> None:  # fmt: skip
     """Register a model and its inputs."""
 
@@ -41,13 +41,13 @@ def add(
         torch.manual_seed(0)
         return model(), tuple(make() for make in inputs), {key: make() for key, make in (kwargs or {}).items()}
 
-    assert name not in ZOO, name
-    ZOO[name] = build
+    assert name not in into, name
+    into[name] = build
 
 
 def zoo(
     *inputs: Callable[[], Any], make: Callable[[], dict[str, Any]], kwargs: dict[str, Callable[[], Any]] | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = torch.float32, into: dict[str, Build] = ZOO,
 ) -> Callable[..., Any]:  # fmt: skip
     """Register a forward function with the attributes it needs as a model of its own class."""
 
@@ -61,7 +61,7 @@ def zoo(
                 setattr(new, attribute, value)
             return new.to(dtype)
 
-        add(label, model, *(_cast(value, dtype) for value in inputs), kwargs=kwargs)
+        add(label, model, *(_cast(value, dtype) for value in inputs), kwargs=kwargs, into=into)
         return forward
 
     return register

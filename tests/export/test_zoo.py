@@ -6,7 +6,9 @@ import pytest
 
 pytest.importorskip("onnxruntime")
 
+from tests.export.idioms import IDIOMS
 from tests.export.zoo import SHORT, models, verdict_of
+from tests.zoo import ZOO
 
 
 @pytest.mark.parametrize("name", SHORT)
@@ -23,3 +25,4 @@ def test_the_zoo_is_large() -> None:
     """At least sixty models, of all domains."""
     assert len(models()) >= 60
     assert set(SHORT) <= set(models())
+    assert ZOO.keys().isdisjoint(IDIOMS)

@@ -33,6 +33,7 @@ from torch.utils import _pytree as pytree
 import cpt_fx
 from cpt_fx.errors import ExportError, TransformError
 from cpt_fx.trial import tensors_in
+from tests.export.idioms import IDIOMS
 from tests.zoo import ANY_MODEL, ZOO
 from tests.zoo_layers import Built
 
@@ -86,7 +87,7 @@ class Verdict:
 
 def models() -> dict[str, Callable[[], Built]]:
     """Return the builders of all models by name."""
-    found: dict[str, Callable[[], Built]] = dict(ZOO)
+    found: dict[str, Callable[[], Built]] = {**ZOO, **IDIOMS}
     for name, entry in ANY_MODEL.items():
         if entry.family in FAMILIES or name in CHOSEN:
             found[f"{entry.needs or 'torch'}: {name}"] = partial(entry.build, 4)
