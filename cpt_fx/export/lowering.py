@@ -12,7 +12,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch._decomp import decomposition_table
 from torch.onnx import ops as onnx_ops
 from torch.overrides import TorchFunctionMode
 
@@ -110,6 +112,8 @@ class Lowering(TorchFunctionMode):
         """Trace one call."""
         if func in QUANTIZERS:
             return self._quantizer(func, *args, **(kwargs or {}))
+        if func in (F.affine_grid, torch.affine_grid_generator) and self.gradients:
+            return _affine_grid(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def _quantizer(
@@ -195,6 +199,12 @@ class Lowering(TorchFunctionMode):
     def uniform(self, like: Tensor) -> Tensor:
         """Return noise in [0, 1) of the shape of a tensor, from the seeds of the step."""
         return call(UNIFORM, (like, *self.seed()), like)
+
+
+def _affine_grid(theta: Tensor, size: Sequence[Any], align_corners: bool | None = None) -> Tensor:
+    """Write out an operator before autograd, since its backward pass takes sizes that do not vary only."""
+    made: Tensor = decomposition_table[torch.ops.aten.affine_grid_generator.default](theta, size, bool(align_corners))
+    return made
 
 
 def call(name: str, inputs: tuple[Any, ...], like: Tensor, **attributes: Any) -> Tensor:
