@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cpt_fx.export.refusals import UnsupportedError
+
 SUM, MEAN, MAX = 0, 1, 2
 
 
@@ -40,6 +42,9 @@ def embedding_bag(
 
 def embedding_bag_of_backward(weight: Tensor, indices: Tensor, offsets: Tensor, *options: Any) -> tuple[Tensor, ...]:
     """Return the same for the operator that autograd knows: no padding is -1 there."""
+    if options and options[0]:
+        reason = "with scale_grad_by_freq=True PyTorch divides gradients by the counts of other rows: leave it out"
+        raise UnsupportedError("aten._embedding_bag", reason)
     padding = options[5] if len(options) > 5 else -1
     own = None if padding == -1 else padding
     return embedding_bag(weight, indices, offsets, *options[:5], padding_idx=own)  # type: ignore[misc]
@@ -57,9 +62,6 @@ def embedding_bag_backward(
     share = share if per_sample_weights is None else share * per_sample_weights
     if mode == MEAN:
         share = share / counts.clamp_min(1)[bags]
-    if scale_grad_by_freq:
-        times = indices.new_zeros(num_weights).index_put((indices,), torch.ones_like(indices), accumulate=True)
-        share = share / times[indices]
     return made.index_put((indices,), gradient[bags] * share.unsqueeze(-1), accumulate=True)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -154,6 +155,32 @@ def _convolution(
     return made if bias is None else made + bias.view(-1, *(1,) * (x.ndim - 2))
 
 
+def _arange(start: Any, end: Any, step: Any = 1, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
+    """Count whole steps, where it is known that they are whole: torch would round up a size that nothing else has."""
+    if not statically_known_true((end - start) % step == 0):
+        return NotImplemented
+    return torch.arange((end - start) // step, dtype=dtype) * step + start
+
+
+def _places_in_rows(rows: Tensor, size: int, *, out_int32: bool = False) -> Tensor:
+    """Return where each row of a sparse matrix begins, from the sorted row of each element."""
+    counts = rows.new_zeros(size + 1).index_put((rows + 1,), torch.ones_like(rows), accumulate=True)
+    return counts.cumsum(0, dtype=torch.int32 if out_int32 else torch.int64)
+
+
+def _distances(x: Tensor, y: Tensor, p: float, mode: int | None) -> Tensor:
+    apart = x.unsqueeze(-2) - y.unsqueeze(-3)
+    return (apart * apart).sum(-1).sqrt() if p == 2 else torch.linalg.vector_norm(apart, p, -1)
+
+
+def _distances_backward(gradient: Tensor, x: Tensor, y: Tensor, p: float, distance: Tensor) -> Tensor:
+    """Return the gradient of the first points: zero where two are the same, in a dim or altogether."""
+    apart, far = x.unsqueeze(-2) - y.unsqueeze(-3), distance.unsqueeze(-1)
+    share = (apart.abs() == far).to(x.dtype) if p == math.inf else (apart.abs() / far) ** (p - 1)
+    share = torch.where(apart == 0, 0.0, share * apart.sign()) if p else torch.zeros_like(apart)
+    return (gradient.unsqueeze(-1) * share).sum(-2)
+
+
 def _varying(written: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Write out an operator one of whose numbers comes from the size of a tensor: the exporter knows constants only."""
     leaves = pytree.tree_leaves((args, kwargs))
@@ -164,6 +191,7 @@ _VARYING = (torch.SymInt, torch.SymFloat)
 
 _WRITTEN: dict[Any, Callable[..., Any]] = {
     aten.split.Tensor: _split,
+    aten.arange.start_step: _arange,
     aten.repeat_interleave.self_int: aten.repeat_interleave.self_int.decompose,
     aten.convolution.default: _convolution,
     aten.pow.Tensor_Scalar: lambda x, power: torch.pow(x, torch.scalar_tensor(power, dtype=x.dtype)),
@@ -176,6 +204,9 @@ EVERYWHERE: dict[Any, Callable[..., Any]] = {
     **{name: partial(_varying, written) for name, written in _WRITTEN.items()},
     # What ONNX sorts keeps its order where elements are equal.
     aten.sort.stable: lambda x, *, stable, dim=-1, descending=False: aten.sort.default(x, dim, descending),
+    aten._convert_indices_from_coo_to_csr.default: _places_in_rows,
+    aten._cdist_forward.default: _distances,
+    aten._cdist_backward.default: _distances_backward,
     aten.argsort.stable: lambda x, *, stable, dim=-1, descending=False: aten.argsort.default(x, dim, descending),
 }
 """For graphs with and without a backward pass."""

@@ -79,7 +79,7 @@ def _taken_apart() -> Table:
     # The exporter would leave it to runtimes what these draw.
     drawing = (aten.dropout, aten.feature_dropout, aten.alpha_dropout, aten.feature_alpha_dropout, aten.rrelu)
     # Convolutions without a bias get one of zeros from it, in three dims of the wrong size.
-    others = (aten.chunk, aten.conv1d, aten.conv2d, aten.conv3d,
+    others = (aten.chunk, aten.cdist, aten.conv1d, aten.conv2d, aten.conv3d,
               aten.conv_transpose1d, aten.conv_transpose2d, aten.conv_transpose3d)  # fmt: skip
     apart = [getattr(entry, name) for entry in (*drawing, *others) for name in entry.overloads() if "out" not in name]
     bags = dict.fromkeys((aten.embedding_bag.default, aten.embedding_bag.padding_idx), embedding_bag)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -109,6 +110,8 @@ op("kthvalue, keepdim, ties", lambda h: h.kthvalue(2, 1, keepdim=True).values * 
 op("bucketize, searchsorted", lambda h: h * torch.bucketize(h, torch.tensor([-0.2, 0.0, 0.3])))
 op("one_hot", lambda h: h[:, :3] * F.one_hot(h.argmax(1) % 3, 3))
 op("nonzero", lambda h: h * h[0].nonzero().shape[0])
+op("rows of a sparse matrix",
+   lambda h: h * torch._convert_indices_from_coo_to_csr((h[0] > 0).long().sort()[0], 7))  # fmt: skip
 op("unique", lambda h: h * h.round().unique().numel())
 
 PADDING = Section("Padding and resizing")
@@ -152,6 +155,12 @@ for mode in ("bilinear", "nearest", "bicubic"):
                h, grid.expand(h.shape[0], 3, 3, 2) * h.mean((1, 2, 3))[:, None, None, None].exp() * 1.3, mode, border,
                align_corners=border == "border"), 3, 4, 4)  # fmt: skip
 
+for corners in (False, True):
+    op(f"affine_grid, align_corners={corners}",
+       lambda h, corners=corners: F.affine_grid(h, [h.shape[0], 1, 4, 5], align_corners=corners), 2, 3)  # fmt: skip
+op("affine_grid, 3d", lambda h: F.affine_grid(h, [h.shape[0], 1, 3, 4, 5]), 3, 4)
+op("affine_grid_generator", lambda h: torch.affine_grid_generator(h, [h.shape[0], 1, 4, 5], False), 2, 3)
+
 PRODUCTS = Section("Products")
 op = PRODUCTS.op
 op("matmul", lambda h: h @ h.mT, 3, 4)
@@ -169,7 +178,11 @@ op("einsum, three operands", lambda h: torch.einsum("bi,bj,bk->bijk", h, h.sin()
 op("einsum, sum and diagonal", lambda h: torch.einsum("bii->b", h)[:, None] * torch.einsum("bij->bj", h), 4, 4)
 op("tensordot", lambda h: torch.tensordot(h, h[0], 1), 4, 4)
 op("kron", lambda h: torch.kron(h[:1], torch.ones(1, 2)).expand(h.shape[0], -1) * h.repeat(1, 2))
-op("cdist", lambda h: torch.cdist(h, h.cos()), 3, 4, refused="cdist")
+for p in (0.0, 0.7, 1.0, 1.5, 2.0, 3.0, math.inf):
+    op(f"cdist, p={p:g}", lambda h, p=p: torch.cdist(h, h.cos(), p), 3, 4)
+op("cdist, to itself", lambda h: torch.cdist(h, h), 3, 4)
+op("cdist, across the batch", lambda h: torch.cdist(h, torch.eye(8)))
+op("cdist, many", lambda h: torch.cdist(h, h.cos()), 26, 2)
 op("cosine_similarity", lambda h: F.cosine_similarity(h, h.cos(), dim=1)[:, None])
 op("pairwise_distance", lambda h: F.pairwise_distance(h, h.cos(), keepdim=True))
 op("cross", lambda h: torch.linalg.cross(h, h.cos()), 4, 3)
@@ -296,9 +309,7 @@ def _bags(**options: Any) -> nn.Module:
     return _Words(nn.EmbeddingBag(7, 5, **options))
 
 
-# The number of bags is computed from that of all words, which fixes the batch.
-_ONE_SIZE = "the graph is for batches of one size only"
-EMBEDDINGS.model("EmbeddingBag, mean", partial(_bags), _tokens, refused=_ONE_SIZE)
-EMBEDDINGS.model("EmbeddingBag, sum", partial(_bags, mode="sum", padding_idx=2), _tokens, refused=_ONE_SIZE)
-EMBEDDINGS.model("EmbeddingBag, max", partial(_bags, mode="max"), _tokens, refused=_ONE_SIZE)
-EMBEDDINGS.model("EmbeddingBag, scaled", partial(_bags, scale_grad_by_freq=True), _tokens, refused=_ONE_SIZE)
+EMBEDDINGS.model("EmbeddingBag, mean", partial(_bags), _tokens)
+EMBEDDINGS.model("EmbeddingBag, sum", partial(_bags, mode="sum", padding_idx=2), _tokens)
+EMBEDDINGS.model("EmbeddingBag, max", partial(_bags, mode="max"), _tokens)
+EMBEDDINGS.model("EmbeddingBag, scaled", partial(_bags, scale_grad_by_freq=True), _tokens, refused="counts of other rows")

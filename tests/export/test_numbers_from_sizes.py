@@ -51,9 +51,23 @@ class Bags(nn.Module):
         return made
 
 
+class Near(nn.Module):
+    """Bags that are rows of a table, how far they are from codes and from each other, and where rows of edges begin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer, self.codes = nn.EmbeddingBag(9, 6), nn.Linear(6, 6), nn.Parameter(torch.rand(5, 6))
+
+    def forward(self, words: Tensor) -> list[Tensor]:
+        bags = self.layer(self.table(words))
+        begins = torch._convert_indices_from_coo_to_csr(words[:, 0].sort().values, 9)
+        return [torch.cdist(bags, self.codes), torch.cdist(bags, bags, 1.0), bags[:, :1] * begins]
+
+
 @pytest.mark.parametrize(
     ("model", "inputs"),
     [
+        (Near, (torch.tensor([[1, 2, 8], [3, 2, 2], [3, 2, 2], [1, 8, 0]]),)),
         (Sized, (torch.rand(2, 3, 5, 5),)),
         (Bags, (torch.tensor([1, 2, 8, 3, 2, 2, 1, 8]), torch.tensor([0, 3, 3, 8]))),
         (lambda: nn.Sequential(nn.Conv3d(2, 3, 2, bias=False)), (torch.rand(2, 2, 3, 3, 3),)),
