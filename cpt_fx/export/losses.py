@@ -28,25 +28,6 @@ _ALIKE = (
 INSIDE = "the model's own"
 
 
-def _cross_entropy(
-    x: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1, ignored: Any = -100, *options: Any
-) -> Any:
-    """Write what ONNX has for batches only, and with a label to ignore that is a constant."""
-    loss = torch.ops.aten.cross_entropy_loss
-    if x.ndim == 1:
-        made = loss(x[None], target[None], weight, reduction, ignored, *options)
-        return made if reduction else made[0]
-    if isinstance(ignored, torch.SymInt):
-        # Of spans in a text: the position behind its end.
-        behind: Any = target == ignored
-        return loss(x, target.masked_fill(behind, -100), weight, reduction, -100, *options)
-    return NotImplemented
-
-
-WHOLE = {torch.ops.aten.cross_entropy_loss.default: _cross_entropy}
-"""What is written otherwise in a graph that has no way back."""
-
-
 def resolve(loss: LossLike) -> tuple[Callable[..., Tensor], str]:
     """Return what computes the loss from the model's outputs and the targets, and what it is called."""
     if loss is None:

@@ -16,7 +16,6 @@ from torch.utils import _pytree as pytree
 
 from cpt_fx.errors import ExportError
 from cpt_fx.export.local_functions import DOMAIN
-from cpt_fx.export.losses import WHOLE
 from cpt_fx.export.lowering import Lowering, Placed
 from cpt_fx.export.normalize import normalize
 from cpt_fx.export.randomness import drawing
@@ -173,8 +172,7 @@ def trace(
                *(pytree.tree_map(lambda _: dynamic_batch, part) for part in given))  # fmt: skip
     arguments = (*fixed, *given)
     try:
-        extra = {**WHOLE, **drawing(step.uniform)}
-        recorded, places, least = record(step, arguments, varying, extra, whole=not gradients)
+        recorded, places, least = record(step, arguments, varying, drawing(step.uniform), whole=not gradients)
         graph, more = convert(recorded, arguments, places)
     except UnsupportedError as error:
         layer = layer_of(model, call, error.operator)

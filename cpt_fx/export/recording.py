@@ -78,12 +78,14 @@ def _taken_apart() -> Table:
     aten = torch.ops.aten
     # The exporter would leave it to runtimes what these draw.
     drawing = (aten.dropout, aten.feature_dropout, aten.alpha_dropout, aten.feature_alpha_dropout, aten.rrelu)
-    # Convolutions without a bias get one of zeros from it, in three dims of the wrong size.
-    others = (aten.chunk, aten.cdist, aten.conv1d, aten.conv2d, aten.conv3d,
+    # Convolutions without a bias get one of zeros from it, in three dims of the wrong size; losses no label smoothing.
+    others = (aten.chunk, aten.cdist, aten.cross_entropy_loss, aten.nll_loss_nd, aten.nll_loss, aten.nll_loss2d,
+              aten.conv1d, aten.conv2d, aten.conv3d,
               aten.conv_transpose1d, aten.conv_transpose2d, aten.conv_transpose3d)  # fmt: skip
     apart = [getattr(entry, name) for entry in (*drawing, *others) for name in entry.overloads() if "out" not in name]
+    losses = {key: decomposition_table[key] for key in (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)}
     bags = dict.fromkeys((aten.embedding_bag.default, aten.embedding_bag.padding_idx), embedding_bag)
-    return {**{entry: entry.decompose for entry in apart}, **EVERYWHERE, **bags}
+    return {**{entry: entry.decompose for entry in apart}, **EVERYWHERE, **losses, **bags}
 
 
 def record(

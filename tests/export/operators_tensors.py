@@ -312,4 +312,5 @@ def _bags(**options: Any) -> nn.Module:
 EMBEDDINGS.model("EmbeddingBag, mean", partial(_bags), _tokens)
 EMBEDDINGS.model("EmbeddingBag, sum", partial(_bags, mode="sum", padding_idx=2), _tokens)
 EMBEDDINGS.model("EmbeddingBag, max", partial(_bags, mode="max"), _tokens)
-EMBEDDINGS.model("EmbeddingBag, scaled", partial(_bags, scale_grad_by_freq=True), _tokens, refused="counts of other rows")
+EMBEDDINGS.model("EmbeddingBag, scaled", partial(_bags, scale_grad_by_freq=True), _tokens,
+                 refused="counts of other rows")  # fmt: skip

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import cpt_fx
 from cpt_fx.errors import ExportError
@@ -237,6 +238,40 @@ def test_bags_of_embeddings(mode: str, padding: int | None, tmp_path: Path) -> N
     with torch.no_grad():
         expected = model.eval()(flat, offsets).numpy()
     close(session(path).run(None, {"words": flat.numpy(), "offsets": offsets.numpy()})[0], expected)
+
+
+class Losses(nn.Module):
+    """Cross entropies with all that ONNX's own operator has no attribute for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> list[Tensor]:
+        scores = self.layer(x)
+        shares, weight = scores.detach().softmax(1), torch.tensor([0.2, 1.0, 3.0])
+        return [
+            F.cross_entropy(scores, labels, label_smoothing=0.1),
+            F.cross_entropy(scores, labels, weight, label_smoothing=0.1, reduction="none"),
+            F.cross_entropy(scores, labels, ignore_index=1, label_smoothing=0.1, reduction="sum"),
+            F.cross_entropy(scores, labels, ignore_index=scores.shape[0]),
+            F.cross_entropy(scores, shares, weight, label_smoothing=0.1),
+            F.cross_entropy(scores[0], labels[0]),
+            F.cross_entropy(scores.T[None], labels[None]),
+            F.nll_loss(scores.log_softmax(1), labels, weight, ignore_index=2),
+        ]
+
+
+def test_losses_inside_the_model(tmp_path: Path) -> None:
+    """The exporter's own translation forgets the smoothing, and takes labels only."""
+    torch.manual_seed(0)
+    x, labels = torch.randn(5, 4), torch.tensor([0, 1, 2, 2, 0])
+    model = cpt_fx.transform(Losses(), cpt_fx.schedules.Static(32), example_inputs=(x, labels)).eval()
+    path = plain.onnx(model, (x, labels), tmp_path / "model.onnx", bits=32)
+    for size in (5, 3):
+        found = session(path).run(None, {"x": x[:size].numpy(), "labels": labels[:size].numpy()})
+        for ours, theirs in zip(found, model(x[:size], labels[:size]), strict=True):
+            close(ours, theirs.detach().numpy())
 
 
 def test_a_size_that_the_graph_is_made_for_is_fixed(tmp_path: Path) -> None:
