@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrize
 
+from cpt_fx.errors import TransformError
 from cpt_fx.frames import is_one_graph_demanded, skip_frame
 from cpt_fx.layer_state import PREFIX, forget, is_range, moved, own
 from cpt_fx.operators import HIDING
@@ -240,6 +241,16 @@ def _body(cls: type[nn.Module]) -> dict[str, Any]:
     return body
 
 
+def signature_of(forward: Any) -> inspect.Signature:
+    """Return the signature of a forward, which may be any callable."""
+    try:
+        return inspect.signature(forward)
+    except ValueError as error:
+        raise TransformError(
+            f"forward is {forward!r}, which does not say what it takes: call it in a method"
+        ) from error
+
+
 def _forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if runs_plain(self):
@@ -257,7 +268,7 @@ def _forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
     # The same code for all classes: compiled, it would be captured for each of them, up to a limit.
     skip_frame(forward.__code__)
     functools.update_wrapper(forward, cls.forward)
-    forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
+    forward.__signature__ = signature_of(cls.forward)  # type: ignore[attr-defined]
     # torch.jit would follow it to the plain code.
     del forward.__wrapped__  # type: ignore[attr-defined]
     return forward

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import inspect
 import re
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from cpt_fx.layer_state import PARTS, ranges
 from cpt_fx.meta import read_before
 from cpt_fx.names import NAMES
 from cpt_fx.overrides import SELECTED
-from cpt_fx.result import PART, plain_class
+from cpt_fx.result import PART, plain_class, signature_of
 from cpt_fx.session import Session
 from cpt_fx.standalone import finish, hold_state
 from cpt_fx.trial import trial
@@ -150,7 +149,7 @@ class Interface:
         """Give the graph the signature of `forward`."""
         record, graph = self.recording, self.graph
         flat = graph.find_nodes(op="placeholder")
-        signature = inspect.signature(forward)
+        signature = signature_of(forward)
         entry = Entry(graph, signature.parameters.values(), MADE, ADVICE)
         given = signature.bind(*record.args, **record.kwargs).arguments
         entry.check_forms(given, ordered=True)

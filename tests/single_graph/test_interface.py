@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import pickle
 from typing import Any, NamedTuple
@@ -209,6 +210,23 @@ def test_an_argument_that_cannot_be_taken_apart_is_named() -> None:
             return y
 
     assert "the argument batch is a Batch, which one graph cannot take apart" in refusal(Takes(), Batch(X))
+
+
+class _Unbound(nn.Module):
+    forward = torch.sin
+
+
+def test_a_forward_that_does_not_say_what_it_takes_is_refused() -> None:
+    """Neither a function in C++ nor a part of one has a signature; any object that is called has."""
+    message = "does not say what it takes: call it in a method"
+    model: Any
+    for forward in (torch.sin, functools.partial(torch.add, torch.ones(3))):
+        model = nn.Linear(3, 3)
+        model.forward = forward
+        with pytest.raises(cpt_fx.TransformError, match=message):
+            cpt_fx.single_graph(cpt_fx.transform(model, cpt_fx.schedules.Static(8)), (torch.ones(2, 3),))
+    with pytest.raises(cpt_fx.TransformError, match=message):
+        cpt_fx.transform(_Unbound(), cpt_fx.schedules.Static(8))
 
 
 def test_errors_of_the_model_are_said_to_be_such() -> None:
