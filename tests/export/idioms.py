@@ -400,6 +400,11 @@ def norms_and_distances(self: Any, x: Tensor) -> Any:
 @idiom(normal(4, 8), make=lambda: {"layer": nn.Linear(8, 8)})
 def running_numbers(self: Any, x: Tensor) -> Any:
     h = self.layer(x)
-    along = h.cumsum(1), h.cummax(1)[0], h.prod(1), torch.logcumsumexp(h, 1), h.diff(dim=1)
+    along = h.cumsum(1), h.prod(1), torch.logcumsumexp(h, 1), h.diff(dim=1)
     ordered = h.sort(1)[0], h.median(1)[0], h.flip(1), torch.roll(h, 1, 0)
     return *along, *ordered, torch.where(h > 0, h, h * h), h.clamp(-0.5, 0.5), torch.lerp(h, x, 0.3)
+
+
+@idiom(normal(4, 8), make=lambda: {"layer": nn.Linear(8, 8)})
+def running_maximum(self: Any, x: Tensor) -> Any:
+    return self.layer(x).cummax(1)[0]

@@ -98,6 +98,7 @@ SHORT = (
     "residual_net", "unet", "conv_grouped", "conv_transpose2d", "two_tensors_one_module", "tied_weights", "norms",
     "dropouts", "frozen", "dict_output", "torch: lstm_bidirectional", "torch: sdpa_masks", "torch: attention_padded",
     "transformers: bert", "torch_geometric: gcn", "two_names", "checkpointed", "forward_hooks", "embeddings",
+    "spatial_transformer",
 )  # fmt: skip
 """Some for every run of the tests."""
 
