@@ -85,7 +85,10 @@ def _taken_apart() -> Table:
     apart = [getattr(entry, name) for entry in (*drawing, *others) for name in entry.overloads() if "out" not in name]
     losses = {key: decomposition_table[key] for key in (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)}
     bags = dict.fromkeys((aten.embedding_bag.default, aten.embedding_bag.padding_idx), embedding_bag)
-    return {**{entry: entry.decompose for entry in apart}, **EVERYWHERE, **losses, **bags}
+    with _quiet():
+        known = ONNXRegistry.from_torchlib()
+    unknown = {key: entry for key, entry in OPERATORS.items() if not known.is_registered(key)}
+    return {**unknown, **{entry: entry.decompose for entry in apart}, **EVERYWHERE, **losses, **bags}
 
 
 def record(

@@ -274,6 +274,22 @@ def test_losses_inside_the_model(tmp_path: Path) -> None:
             close(ours, theirs.detach().numpy())
 
 
+class Ordered(nn.Linear):
+    """Operators that torch's exporter does not know, and that graphs for training write out."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = super().forward(x)
+        return torch.hypot(h, x), torch.fmin(h, x), h.median(1)[0], h.kthvalue(2, 1)[0]
+
+
+def test_what_is_written_out_for_training_is_so_for_inference(tmp_path: Path) -> None:
+    x = torch.randn(4, 3)
+    model = cpt_fx.transform(Ordered(3, 3), cpt_fx.schedules.Static(32), example_inputs=(x,)).eval()
+    path = plain.onnx(model, (x,), tmp_path / "model.onnx", bits=32)
+    for ours, theirs in zip(session(path).run(None, {"x": x.numpy()}), model(x), strict=True):
+        close(ours, theirs.detach().numpy())
+
+
 def test_a_size_that_the_graph_is_made_for_is_fixed(tmp_path: Path) -> None:
     """Pooling to two by two in windows of one size each, which sides of odd length have not got."""
     net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3))
