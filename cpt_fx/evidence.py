@@ -42,8 +42,10 @@ def new_record() -> Tensor:
 
 def sample_group(x: Tensor, keep: tuple[int, ...], over: tuple[int, ...] | None, block: int = 0) -> Tensor:
     """Return up to `SAMPLE` elements that share one range: the first group's first elements."""
-    dims = reduced_dims(x.ndim, keep, over)
-    group = x.detach()[tuple(slice(None) if dim in dims else 0 for dim in range(x.ndim))]
+    dims, group = reduced_dims(x.ndim, keep, over), x.detach()
+    for dim in reversed(range(x.ndim)):
+        if dim not in dims:
+            group = group.select(dim, 0)
     return group.reshape(-1)[: block or SAMPLE]
 
 
@@ -72,7 +74,8 @@ def _measured(before: Tensor, after: Tensor) -> tuple[int, int] | None:
     was, now = before.double().numpy(), after.double().numpy()
     if not np.isfinite(now).all():
         return None
-    levels, largest = np.unique(now).size, np.abs(was).max(initial=0.0)
+    ordered, largest = np.sort(now), np.abs(was).max(initial=0.0)
+    levels = int(np.count_nonzero(ordered[1:] != ordered[:-1])) + min(ordered.size, 1)
     if not largest > 0:
         return levels, 0
     # Squares of the largest numbers that there are have no number.

@@ -79,10 +79,11 @@ _AS_MADE = "_cpt_fx_as_made"
 
 def _outline(graph: fx.Graph) -> list[tuple[Any, ...]]:
     """Return what a graph says, in words that hold in any process."""
-    return [
-        (node.op, getattr(node.target, "__qualname__", str(node.target)), [used.name for used in node.all_input_nodes])
-        for node in graph.nodes
-    ]
+    return [(node.op, _said(node.target), [used.name for used in node.all_input_nodes]) for node in graph.nodes]
+
+
+def _said(target: Any) -> str:
+    return getattr(target, "__qualname__", None) or str(target)
 
 
 def blank() -> QuantizedGraphModule:

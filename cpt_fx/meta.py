@@ -197,14 +197,20 @@ def get_attribute(root: nn.Module, path: str) -> Any:
     value: Any = root
     for name in path.split("."):
         # Past nn.Module.__getattr__, which is slow: passes look at every node of a graph many times.
-        places = (value._modules, value._parameters, value._buffers) if isinstance(value, nn.Module) else ()
-        for place in places:
-            if name in place:
-                value = place[name]
+        own = value.__dict__ if isinstance(value, nn.Module) else {}
+        if name in own:
+            value = own[name]
+            continue
+        for place in _HELD_IN:
+            if name in own.get(place, ()):
+                value = own[place][name]
                 break
         else:
             value = getattr(value, name)
     return value
+
+
+_HELD_IN = ("_modules", "_parameters", "_buffers")
 
 
 def attribute_or_none(root: nn.Module, path: str) -> Any:

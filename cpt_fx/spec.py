@@ -129,7 +129,7 @@ def _inserted(module: fx.GraphModule) -> Violations:
         if site is not None:
             yield from _site(node, site, nodes, given)
         quantizer: Quantizer | None = node.meta.get(QUANTIZER)
-        if node.target in QUANTIZERS and node.op == "call_function" and quantizer is None:
+        if quantizer is None and node.op == "call_function" and node.target in QUANTIZERS:
             yield f"{node.name} is a quantize op that no pass accounts for"
         if quantizer is not None and not node.users and quantizer.role != "gradient":
             yield f"{node.name} quantizes the {quantizer.role} of {quantizer.layers[0]}, but nothing reads it"
@@ -140,8 +140,7 @@ def _site(node: fx.Node, site: Site, nodes: dict[str, fx.Node], given: dict[fx.N
         value = _value(nodes.get(operand.node, node), operand)
         value = given.get(value, value) if value is not None else None
         quantizer = value.meta.get(QUANTIZER) if value is not None else None
-        wanted = {OP_OF_RANGE[operand.format.range], *([TO_INTEGER] if node.target in INTEGER_PRODUCTS else [])}
-        if value is None or quantizer is None or value.target not in wanted:
+        if value is None or quantizer is None or not _makes(value, operand, node):
             yield f"{site.layer}: operand {operand.name} of {node.name} is not quantized"
         elif quantizer.format != operand.format:
             yield f"{site.layer}: operand {operand.name} has format {quantizer.format}, not {operand.format}"
@@ -167,6 +166,12 @@ def _site(node: fx.Node, site: Site, nodes: dict[str, fx.Node], given: dict[fx.N
         yield f"{site.layer}: the gradient of {output.name} is rounded on another grid than that of {site.gradient}"
 
 
+def _makes(quantizer: fx.Node, operand: Operand, product: fx.Node) -> bool:
+    """Whether a quantizer is of the kind that an operand of a product is to have."""
+    target = quantizer.target
+    return target is OP_OF_RANGE[operand.format.range] or (target is TO_INTEGER and product.target in INTEGER_PRODUCTS)
+
+
 def _is_grid(node: fx.Node, keywords: dict[str, Any]) -> bool:
     """Whether a quantizer is called with what its format says; one that makes codes knows the rest by itself."""
     given = {name: value for name, value in node.kwargs.items() if name in _GRID}
@@ -178,6 +183,7 @@ def _bound(module: fx.GraphModule) -> Violations:
     """Every quantizer reads the width tensor of its dial."""
     state = module.__dict__.get(STATE) or module._modules.get(STATE)
     quantizers = [node for node in module.graph.nodes if QUANTIZER in node.meta]
+    known: set[str] = set()
     if not isinstance(state, Precision):
         if quantizers:
             yield f"there are {len(quantizers)} quantizers, but no state module {STATE}"
@@ -188,8 +194,9 @@ def _bound(module: fx.GraphModule) -> Violations:
         width = node.args[1]
         if not isinstance(width, fx.Node) or width.op != "get_attr" or width.target != path:
             yield f"{node.name} reads its width from {width}, not from {path}"
-        elif not isinstance(get_attribute(module, path), torch.Tensor):
+        elif path not in known and not isinstance(get_attribute(module, path), torch.Tensor):
             yield f"{path} is not a tensor"
+        known.add(path)
 
 
 def _lowered(module: fx.GraphModule) -> Violations:

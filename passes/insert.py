@@ -93,15 +93,13 @@ class _Editor:
         name = _identifier(f"{site.layer}_{operand.name}_q")
         dial = site.dial(operand.role)
         ranges = ""
-        with self.graph.inserting_before(node):
-            made = self.graph.create_node("call_function", OP_OF_RANGE[operand.format.range], name=name)
+        args: list[Any] = [value, self._bits(dial.role)]
         if operand.format.range is not Range.DYNAMIC:
             learned = operand.format.range is Range.LEARNED
             root = outermost(self.module)
             ranges = add_range(root, site.layer, operand.name, self.state.device, learned=learned)
-            running = [self._read(f"{_outward(self.module)}{ranges}_{part}", made) for part in PARTS]
-            training = self._read(_training_flag(self.module, node), made)
-            made.args = (value, self._bits(dial.role), *running, training)
+            args += [self._read(f"{_outward(self.module)}{ranges}_{part}", node) for part in PARTS]
+            args.append(self._read(_training_flag(self.module, node), node))
             if not learned:
                 options |= {
                     "momentum": operand.format.momentum,
@@ -110,8 +108,8 @@ class _Editor:
                 }
             if operand.format.range is Range.PERCENTILE:
                 options["percentile"] = operand.format.percentile
-        else:
-            made.args = (value, self._bits(dial.role))
+        with self.graph.inserting_before(node):
+            made = self.graph.create_node("call_function", OP_OF_RANGE[operand.format.range], tuple(args), name=name)
         self._finish(made, options, node, site, operand.name, operand.role, operand.format, ranges)
         _replace_argument(node, operand, made)
         if site.return_quantized:
