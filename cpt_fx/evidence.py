@@ -12,6 +12,7 @@ where a sparse tensor was passed on as it is.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ SPARSE = -(2**32)
 SAMPLE = 8192
 """Elements looked at: far more than 2**8 levels, so an unquantized tensor cannot pass for an 8-bit one."""
 
+_Sample = np.ndarray[Any, np.dtype[np.float64]]
 Look = Callable[[Tensor, int | None, Grid, Tensor | None], None]
 LOOKING: list[Look] = []
 """Who is shown each result of a quantizer, with its width where that is known, its grid and its record: a census."""
@@ -40,13 +42,17 @@ def new_record() -> Tensor:
     return torch.zeros(RECORD_LENGTH, dtype=torch.int64)
 
 
-def sample_group(x: Tensor, keep: tuple[int, ...], over: tuple[int, ...] | None, block: int = 0) -> Tensor:
-    """Return up to `SAMPLE` elements that share one range: the first group's first elements."""
-    dims, group = reduced_dims(x.ndim, keep, over), x.detach()
-    for dim in reversed(range(x.ndim)):
-        if dim not in dims:
-            group = group.select(dim, 0)
-    return group.reshape(-1)[: block or SAMPLE]
+def sample_group(x: Tensor, keep: tuple[int, ...], over: tuple[int, ...] | None, block: int = 0) -> _Sample:
+    """Return up to `SAMPLE` elements that share one range: the first group's first elements.
+
+    By NumPy, which is quicker with few numbers, and which no census looks at. It has no bfloat16, only its bits.
+    """
+    is_bfloat16 = x.dtype is torch.bfloat16
+    values = (x.detach().view(torch.int16) if is_bfloat16 else x).numpy(force=True)
+    dims = reduced_dims(x.ndim, keep, over)
+    group = values[tuple(slice(None) if dim in dims else slice(1) for dim in range(x.ndim))]
+    sample = group.reshape(-1)[: block or SAMPLE]
+    return torch.from_numpy(sample).view(x.dtype).double().numpy() if is_bfloat16 else sample.astype(np.float64)
 
 
 def show(result: Tensor, bits: int | None, grid: Grid, record: Tensor | None = None) -> None:
@@ -58,20 +64,18 @@ def show(result: Tensor, bits: int | None, grid: Grid, record: Tensor | None = N
 def witness(record: Tensor, x: Tensor, result: Tensor, bits: int, keep: tuple[int, ...], over: tuple[int, ...] | None,
             block: int) -> None:  # fmt: skip
     """Note how many levels `result` shows and how far it is from `x`, unless this width was seen before."""
-    if not 0 < bits < FULL_PRECISION or not (is_free(record) and is_free(x)) or int(record[bits]):
+    if not 0 < bits < FULL_PRECISION or not (is_free(record) and is_free(x)):
         return
-    before, after = sample_group(x, keep, over, block), sample_group(result, keep, over, block)
-    seen = _measured(before, after)
+    notes = record.numpy()
+    if notes[bits]:
+        return
+    seen = _measured(sample_group(x, keep, over, block), sample_group(result, keep, over, block))
     if seen is not None:
-        record[bits], record[FULL_PRECISION + bits] = seen
+        notes[bits], notes[FULL_PRECISION + bits] = seen
 
 
-def _measured(before: Tensor, after: Tensor) -> tuple[int, int] | None:
-    """Return the number of levels and the error in parts per billion; None where a value is not finite.
-
-    By NumPy, which sorts ten times as fast as torch: a width is new to every quantizer at once.
-    """
-    was, now = before.double().numpy(), after.double().numpy()
+def _measured(was: _Sample, now: _Sample) -> tuple[int, int] | None:
+    """Return the number of levels and the error in parts per billion; None where a value is not finite."""
     if not np.isfinite(now).all():
         return None
     ordered, largest = np.sort(now), np.abs(was).max(initial=0.0)

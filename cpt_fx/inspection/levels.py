@@ -38,12 +38,13 @@ def ranges_of(x: Tensor, grid: Grid) -> Tensor:
 
 def levels_in(rows: Tensor, most: int) -> tuple[int, Tensor]:
     """Return how many levels a row shows at most, `most` + 1 standing for more, and which there are in all rows."""
-    # On a CPU NumPy sorts several times as fast as torch.
-    ordered = torch.from_numpy(np.sort(_exact(rows).numpy(), 1)) if rows.is_cpu else rows.sort(1).values
-    is_new = torch.ones_like(ordered, dtype=torch.bool)
-    is_new[:, 1:] = ordered[:, 1:] > ordered[:, :-1]
-    is_new &= ordered.isfinite()
-    return min(int(is_new.sum(1).max()), most + 1), ordered[is_new]
+    # NumPy sorts and compares several times as fast as torch does on a CPU.
+    ordered = np.sort(_exact(rows).cpu().numpy(), 1)
+    is_new = np.isfinite(ordered)
+    is_new[:, 1:] &= ordered[:, 1:] > ordered[:, :-1]
+    places = np.flatnonzero(is_new)
+    counts = np.bincount(places // ordered.shape[1], minlength=1)
+    return min(int(counts.max()), most + 1), torch.from_numpy(ordered.reshape(-1)[places])
 
 
 def holds(x: Tensor, levels: Tensor) -> bool:

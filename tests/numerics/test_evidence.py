@@ -95,8 +95,14 @@ def test_sample_group() -> None:
     assert sample_group(x, (), (0, -1)).tolist() == [0, 1, 2, 3, 12, 13, 14, 15]
     assert sample_group(x, (0,), None, block=5).tolist() == [0, 1, 2, 3, 4]
     assert sample_group(torch.tensor(3.0), (), None).tolist() == [3]
-    assert sample_group(torch.zeros(3, SAMPLE), (), None).numel() == SAMPLE
-    assert not sample_group(torch.zeros(3, requires_grad=True), (), None).requires_grad
+    assert sample_group(torch.zeros(3, SAMPLE), (), None).size == SAMPLE
+    assert sample_group(torch.ones(3, requires_grad=True), (), None).tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_a_sample_has_the_numbers_of_any_type(dtype: torch.dtype) -> None:
+    x = torch.randn(6, 5, dtype=dtype).t()
+    assert sample_group(x, (0,), None).tolist() == x[0].tolist()
 
 
 def samples() -> list[tuple[Tensor, Tensor]]:
@@ -123,7 +129,7 @@ def test_what_is_seen_is_what_torch_counts(case: int) -> None:
     x, result = samples()[case]
     record = new_record()
     witness(record, x, result, 8, (), None, 0)
-    before, after = (sample_group(one, (), None).double() for one in (x, result))
+    before, after = (torch.from_numpy(sample_group(one, (), None)) for one in (x, result))
     if not after.isfinite().all():
         assert not record.any()
         return
