@@ -7,7 +7,7 @@ tables. All of it gives the numbers of PyTorch, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -122,29 +122,32 @@ def _node(name: str, inputs: tuple[Tensor, ...], like: Tensor, shape: Any, **att
     return made
 
 
-def _constant(values: list[int] | list[float]) -> Tensor:
+def constant(values: Sequence[int] | Sequence[float]) -> Tensor:
+    """Trace a vector of numbers."""
+    if not values:
+        return torch.zeros(0, dtype=torch.int64)
     key, dtype = ("value_ints", torch.int64) if isinstance(values[0], int) else ("value_floats", torch.float32)
     made: Tensor = onnx_ops.symbolic(
-        "::Constant", (), attrs={key: values}, dtype=dtype, shape=(len(values),), version=OPSET
+        "::Constant", (), attrs={key: list(values)}, dtype=dtype, shape=(len(values),), version=OPSET
     )
     return made
 
 
 def _vector(x: Tensor) -> Tensor:
     """Return a tensor without its dims, of however many it has."""
-    return _node("Reshape", (x, _constant([-1])), x, x.shape or (1,))
+    return _node("Reshape", (x, constant([-1])), x, x.shape or (1,))
 
 
 def _shifted(_: Tensor, places: Tensor) -> Tensor:
     """Return 1 << places from a table."""
-    table = _constant([1 << place for place in range(33)])
+    table = constant([1 << place for place in range(33)])
     return _node("GatherND", (table, _vector(places)), table, ())
 
 
 def _power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
     """Return 2**exponent from a table, for all exponents of normal numbers."""
     assert dtype == torch.float32
-    table = _constant([2.0**power for power in range(-126, 128)])
+    table = constant([2.0**power for power in range(-126, 128)])
     return _node("GatherND", (table, _vector(exponent + 126)), table, ())
 
 
@@ -181,6 +184,6 @@ def _without_tails(x: Tensor, percentile: float) -> Extent:
             "::TopK", (line, count), attrs={"largest": largest}, dtypes=(x.dtype, torch.int64),
             shapes=(x.shape, x.shape), version=OPSET,
         )  # fmt: skip
-        ends.append(_node("GatherND", (values, _constant([-1])), x, ()))
+        ends.append(_node("GatherND", (values, constant([-1])), x, ()))
     low, high = ends
     return Extent(low, high - low, high)

@@ -19,6 +19,7 @@ from torch.onnx import ops as onnx_ops
 from torch.overrides import TorchFunctionMode
 
 from cpt_fx.errors import ExportError
+from cpt_fx.export.bodies import constant
 from cpt_fx.export.functions import LEARNED, UNIFORM, Kind, kind_of
 from cpt_fx.export.local_functions import DOMAIN
 from cpt_fx.numerics import in_blocks, reduced_dims
@@ -38,58 +39,27 @@ class Placed(NamedTuple):
     """What its node is called in the rewritten graph."""
 
 
-class _Through(torch.autograd.Function):
-    """A function forward, nothing backward: the gradient goes on as it is."""
+class _Apart(torch.autograd.Function):
+    """A function forward, another one backward, of the gradient and of what was passed forward."""
 
     @staticmethod
-    def forward(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-        return function(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class _Back(torch.autograd.Function):
-    """Nothing forward, a function of the gradient backward."""
-
-    @staticmethod
-    def forward(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-        return x.clone()
+    def forward(function: Callable[..., Tensor], backward: Callable[..., Sequence[Any]], *given: Tensor) -> Tensor:
+        return function(*given)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.function = inputs[1]
+        _, ctx.function, *given = inputs
+        ctx.save_for_backward(*given)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.function(gradient), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return None, None, *ctx.function(gradient, *ctx.saved_tensors)
 
 
-class _Learned(torch.autograd.Function):
-    """A quantizer whose range has gradients: its backward pass is a node, too."""
-
-    @staticmethod
-    def forward(function: Callable[..., Tensor], x: Tensor, low: Tensor, span: Tensor, bits: Tensor) -> Tensor:
-        return function(x, low, span, bits)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:])
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, low, span, bits = ctx.saved_tensors
-        flat = x.flatten()
-        made, *ends = onnx_ops.symbolic_multi_out(
-            f"{DOMAIN}::{LEARNED}", (gradient.flatten(), flat, low, span, bits),
-            dtypes=(x.dtype, low.dtype, span.dtype), shapes=(flat.shape, low.shape, span.shape), version=1,
-        )  # fmt: skip
-        return None, made.reshape(x.shape), *ends, None
+def _learned_gradients(gradient: Tensor, x: Tensor, low: Tensor, span: Tensor, bits: Tensor) -> Sequence[Any]:
+    flat = x.flatten()
+    made, *ends = call(LEARNED, (gradient.flatten(), flat, low, span, bits), flat, low, span)
+    return made.reshape(x.shape), *ends, None
 
 
 class Lowering(TorchFunctionMode):
@@ -124,11 +94,11 @@ class Lowering(TorchFunctionMode):
             kind = str(x.dtype).removeprefix("torch.")
             raise ExportError(f"{name} quantizes {kind}: only models in float32 can be exported (model.float())")
         if func is QUANTIZE_GRADIENT:
-            quantize = partial(self._operand, name, bits, options, gradient=True)
-            backward: Tensor = _Back.apply(x, quantize) if self.gradients and x.requires_grad else x  # type: ignore[no-untyped-call]
-            return backward
+            if not (self.gradients and x.requires_grad):
+                return x
+            return _apart(torch.clone, lambda gradient, _: (self._operand(name, bits, options, gradient, True),), x)
         if self.plain:
-            return call(Kind().name, (x, bits), x, **{QUANTIZER: name})
+            return call(Kind().name, (x, bits), x, **{QUANTIZER: name})[0]
         if func is FAKE_QUANTIZE_LEARNED:
             return self._learned(name, x, bits, *args, **options)
         if func is FAKE_QUANTIZE:
@@ -138,20 +108,17 @@ class Lowering(TorchFunctionMode):
         else:
             assert func is FAKE_QUANTIZE_OBSERVED
             forward = partial(self._observed, name, bits, *args, **options)
-        quantized: Tensor = _Through.apply(x, forward) if x.requires_grad else forward(x)  # type: ignore[no-untyped-call]
-        return quantized
+        return _apart(forward, lambda gradient, _: (gradient,), x) if x.requires_grad else forward(x)
 
-    def _operand(
-        self, name: str, bits: Tensor, options: dict[str, Any], x: Tensor, *, gradient: bool = False
-    ) -> Tensor:
+    def _operand(self, name: str, bits: Tensor, options: dict[str, Any], x: Tensor, gradient: bool = False) -> Tensor:
         grid = grid_of(options, "stochastic" if gradient else "nearest")
         kind = kind_of(grid)
         self.placed.append(Placed(kind, gradient, name))
         if grid.block:
             blocks, back = in_blocks(x, grid)
-            return back(call(kind.name, (blocks, bits, constant([blocks.ndim - 1]), *self._seed_of(kind)), blocks))
+            return back(call(kind.name, (blocks, bits, constant([blocks.ndim - 1]), *self._seed_of(kind)), blocks)[0])
         axes = constant(reduced_dims(x.ndim, grid.keep, grid.over))
-        return call(kind.name, (x, bits, axes, *self._seed_of(kind)), x)
+        return call(kind.name, (x, bits, axes, *self._seed_of(kind)), x)[0]
 
     def _observed(
         self, name: str, bits: Tensor, zero_point: Tensor, range: Tensor, weight: Tensor, training: bool, x: Tensor, *,
@@ -161,14 +128,9 @@ class Lowering(TorchFunctionMode):
         kind = kind_of(grid_of(options, "nearest"), "Observed" if training else "Recalled", **own)
         self.placed.append(Placed(kind, False, name))
         state = (zero_point, range, weight)
-        inputs = (x, bits, *state, *self._seed_of(kind))
-        if not training:
-            return call(kind.name, inputs, x)
-        y, *new = onnx_ops.symbolic_multi_out(
-            f"{DOMAIN}::{kind.name}", inputs, dtypes=(x.dtype, *(part.dtype for part in state)),
-            shapes=(x.shape, *(part.shape for part in state)), version=1,
-        )  # fmt: skip
-        for part, value in zip(state, new, strict=True):
+        learned = state if training else ()
+        y, *new = call(kind.name, (x, bits, *state, *self._seed_of(kind)), x, *learned)
+        for part, value in zip(learned, new, strict=True):
             part.copy_(value)
         return y
 
@@ -182,10 +144,9 @@ class Lowering(TorchFunctionMode):
         seed = self._seed_of(kind)
 
         def quantized(x: Tensor, low: Tensor, span: Tensor, bits: Tensor) -> Tensor:
-            return call(kind.name, (x, low, span, bits, *seed), x)
+            return call(kind.name, (x, low, span, bits, *seed), x)[0]
 
-        learned: Tensor = _Learned.apply(quantized, x, zero_point, range, bits)  # type: ignore[no-untyped-call]
-        return learned
+        return _apart(quantized, _learned_gradients, x, zero_point, range, bits)
 
     def _seed_of(self, kind: Kind) -> tuple[Tensor, ...]:
         """Return the seeds of the step, and which of them is the next draw's, for a kind that draws."""
@@ -198,7 +159,7 @@ class Lowering(TorchFunctionMode):
 
     def uniform(self, like: Tensor) -> Tensor:
         """Return noise in [0, 1) of the shape of a tensor, from the seeds of the step."""
-        return call(UNIFORM, (like, *self.seed()), like)
+        return call(UNIFORM, (like, *self.seed()), like)[0]
 
 
 def _affine_grid(theta: Tensor, size: Sequence[Any], align_corners: bool | None = None) -> Tensor:
@@ -207,22 +168,14 @@ def _affine_grid(theta: Tensor, size: Sequence[Any], align_corners: bool | None 
     return made
 
 
-def call(name: str, inputs: tuple[Any, ...], like: Tensor, **attributes: Any) -> Tensor:
-    """Trace a node of our own domain."""
-    made: Tensor = onnx_ops.symbolic(
-        f"{DOMAIN}::{name}", inputs, attrs=attributes, dtype=like.dtype, shape=like.shape, version=1
-    )
+def _apart(*given: Any) -> Tensor:
+    made: Tensor = _Apart.apply(*given)  # type: ignore[no-untyped-call]
     return made
 
 
-def constant(value: int | Sequence[int]) -> Tensor:
-    """Trace a constant: a whole number, or a vector of some."""
-    if isinstance(value, int):
-        attributes: dict[str, Any] = {"value_int": value}
-    elif value:
-        attributes = {"value_ints": list(value)}
-    else:
-        return torch.zeros(0, dtype=torch.int64)
-    shape = () if isinstance(value, int) else (len(value),)
-    made: Tensor = onnx_ops.symbolic("::Constant", (), attrs=attributes, dtype=torch.int64, shape=shape, version=13)
-    return made
+def call(name: str, inputs: tuple[Any, ...], *like: Tensor, **attributes: Any) -> Sequence[Tensor]:
+    """Trace a node of our own domain, whose outputs are like these tensors."""
+    return onnx_ops.symbolic_multi_out(
+        f"{DOMAIN}::{name}", inputs, attrs=attributes, dtypes=[x.dtype for x in like], shapes=[x.shape for x in like],
+        version=1,
+    )  # fmt: skip
