@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from cpt_fx.api import single_graph
 from cpt_fx.errors import ExportError
 from cpt_fx.export.program import Call
+from cpt_fx.trial import trial
 
 _OLD_HOOKS = ("torch.nn.utils.spectral_norm", "torch.nn.utils.weight_norm")
 
@@ -56,6 +57,27 @@ def in_mode(result: nn.Module, training: bool, call: Call) -> Iterator[fx.GraphM
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+def run(module: fx.GraphModule, call: Call) -> Any:
+    """Return what a model returns on the examples; leave no trace in it."""
+    try:
+        with torch.no_grad(), trial(module):
+            # Not by its call, which prints the code of the graph where the model refuses an input.
+            return module.forward(*call.args, **call.kwargs)
+    except Exception as error:
+        raise ExportError(f"the model does not run on example_inputs: {type(error).__name__}: {error}") from error
+
+
+def accepts(module: fx.GraphModule, call: Call) -> bool:
+    """Whether a model and its loss, if it has one, take a call."""
+    try:
+        outputs = run(module, call)
+        if call.loss is not None:
+            call.loss(outputs, *call.targets)
+    except Exception:  # of whatever kind: it is the model's own answer
+        return False
+    return True
 
 
 def _check_hooks(result: nn.Module) -> None:

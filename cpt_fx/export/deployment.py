@@ -12,10 +12,10 @@ from typing import Any
 from torch import fx, nn
 
 from cpt_fx.errors import ExportError
-from cpt_fx.export.capture_modes import call_of, in_mode
+from cpt_fx.export.capture_modes import call_of, in_mode, run
 from cpt_fx.export.comparing import Difference, compared
 from cpt_fx.export.directory import new_file
-from cpt_fx.export.plain import evaluation_of, finish, run, write
+from cpt_fx.export.plain import evaluation_of, finish, write
 from cpt_fx.export.qdq_formats import CONVERTED, EXACT, MOST_BITS, Plan, plan_of
 from cpt_fx.export.qdq_graph import complete, constants, quantizers, replace
 from cpt_fx.export.qdq_probe import Watch, Watched, watched_in

@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import os
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import torch
 from onnx import checker
 from onnx_ir.passes import common
 from onnxscript import optimizer
 from torch import fx, nn
 
 from cpt_fx.api import history_of
-from cpt_fx.errors import ExportError
-from cpt_fx.export.capture_modes import call_of, in_mode
+from cpt_fx.export.capture_modes import call_of, in_mode, run
 from cpt_fx.export.directory import new_file
 from cpt_fx.export.functions import add_functions
 from cpt_fx.export.normalize import strip
@@ -29,7 +26,6 @@ from cpt_fx.export.program import Call, Graph, name_outputs, states_of, trace
 from cpt_fx.export.sizes import settle_sizes, with_several
 from cpt_fx.schedules.bits import Bits, as_bits
 from cpt_fx.standalone import precision_of
-from cpt_fx.trial import trial
 
 INLINE_LIMIT = 1_900_000_000
 """Bytes of weights that one ONNX file holds. A protobuf message ends at 2 GiB, and the graph needs room, too."""
@@ -83,9 +79,9 @@ def evaluation_of(
 ) -> Graph:
     """Trace a model in evaluation, with what it has learned inside, at given widths or any, for all sizes it takes."""
     run(module, call)
-    call = with_several(call, partial(_accepts, module)) if dynamic_batch else call
+    call = with_several(call, module) if dynamic_batch else call
     graph = trace(module, call, dynamic_batch=dynamic_batch, plain=plain)
-    settle_sizes((graph,), call, partial(_accepts, module))
+    settle_sizes((graph,), call, module)
     held = {**dict(module.named_parameters()), **states_of(module)}
     values: dict[str, Any] = {name: value.detach().cpu().numpy() for name, value in held.items()}
     if bits is not None:
@@ -99,25 +95,6 @@ def evaluation_of(
         value.const_value = ir.tensor(values[str(value.name)], name=value.name)
         graph.model.graph.register_initializer(value)
     return graph
-
-
-def run(module: fx.GraphModule, call: Call) -> Any:
-    """Return what a model returns on the examples; leave no trace in it."""
-    try:
-        with torch.no_grad(), trial(module):
-            # Not by its call, which prints the code of the graph where the model refuses an input.
-            return module.forward(*call.args, **call.kwargs)
-    except Exception as error:
-        raise ExportError(f"the model does not run on example_inputs: {type(error).__name__}: {error}") from error
-
-
-def _accepts(module: fx.GraphModule, call: Call) -> bool:
-    """Whether a model takes a call."""
-    try:
-        run(module, call)
-    except ExportError:
-        return False
-    return True
 
 
 def finish(graph: Graph) -> ir.Model:

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import onnx_ir as ir
 import sympy
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from cpt_fx.errors import ExportError
+from cpt_fx.export.capture_modes import accepts
 from cpt_fx.export.program import Call, Graph
 
 BATCH = "batch"
 
 
-def with_several(call: Call, runs: Callable[[Call], bool]) -> Call:
+def with_several(call: Call, model: fx.GraphModule) -> Call:
     """Return examples whose batch is not one, which a trace takes for a size that never varies: that one, twice."""
     leaves = [leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
     if not leaves or len(leaves[0]) != 1:
@@ -30,7 +31,7 @@ def with_several(call: Call, runs: Callable[[Call], bool]) -> Call:
 
     args, kwargs, targets = pytree.tree_map(twice, (call.args, call.kwargs, call.targets))
     larger = replace(call, args=args, kwargs=kwargs, targets=targets)
-    if not runs(larger):
+    if not accepts(model, larger):
         raise ExportError(
             "example_inputs has a batch of one, and the model does not run on two of it: pass at least 2, or fix the "
             "batch with dynamic_batch=False"
@@ -69,14 +70,11 @@ def name_sizes(graph: Graph) -> None:
     _substitute(graph, names)
 
 
-def settle_sizes(
-    graphs: Sequence[Graph], call: Call, runs: Callable[[Call], bool]
-) -> tuple[list[Call], dict[str, int]]:
+def settle_sizes(graphs: Sequence[Graph], call: Call, model: fx.GraphModule) -> tuple[list[Call], dict[str, int]]:
     """Name the open sizes of graphs of one model, fix those that the model itself does not leave open.
 
-    `runs` says whether the model takes a call. Returned are the calls with other sizes that it takes: what a graph of
-    varying sizes has to be right for. Batches of one are tried, too, and are no reason to fix the batch: returned are
-    the least sizes besides.
+    Returned are the calls with other sizes that the model takes, for which a graph has to be right, and the least
+    sizes. A batch of one is tried, too, and is no reason to fix the batch.
     """
     for graph in graphs:
         name_sizes(graph)
@@ -85,29 +83,19 @@ def settle_sizes(
     still = {symbol for graph in graphs for name, dim, symbol in _symbols(graph) if (name, dim) in graph.still}
     for name, size in open_sizes(first, call).items():
         larger = resized(first, call, {name: size + 1})
-        if name not in still and runs(larger):
+        if name not in still and accepts(model, larger):
             working.append(larger)
         else:
             for graph in graphs:
                 _substitute(graph, {name: str(size)})
-    least = _least(first)
+    least = {symbol: first.least[name, dim] for name, dim, symbol in _symbols(first) if (name, dim) in first.least}
     if BATCH in open_sizes(first, call) and BATCH not in least:
         single = resized(first, call, {BATCH: 1})
-        if runs(single):
+        if accepts(model, single):
             working.append(single)
         else:
             least[BATCH] = 2
     return working, least
-
-
-def _least(graph: Graph) -> dict[str, int]:
-    """Return the smallest open sizes that a graph is right for, where that is more than two, by name."""
-    return {
-        str(size.value): graph.least[str(value.name), dim]
-        for value in _given(graph)
-        for dim, size in enumerate(value.shape or ())
-        if isinstance(size, ir.SymbolicDim) and (value.name, dim) in graph.least
-    }
 
 
 def resized(graph: Graph, call: Call, sizes: Mapping[str, int]) -> Call:

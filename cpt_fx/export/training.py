@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,12 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from cpt_fx.errors import ExportError
 from cpt_fx.export import losses
 from cpt_fx.export import manifest as files
-from cpt_fx.export.capture_modes import call_of, in_mode
+from cpt_fx.export.capture_modes import call_of, in_mode, run
 from cpt_fx.export.clipping import clipping_graph
 from cpt_fx.export.directory import digest, new_directory
 from cpt_fx.export.environment import EXTRAS, require_training, version_of
@@ -25,14 +24,13 @@ from cpt_fx.export.functions import add_functions
 from cpt_fx.export.losses import LossLike, resolve
 from cpt_fx.export.manifest import Manifest, Optimizer, Parameter, State
 from cpt_fx.export.normalize import strip
-from cpt_fx.export.plain import run
 from cpt_fx.export.program import Call, Graph, states_of, trace
 from cpt_fx.export.refusals import check_schedules
 from cpt_fx.export.sizes import settle_sizes, with_several
 from cpt_fx.export.updates import model_of, resolve_optimizer, trace_updates
 from cpt_fx.export.verify import verify
 from cpt_fx.standalone import precision_of
-from cpt_fx.trial import eager_model, trial
+from cpt_fx.trial import eager_model
 
 _PACKAGES = ("cpt_fx", "torch", "onnx", "onnxscript", "onnxruntime", *EXTRAS)
 
@@ -75,28 +73,19 @@ def ort_training(
     made, groups = resolve_optimizer(optimizer, dict(result.named_parameters(remove_duplicate=False)))
     call = _with_targets(result, call_of(example_inputs), loss, function, example_targets)
     with in_mode(result, True, call) as graph:
-        call = with_several(call, partial(_runs, graph)) if dynamic_batch else call
+        run(graph, call)
+        call = with_several(call, graph) if dynamic_batch else call
         training = trace(graph, call, gradients=True, trained=groups, dynamic_batch=dynamic_batch)
         values = {name: buffer.detach().cpu().numpy() for name, buffer in states_of(graph).items()}
         check_schedules(training.dials.values())
         with in_mode(result, False, call) as evaluated:
             evaluation = trace(evaluated, call, dynamic_batch=dynamic_batch)
-        others, least = settle_sizes((training, evaluation), call, partial(_runs, graph))
+        others, least = settle_sizes((training, evaluation), call, graph)
         with new_directory(Path(directory), overwrite=overwrite) as folder:
             manifest = _write(result, training, evaluation, values, made, groups, folder, loss_name, least)
             # At least three steps, so that what the optimizer remembers is used.
             verify(folder, manifest, graph, made, (call, *others, *[call] * (2 - len(others))))
         return manifest
-
-
-def _runs(module: fx.GraphModule, call: Call) -> bool:
-    """Whether the model and its loss take a batch at all."""
-    assert call.loss is not None
-    try:
-        call.loss(run(module, call), *call.targets)
-    except Exception:  # of whatever kind: it is the model's own answer
-        return False
-    return True
 
 
 def _with_targets(result: nn.Module, call: Call, loss: LossLike, function: Callable[..., Tensor], given: Any) -> Call:
@@ -106,8 +95,8 @@ def _with_targets(result: nn.Module, call: Call, loss: LossLike, function: Calla
     elif loss is None:
         targets = ()
     else:
-        with in_mode(result, False, call) as graph, trial(graph), torch.no_grad():
-            targets = losses.example_targets(loss, graph(*call.args, **call.kwargs))
+        with in_mode(result, False, call) as graph:
+            targets = losses.example_targets(loss, run(graph, call))
     if not all(isinstance(target, Tensor) for target in targets):
         raise ExportError("example_targets must be a tensor or a tuple of tensors")
     return replace(call, targets=targets, loss=function)
