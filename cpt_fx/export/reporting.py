@@ -1,18 +1,17 @@
 """`export.report`: what an export would keep exactly, what it would change, what it would refuse, and why.
 
-Nothing is promised that was not tried: models are traced as the exports trace them, and where the packages are there,
-exported to a folder that is gone afterwards, with the comparisons that every export makes.
+Nothing is promised that was not tried: models are exported to a folder that is gone afterwards, with the comparisons
+that every export makes.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import onnx
 import onnx_ir as ir
 import torch
 from rich import box
@@ -22,13 +21,12 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from cpt_fx.errors import ExportError, check_choice
-from cpt_fx.export.capture_modes import call_of, in_mode
+from cpt_fx.export import plain
+from cpt_fx.export.capture_modes import call_of
 from cpt_fx.export.deployment import qdq
-from cpt_fx.export.environment import check_runtime
-from cpt_fx.export.functions import add_functions
-from cpt_fx.export.plain import evaluation_of, finish, run
-from cpt_fx.export.program import Graph, trace
-from cpt_fx.export.refusals import check_schedules
+from cpt_fx.export.functions import UNIFORM
+from cpt_fx.export.local_functions import DOMAIN
+from cpt_fx.export.manifest import GRADIENTS
 from cpt_fx.export.training import ort_training
 from cpt_fx.inspection import inspect
 from cpt_fx.inspection.table import as_text
@@ -124,14 +122,16 @@ class _Trial:
 
     def __init__(self, result: nn.Module, example_inputs: Any) -> None:
         self.result, self.example_inputs = result, example_inputs
-        self.inspection, self.call = inspect(result), call_of(example_inputs)
+        self.inspection = inspect(result)
+        call_of(example_inputs)  # Refuses what is none.
         self.views = self.inspection.quantizers
         self.rows = [Row(view.layer, f"{view.operand} {str(view.format).replace('/', ' ')}") for view in self.views]
 
     def outcome(self, target: str) -> Outcome:
         """Try an export; what it says of quantizers goes to `rows`."""
         try:
-            notes: tuple[str, ...] = getattr(self, f"_{target}")()
+            with tempfile.TemporaryDirectory() as folder:
+                notes: tuple[str, ...] = getattr(self, f"_{target}")(Path(folder))
         except Exception as error:
             # Ours are sentences, others need their type.
             text = str(error).strip().partition("\n")[0]
@@ -140,38 +140,22 @@ class _Trial:
         exact = _DRAWN not in notes and all(row.verdicts.get(target, EXACT) == EXACT for row in self.rows)
         return Outcome(EXACT if exact else APPROXIMATED, notes=notes)
 
-    def _ort_training(self) -> tuple[str, ...]:
+    def _ort_training(self, folder: Path) -> tuple[str, ...]:
         """Do it with a loss that depends on every output."""
-        call = replace(self.call, loss=_every_output)
-        with in_mode(self.result, True, call) as module:
-            run(module, call)
-            graph = trace(module, call, gradients=True)
-        notes = self._look("ort_training", graph)
-        states = [name for name, after in graph.states.items() if after and not is_range(name.rpartition(".")[2])]
-        if states:
-            notes = (*notes, f"exact: {_listed(states)}: running state, written by each step")
-        check_schedules(graph.dials.values())
-        missing = check_runtime()
-        if not missing.works:
-            return (*notes, f"not tried here: {missing.problem}")
-        with tempfile.TemporaryDirectory() as folder:
-            made = Path(folder, "made")
-            ort_training(
-                self.result, self.example_inputs, made, loss=_every_output, optimizer="sgd", example_targets=()
-            )
-        return (*notes, "tried: three steps were compared with PyTorch's")
+        made = ort_training(
+            self.result, self.example_inputs, folder / "made", loss=_every_output, optimizer="sgd", example_targets=()
+        )
+        notes = self._look("ort_training", folder / "made" / GRADIENTS)
+        states = [state.name for state in made.states if state.swaps and not is_range(state.name.rpartition(".")[2])]
+        kept = (f"exact: {_listed(states)}: running state, written by each step",) if states else ()
+        return (*notes, *kept, "tried: three steps were compared with PyTorch's")
 
-    def _onnx(self) -> tuple[str, ...]:
-        with in_mode(self.result, False, self.call) as module:
-            graph = evaluation_of(module, self.call)
-        finish(graph)
-        add_functions(graph)
-        onnx.checker.check_model(ir.to_proto(graph.model), full_check=True)
-        return (*self._look("onnx", graph), "tried: the graph was made, and passed the checker of ONNX")
+    def _onnx(self, folder: Path) -> tuple[str, ...]:
+        made = plain.onnx(self.result, self.example_inputs, folder / "made.onnx")
+        return (*self._look("onnx", made), "tried: the graph was made, and passed the checker of ONNX")
 
-    def _qdq(self) -> tuple[str, ...]:
-        with tempfile.TemporaryDirectory() as folder:
-            made = qdq(self.result, self.example_inputs, Path(folder, "made.onnx"), verbose=False)
+    def _qdq(self, folder: Path) -> tuple[str, ...]:
+        made = qdq(self.result, self.example_inputs, folder / "made.onnx", verbose=False)
         found = {(item.layer, item.operand): item for item in made.quantizers}
         reasons: dict[str, list[str]] = {}
         for row, view in zip(self.rows, self.views, strict=True):
@@ -186,13 +170,13 @@ class _Trial:
         warning = (f"WARNING: {made.untrained}",) if made.untrained else ()
         return (*warning, *said, "tried, at 8 bits", *(str(item) for item in made.outputs), made.runtime)
 
-    def _look(self, target: str, graph: Graph) -> tuple[str, ...]:
-        """Say of quantizers that were traced that each is a function of the same arithmetic, and whether more draws."""
-        placed = {item.name for item in graph.placed}
+    def _look(self, target: str, path: Path) -> tuple[str, ...]:
+        """Say that each quantizer in a file is a function of the same arithmetic, and whether more draws."""
+        nodes = {node.name: node.op_type for node in ir.load(path).graph if node.domain == DOMAIN}
         for row, view in zip(self.rows, self.views, strict=True):
-            if view.node in placed:
+            if view.node in nodes:
                 row.verdicts[target] = EXACT
-        return (_DRAWN,) if graph.draws > sum(one.kind.draws for one in graph.placed) else ()
+        return (_DRAWN,) if UNIFORM in nodes.values() else ()
 
 
 def _every_output(outputs: Any) -> Tensor:

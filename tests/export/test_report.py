@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,11 +15,11 @@ import cpt_fx
 from cpt_fx.errors import TransformError
 
 pytest.importorskip("onnxscript")
+pytest.importorskip("onnxruntime")
 
 from cpt_fx.export import report
 from cpt_fx.export.reporting import Report
 
-TRAINS = importlib.util.find_spec("onnxruntime") is not None
 SCHEDULE = cpt_fx.schedules.Static(6)
 X = torch.linspace(-1, 1, 12 * 6).reshape(12, 6)
 
@@ -177,12 +176,9 @@ def test_it_is_data_too(found: Report) -> None:
     assert len(data["rows"]) == len(found.rows)
 
 
-def test_exports_are_tried_where_they_can_be(found: Report) -> None:
+def test_exports_are_tried(found: Report) -> None:
     assert any(note.startswith("tried") for note in found.targets["onnx"].notes)
-    tried = any("were compared with PyTorch" in note for note in found.targets["ort_training"].notes)
-    assert tried == TRAINS
-    if not TRAINS:
-        assert "not tried here" in str(found)
+    assert any("were compared with PyTorch" in note for note in found.targets["ort_training"].notes)
 
 
 def test_bad_calls_are_refused(model: nn.Module) -> None:
