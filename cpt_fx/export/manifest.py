@@ -15,7 +15,7 @@ from cpt_fx.export.directory import digest
 from cpt_fx.meta import Dial
 
 NAME = "manifest.json"
-VERSION = 3
+VERSION = 4
 GRADIENTS, CLIPPING, FIRST_UPDATE, UPDATE = "gradients.onnx", "clipping.onnx", "first_update.onnx", "update.onnx"
 EVALUATION, VALUES, DATA = "evaluation.onnx", "values.onnx", "values.data"
 FILES = (GRADIENTS, CLIPPING, FIRST_UPDATE, UPDATE, EVALUATION, VALUES, DATA)
@@ -90,6 +90,8 @@ class Manifest:
     """The same rows of the evaluation graph, where the model draws even then."""
     least: dict[str, int] = field(default_factory=dict)
     """Sizes below which the model does not train."""
+    choices: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Inputs that choose by number: from how many, and a number that chooses nothing, if there is one."""
     versions: dict[str, str] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
     """SHA-256 of every other file."""

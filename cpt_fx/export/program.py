@@ -19,7 +19,7 @@ from cpt_fx.export.local_functions import DOMAIN
 from cpt_fx.export.lowering import Lowering, Placed
 from cpt_fx.export.normalize import normalize
 from cpt_fx.export.randomness import drawing
-from cpt_fx.export.recording import convert, record
+from cpt_fx.export.recording import choices, convert, record
 from cpt_fx.export.refusals import UnsupportedError, check_modules, layer_of
 from cpt_fx.layer_state import ranges
 from cpt_fx.meta import STATE, Dial
@@ -71,6 +71,8 @@ class Graph:
     """The smallest size that it is right for, where that is more than two."""
     dials: dict[str, Dial]
     """Inputs that hold a width, and what each follows."""
+    choices: dict[str, tuple[int, ...]]
+    """Inputs that choose by number: from how many, and a number that chooses nothing, if there is one."""
 
 
 class _Step:
@@ -214,6 +216,7 @@ def trace(
         still=frozenset((names[place], dim) for place, dim in places | more),
         least={(names[place], dim): size for (place, dim), size in least.items()},
         dials={prefix + name: dial for name, dial in precision_of(model).dials.items()},
+        choices={names[place]: allowed for place, allowed in choices(recorded).items()},
     )
 
 

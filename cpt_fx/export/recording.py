@@ -7,6 +7,7 @@ are PyTorch's by construction. The second is torch.export's, which takes writes 
 from __future__ import annotations
 
 import logging
+import operator
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,6 +54,19 @@ Places = frozenset[tuple[int, int]]
 """Dims of arguments: each the number of a tensor, and the dim."""
 Least = dict[tuple[int, int], int]
 """The smallest size that a record is right for, where that is more than two."""
+
+_CHOOSING = {
+    torch.ops.aten.embedding.default: 0, torch.ops.aten.cross_entropy_loss.default: 1,
+    torch.ops.aten.nll_loss_nd.default: 1,
+}  # fmt: skip
+"""Operators whose second argument chooses from a dim of their first one."""
+_MOVES = {
+    operator.getitem, *(getattr(torch.ops.aten, name) for name in (
+        "clone", "constant_pad_nd", "contiguous", "expand", "flatten", "narrow", "pad", "permute", "reshape", "select",
+        "slice", "split", "squeeze", "to", "_to_copy", "transpose", "unsqueeze", "view",
+    )),
+}  # fmt: skip
+"""Operators whose numbers are those of their first argument."""
 
 
 @cache
@@ -171,6 +185,28 @@ def _least(mode: FakeTensorMode, arguments: Sequence[Any]) -> Least:
     return {place: int(bound) for place, bound in bounds.items() if bound > 2}
 
 
+def choices(record: fx.GraphModule) -> dict[int, tuple[int, ...]]:
+    """Return the tensors that choose from a dim: from how many, and a number that chooses nothing, if there is one.
+
+    Where a user's code indexes a tensor, negative numbers count from the end in torch, too: that is not looked at.
+    """
+    inputs = [node for node in record.graph.find_nodes(op="placeholder") if isinstance(node.meta.get("val"), Tensor)]
+    found: dict[int, tuple[int, ...]] = {}
+    for node in record.graph.nodes:
+        dim = _CHOOSING.get(node.target)
+        if dim is None:
+            continue
+        table, source, *options = node.args
+        while getattr(source.target, "overloadpacket", source.target) in _MOVES:
+            source = source.args[0]
+        size = table.meta["val"].shape[dim]
+        if source in inputs and isinstance(size, int) and not source.meta["val"].is_floating_point():
+            ignored = (options[2] if len(options) > 2 else -100,) if dim else ()
+            place = inputs.index(source)
+            found[place] = min(found.get(place, (size, *ignored)), (size, *ignored))
+    return found
+
+
 class _Recorded(nn.Module):
     """A record as a module, for torch.export."""
 
@@ -222,9 +258,9 @@ def convert(graph: fx.GraphModule, arguments: tuple[Any, ...], relied: Places = 
 def _untranslated(error: Exception) -> UnsupportedError:
     """Say which operator has no translation to ONNX."""
     found = re.search(r"No ONNX function found for <OpOverload\(op='(\w+\.\w+)'", str(error))
-    operator = found[1] if found else operator_of(str(error.__cause__ or error)) or "an operator"
+    named = found[1] if found else operator_of(str(error.__cause__ or error)) or "an operator"
     said = "" if found else f" ({str(error.__cause__ or error).strip().splitlines()[0]})"
-    return UnsupportedError(operator, f"torch's ONNX exporter has no translation of it{said}")
+    return UnsupportedError(named, f"torch's ONNX exporter has no translation of it{said}")
 
 
 @contextmanager

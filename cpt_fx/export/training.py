@@ -144,6 +144,7 @@ def _write(
         schedule=repr(precision_of(result).schedule),
         evaluation_seeds=evaluation.draws,
         least=least,
+        choices=evaluation.choices,
         versions={name: found for name in _PACKAGES if (found := version_of(name))},
         digests={name: digest(folder / name) for name in files.FILES},
     )

@@ -21,7 +21,7 @@ from cpt_fx.export.program import LOSS, MORE, OUTPUT, SEEDS
 from cpt_fx.export.updates import GRADIENT_SCALE, LEARNING_RATE, STEP
 from cpt_fx.ort import state_file, transfer
 from cpt_fx.ort.engine import CPU, Engine
-from cpt_fx.ort.feeding import arrays_of, check_least, check_ranges, ranges_of
+from cpt_fx.ort.feeding import arrays_of, check_least
 from cpt_fx.ort.memory import Memory
 from cpt_fx.ort.rates import OptimizerView, Rate, RateFunction
 from cpt_fx.runtime import dial_width
@@ -102,7 +102,6 @@ class Trainer:
             self._clipping = Engine(folder / files.CLIPPING, self.device, threads)
         self.memory = Memory(self.manifest, folder, self.device)
         """Every tensor of the training, by name."""
-        self._ranges = ranges_of(folder / files.EVALUATION, [tensor.name for tensor in self.manifest.taken])
         self.optimizer_view = OptimizerView(self.manifest.optimizer.learning_rates, learning_rate)
         """What `torch.optim.lr_scheduler` takes for the optimizer: `CosineAnnealingLR(trainer.optimizer_view, 100)`."""
         self._shared: transfer.SharedParameters | None = None
@@ -131,7 +130,7 @@ class Trainer:
 
         Running ranges and statistics learn from the batch. For optimizers of torch, see `torch_parameters`.
         """
-        arrays = self._taken(inputs_and_targets, named)
+        arrays = arrays_of(self.manifest, inputs_and_targets, named)
         check_least(self.manifest, arrays)
         if self._shared is not None:
             self._shared.before_backward(fresh=not self.pending)
@@ -175,12 +174,6 @@ class Trainer:
         self.optimizer_view.step()
         self.schedule.step()
 
-    def _taken(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Array]:
-        """Return a batch as the graphs take it, checked."""
-        arrays = arrays_of(self.manifest, args, kwargs)
-        check_ranges(self._ranges, arrays)
-        return arrays
-
     def _widths(self, bits: Bits) -> dict[str, Array]:
         return {name: np.array(dial_width(dial, bits), np.int64) for name, dial in self.manifest.dials.items()}
 
@@ -196,7 +189,7 @@ class Trainer:
         Widths are the schedule's for evaluation; running ranges and statistics are used as they are. Outputs are one
         array, a tuple, or a dict, as the model returns one, several, or several by name.
         """
-        given = self._taken(inputs_and_targets, named)
+        given = arrays_of(self.manifest, inputs_and_targets, named)
         given |= self._widths(self.schedule.evaluation_bits(self.schedule.position))
         # Where a model draws at random even then, it does so from a seed of its own.
         given[SEEDS] = draw(self.manifest.evaluation_seeds, torch.Generator().manual_seed(self.updates))

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
@@ -23,7 +25,7 @@ from cpt_fx.errors import ExportError
 from cpt_fx.export.directory import digest
 from cpt_fx.export.manifest import DATA, FILES, VALUES, Manifest, Optimizer, read
 from cpt_fx.export.manifest import Tensor as Described
-from cpt_fx.ort import Trainer, feeding
+from cpt_fx.ort import Trainer
 from cpt_fx.ort.feeding import arrays_of
 from tests import ort
 
@@ -174,11 +176,11 @@ def test_a_step_that_fails_is_not_half_done() -> None:
     trainer = Trainer(ort.tied_directory(), ort.schedule(), seed=5, threads=1, accumulation=3)
     words, target = ort.tokens(0)
     trainer.step(words, target)
-    before, ranges = trainer.state_dict(), trainer._ranges
-    trainer._ranges = {}
+    before, choices = trainer.state_dict(), dict(trainer.manifest.choices)
+    trainer.manifest.choices.clear()
     with pytest.raises(Exception, match="indices element out of data bounds"):
         trainer.step(words + ort.WORDS, target)
-    trainer._ranges = ranges
+    trainer.manifest.choices.update(choices)
     assert trainer.pending == 0
     assert all(torch.equal(value, before[name]) for name, value in trainer.state_dict().items())
     assert np.isfinite(trainer.step(words, target))
@@ -220,63 +222,22 @@ def _manifest(*inputs: Described) -> Manifest:
     )  # fmt: skip
 
 
-GRAPH = """<ir_version: 10, opset_import: ["" : 18]>
-agraph (float[n, 7] scores, float[9, 2] table, int32[n, 1] given, int64[n] other, int64[n] free)
-=> (float y, float[n, 2] z) {{
-    wide = Cast <to = 7> (given)
-    line = Constant <value_ints = [-1]> ()
-    flat = Reshape (wide, line)
-    ignored = Constant <value = int64 {{3}}> ()
-    none = Constant <value = int64 {{0}}> ()
-    {body}
-    z = Gather (table, free)
-}}"""
+def test_labels_are_found_behind_what_moves_them() -> None:
+    """A language model shifts and flattens its labels before the loss; indexing by a user's code is not looked at."""
+    from cpt_fx.export.recording import choices
 
+    def run(scores: Tensor, table: Tensor, labels: Tensor, words: Tensor, both: Tensor, free: Tensor) -> Tensor:
+        shifted = F.pad(labels, (0, 1), value=3)[..., 1:].reshape(-1)
+        found = F.cross_entropy(scores, shifted, ignore_index=3) + F.embedding(words.long().flatten(), table).sum()
+        found += F.cross_entropy(scores, both) + F.embedding(both, table).sum()
+        # What is made of numbers may be anything.
+        return found + F.nll_loss(scores, (free - 1).clamp_min(0)) + table[free].sum()
 
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        ("y, p = SoftmaxCrossEntropyLoss <ignore_index = 3> (scores, flat)", {"given": feeding.Range(7, 3)}),
-        ("y, p = SoftmaxCrossEntropyLoss (scores, other)", {"other": feeding.Range(7)}),
-        (
-            """left = Equal (flat, ignored)
-            kept = Where (left, none, flat)
-            up = Unsqueeze (kept, line)
-            y = GatherElements <axis = 1> (scores, up)""",
-            {"given": feeding.Range(7, 3)},
-        ),
-        (
-            """up = Unsqueeze (other, line)
-            y, p = SoftmaxCrossEntropyLoss <ignore_index = 3> (scores, other)
-            x = GatherElements <axis = -2> (table, up)""",
-            {"other": feeding.Range(7, 3).both(feeding.Range(9))},
-        ),
-        # What is made of an input in other ways may be anything.
-        (
-            """left = Less (flat, none)
-            kept = Where (left, none, flat)
-            up = Unsqueeze (kept, line)
-            y = GatherElements <axis = 1> (scores, up)""",
-            {},
-        ),
-        ("more = Add (other, other)\n y, p = SoftmaxCrossEntropyLoss (scores, more)", {}),
-    ],
-)
-def test_labels_are_found_behind_what_moves_them(tmp_path: Path, body: str, expected: dict[str, Any]) -> None:
-    """A language model flattens its labels before the loss; indexing by a user's own code is not looked at."""
-    import onnx
-
-    lines = "\n".join(line.strip() for line in body.splitlines())
-    onnx.save(onnx.parser.parse_model(GRAPH.format(body=lines)), str(tmp_path / "m.onnx"))
-    assert feeding.ranges_of(tmp_path / "m.onnx", ["given", "other", "free"]) == expected
-
-
-def test_ranges() -> None:
-    assert feeding.Range(7, 3).both(feeding.Range(9)) == feeding.Range(7)
-    ranges = {"given": feeding.Range(7, -1)}
-    feeding.check_ranges(ranges, {"given": np.array([[0], [6], [-1]])})
-    with pytest.raises(ValueError, match=r"given holds 7 at \(1, 0\): it must be from 0 to 6, or -1, which is ignored"):
-        feeding.check_ranges(ranges, {"given": np.array([[0], [7]])})
+    labels, words = torch.ones(1, 4, dtype=torch.int64), torch.ones(2, 2, dtype=torch.int32)
+    both, free = torch.ones(2, 4, dtype=torch.int64)
+    given = (torch.zeros(4, 7), torch.zeros(9, 2), labels, words, both.clone(), free.clone())
+    record = make_fx(run, tracing_mode="fake", pre_dispatch=True)(*given)
+    assert choices(record) == {2: (7, 3), 3: (9,), 4: (7, -100)}
 
 
 # Out of order.

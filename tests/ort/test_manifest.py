@@ -108,7 +108,7 @@ def test_every_wrong_type_is_named(copied: Path, values: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "null", "7", '"format"', "{}", "[" * 100_000, '{"format": 3}', '{"format": NaN}', "\udcff"]
+    "text", ["", "{", "[]", "null", "7", '"format"', "{}", "[" * 100_000, '{"format": 4}', '{"format": NaN}', "\udcff"]
 )
 def test_what_is_no_manifest(copied: Path, text: str) -> None:
     (copied / files.NAME).write_bytes(text.encode(errors="surrogateescape"))
@@ -120,5 +120,5 @@ def test_what_is_no_manifest(copied: Path, text: str) -> None:
 def test_other_formats(copied: Path, values: Any, found: Any) -> None:
     (copied / files.NAME).write_text(json.dumps(values | {"format": found}))
     why = r" \(its gradients come from ONNX Runtime's own builder\)" if found == 1 else ""
-    with pytest.raises(ExportError, match=rf"was written in format {found}{why}; this cpt_fx reads format 3: export"):
+    with pytest.raises(ExportError, match=rf"was written in format {found}{why}; this cpt_fx reads format 4: export"):
         Trainer(copied, ort.schedule())
