@@ -11,8 +11,7 @@ from rich.console import ConsoleRenderable, Group
 from rich.table import Table
 from rich.text import Text
 
-from cpt_fx.export.cuda import check_cuda
-from cpt_fx.export.environment import Finding, builds, check_onnx, check_runtime, check_training, version_of
+from cpt_fx.export.environment import Finding, builds, check_cuda, check_onnx, check_runtime, check_training, version_of
 
 WRITE, RUN, GPU, API = "write ONNX files", "run and train them", "the same on a GPU", "ONNX Runtime's training API"
 

@@ -7,6 +7,7 @@ what is installed: the modules are imported, and the list explains why that fail
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import re
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ RUNTIME = {"onnxruntime": "1.18"}
 """Modules, each with its oldest release that will do: from these on there are int4, IR 10, torch's exporter."""
 TRAINING = "1.19"
 """The last release of ONNX Runtime that has an API for training of its own, for C++, C# and Java, too."""
+CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 
 
 class PackageError(ExportError, ImportError):
@@ -92,6 +94,34 @@ def check_training() -> Finding:
     gpu = {"onnxruntime-gpu", "onnxruntime-training"} & set(builds())
     remedy = mend("ort-training-gpu" if gpu else "ort-training")
     return Finding("", f"{needs}: {problem or f'{version} is there'}", remedy)
+
+
+def check_cuda() -> Finding:
+    """Look at the build and the driver: without one, ONNX Runtime ends the process."""
+    if CUDA not in providers():
+        problem = "a GPU needs onnxruntime-gpu, or onnxruntime-training 1.19.2 for CUDA 11.8"
+        return Finding("", problem, mend("ort-gpu"))
+    # Newer builds know themselves which libraries they need, and look into NVIDIA's wheels.
+    getattr(imported("onnxruntime")[0], "preload_dlls", lambda: None)()
+    if not gpus():
+        return Finding("", "NVIDIA's driver is not there, or shows no GPU: see `nvidia-smi`, and CUDA_VISIBLE_DEVICES")
+    return Finding(f"GPUs: {gpus()}")
+
+
+def providers() -> list[str]:
+    """Return what the build of ONNX Runtime computes on."""
+    return list(getattr(imported("onnxruntime")[0], "get_available_providers", list)())
+
+
+def gpus() -> int:
+    """Ask the driver for the number of GPUs; there are none without a driver."""
+    count = ctypes.c_int()
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        failed = library.cuInit(0) or library.cuDeviceGetCount(ctypes.byref(count))
+    except (OSError, AttributeError):
+        return 0
+    return 0 if failed else count.value
 
 
 def mend(extra: str) -> tuple[str, ...]:

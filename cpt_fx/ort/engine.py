@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 
 from cpt_fx.errors import ExportError
-from cpt_fx.export.cuda import check_session, session_providers
+from cpt_fx.export import environment
 
 if TYPE_CHECKING:
     from cpt_fx.ort.memory import Block
@@ -17,6 +18,32 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 CPU = "cpu"
 _ERRORS, _FATAL = 3, 4
+
+
+def session_providers(device: str) -> list[str | tuple[str, dict[str, str]]]:
+    """Return the `providers` of an `InferenceSession` on a device; refuse one that is not there.
+
+    ONNX Runtime would say so in a log line, and compute on the CPU.
+    """
+    found = re.fullmatch(r"cpu|cuda(?::(\d+))?", device)
+    if found is None:
+        raise ExportError(f'device must be "cpu", "cuda" or "cuda:1", got {device!r}')
+    if device == "cpu":
+        return [environment.CPU]
+    environment.require(environment.check_cuda())
+    number = found[1] or "0"
+    if int(number) >= environment.gpus():
+        raise ExportError(f"device {device!r} is not there: the driver knows {environment.gpus()}, counted from 0")
+    return [(environment.CUDA, {"device_id": number}), environment.CPU]
+
+
+def check_session(session: Any, device: str) -> None:
+    """Raise an error where a session computes on the CPU though a GPU was asked for."""
+    if device != "cpu" and environment.CUDA not in session.get_providers():
+        raise ExportError(
+            f"device={device!r} was asked for, and ONNX Runtime fell back to {', '.join(session.get_providers())}: its "
+            "log names the library of CUDA or cuDNN that it did not find; name its folder in LD_LIBRARY_PATH"
+        )
 
 
 class Engine:

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import pytest
 
 from cpt_fx.errors import ExportError
-from cpt_fx.export import cuda
-from cpt_fx.export.cuda import CPU, CUDA, check_cuda, check_session, session_providers
-from cpt_fx.export.environment import Finding, PackageError
+from cpt_fx.export import environment
+from cpt_fx.export.environment import CPU, CUDA, Finding, PackageError, check_cuda
+from cpt_fx.ort.engine import check_session, session_providers
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A machine with two GPUs, and the build of ONNX Runtime for them."""
-    monkeypatch.setattr(cuda, "_providers", lambda: [CUDA, CPU])
-    monkeypatch.setattr(cuda, "_devices", lambda: 2)
+    monkeypatch.setattr(environment, "providers", lambda: [CUDA, CPU])
+    monkeypatch.setattr(environment, "gpus", lambda: 2)
     return monkeypatch
 
 
@@ -29,12 +29,12 @@ def test_everything_is_there(gpu: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("_providers", lambda: [CPU], "a GPU needs onnxruntime-gpu, or onnxruntime-training 1.19"),
-        ("_devices", lambda: 0, "NVIDIA's driver is not there, or shows no GPU"),
+        ("providers", lambda: [CPU], "a GPU needs onnxruntime-gpu, or onnxruntime-training 1.19"),
+        ("gpus", lambda: 0, "NVIDIA's driver is not there, or shows no GPU"),
     ],
 )
 def test_what_is_missing_is_said(name: str, value: object, expected: str, gpu: pytest.MonkeyPatch) -> None:
-    gpu.setattr(cuda, name, value)
+    gpu.setattr(environment, name, value)
     with pytest.raises(PackageError) as caught:
         session_providers("cuda")
     assert expected in str(caught.value)
