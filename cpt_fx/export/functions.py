@@ -115,8 +115,7 @@ def add_functions(graph: Graph) -> None:
     """Add the functions that a graph's nodes call."""
     model = graph.model
     called = {node.op_type for node in model.graph if node.domain == DOMAIN}
-    kinds: dict[str, Kind | str] = {UNIFORM: UNIFORM, LEARNED: LEARNED}
-    kinds |= {placed.kind.name: placed.kind for placed in graph.placed}
+    kinds: dict[str, Kind | str] = {UNIFORM: UNIFORM, LEARNED: LEARNED, **graph.kinds}
     for kind in (kind for name, kind in kinds.items() if name in called):
         added = ir.serde.deserialize_function(function(kind))
         model.functions[added.identifier()] = added

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,16 +27,7 @@ from cpt_fx.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_LEARNED, FAKE_QUANTIZE_OBSER
 from cpt_fx.straight_through import grid_of
 
 QUANTIZER = "quantizer"
-"""Attribute of a node that is to be replaced: the quantizer's name."""
-
-
-class Placed(NamedTuple):
-    """A quantizer that was traced."""
-
-    kind: Kind
-    is_gradient: bool
-    name: str
-    """What its node is called in the rewritten graph."""
+"""Attribute of a traced node: the quantizer's name."""
 
 
 class _Apart(torch.autograd.Function):
@@ -73,7 +64,8 @@ class Lowering(TorchFunctionMode):
         self.gradients = gradients
         self.plain = plain
         """Nodes say which quantizer they are: what it does is decided elsewhere."""
-        self.placed: list[Placed] = []
+        self.kinds: dict[str, Kind] = {}
+        """Those that were met, by the names of their functions."""
         self.draws = 0
 
     def __torch_function__(
@@ -98,7 +90,7 @@ class Lowering(TorchFunctionMode):
                 return x
             return _apart(torch.clone, lambda gradient, _: (self._operand(name, bits, options, gradient, True),), x)
         if self.plain:
-            return call(Kind().name, (x, bits), x, **{QUANTIZER: name})[0]
+            return self._call(Kind(), name, (x, bits), x)[0]
         if func is FAKE_QUANTIZE_LEARNED:
             return self._learned(name, x, bits, *args, **options)
         if func is FAKE_QUANTIZE:
@@ -113,12 +105,11 @@ class Lowering(TorchFunctionMode):
     def _operand(self, name: str, bits: Tensor, options: dict[str, Any], x: Tensor, gradient: bool = False) -> Tensor:
         grid = grid_of(options, "stochastic" if gradient else "nearest")
         kind = kind_of(grid)
-        self.placed.append(Placed(kind, gradient, name))
         if grid.block:
             blocks, back = in_blocks(x, grid)
-            return back(call(kind.name, (blocks, bits, constant([blocks.ndim - 1]), *self._seed_of(kind)), blocks)[0])
+            return back(self._call(kind, name, (blocks, bits, constant([blocks.ndim - 1])), blocks)[0])
         axes = constant(reduced_dims(x.ndim, grid.keep, grid.over))
-        return call(kind.name, (x, bits, axes, *self._seed_of(kind)), x)[0]
+        return self._call(kind, name, (x, bits, axes), x)[0]
 
     def _observed(
         self, name: str, bits: Tensor, zero_point: Tensor, range: Tensor, weight: Tensor, training: bool, x: Tensor, *,
@@ -126,10 +117,9 @@ class Lowering(TorchFunctionMode):
     ) -> Tensor:  # fmt: skip
         own = {key: options.pop(key) for key in ("momentum", "corrected", "when_off", "percentile") if key in options}
         kind = kind_of(grid_of(options, "nearest"), "Observed" if training else "Recalled", **own)
-        self.placed.append(Placed(kind, False, name))
         state = (zero_point, range, weight)
         learned = state if training else ()
-        y, *new = call(kind.name, (x, bits, *state, *self._seed_of(kind)), x, *learned)
+        y, *new = self._call(kind, name, (x, bits, *state), x, *learned)
         for part, value in zip(learned, new, strict=True):
             part.copy_(value)
         return y
@@ -140,17 +130,16 @@ class Lowering(TorchFunctionMode):
     ) -> Tensor:  # fmt: skip
         """Quantize over parameters. They have their first values by now: see `check_learned`."""
         kind = kind_of(grid_of(options, "nearest"), "Learned")
-        self.placed.append(Placed(kind, False, name))
-        seed = self._seed_of(kind)
 
         def quantized(x: Tensor, low: Tensor, span: Tensor, bits: Tensor) -> Tensor:
-            return call(kind.name, (x, low, span, bits, *seed), x)[0]
+            return self._call(kind, name, (x, low, span, bits), x)[0]
 
         return _apart(quantized, _learned_gradients, x, zero_point, range, bits)
 
-    def _seed_of(self, kind: Kind) -> tuple[Tensor, ...]:
-        """Return the seeds of the step, and which of them is the next draw's, for a kind that draws."""
-        return self.seed() if kind.draws else ()
+    def _call(self, kind: Kind, name: str, inputs: tuple[Tensor, ...], *like: Tensor) -> Sequence[Tensor]:
+        """Trace a quantizer, with its seed where it draws."""
+        self.kinds[kind.name] = kind
+        return call(kind.name, (*inputs, *(self.seed() if kind.draws else ())), *like, **{QUANTIZER: name})
 
     def seed(self) -> tuple[Tensor, Tensor]:
         """Return the seeds of the step, and which of them is the next draw's."""

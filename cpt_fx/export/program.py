@@ -15,8 +15,8 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from cpt_fx.errors import ExportError
-from cpt_fx.export.local_functions import DOMAIN
-from cpt_fx.export.lowering import Lowering, Placed
+from cpt_fx.export.functions import Kind
+from cpt_fx.export.lowering import QUANTIZER, Lowering
 from cpt_fx.export.normalize import normalize
 from cpt_fx.export.randomness import drawing
 from cpt_fx.export.recording import choices, convert, record
@@ -64,7 +64,8 @@ class Graph:
     """Buffers that the graph reads -> the output with their new value, or "" where they stay as they are."""
     draws: int
     """How many seeds a run takes."""
-    placed: tuple[Placed, ...]
+    kinds: dict[str, Kind]
+    """The kinds of quantizers that are called, by the names of their functions."""
     still: frozenset[tuple[str, int]]
     """Sizes that the graph is made for: the name of an input, and a dim."""
     least: dict[tuple[str, int], int]
@@ -192,12 +193,12 @@ def trace(
                 *(name + GRADIENT + NEXT for name in step.reached))  # fmt: skip
     _check_names(names + returned)
     _name_inputs(graph, names)
+    if not plain:
+        _name_quantizers(graph)
     normalize(graph)
     name_outputs(graph, returned)
     changed = _drop_unchanged(graph, tuple(state))
     _drop_unused(graph, (*parameters, *state, *(name + GRADIENT for name in sums), SEEDS, MORE, *widths))
-    placed = tuple(step.lowering.placed)
-    _name_quantizers(graph, placed)
     used = {str(value.name) for value in graph.graph.inputs}
     _size_seeds(graph, step.lowering.draws)
     known: dict[Tensor, list[str]] = {}
@@ -212,7 +213,7 @@ def trace(
         gradients=step.reached,
         states={name: name + NEXT if name in changed else "" for name in state if name in used or name in changed},
         draws=step.lowering.draws if SEEDS in used else 0,
-        placed=placed,
+        kinds=step.lowering.kinds,
         still=frozenset((names[place], dim) for place, dim in places | more),
         least={(names[place], dim): size for (place, dim), size in least.items()},
         dials={prefix + name: dial for name, dial in precision_of(model).dials.items()},
@@ -322,18 +323,11 @@ def name_outputs(model: ir.Model, names: tuple[str, ...], *, apart_from: str = "
         graph.outputs[index].name = name
 
 
-def _name_quantizers(model: ir.Model, placed: tuple[Placed, ...]) -> None:
-    """Call the nodes of quantizers as they are called in the rewritten graph: both are in the order of execution."""
-    expected = {one.kind.name for one in placed}
-    nodes = [node for node in model.graph if node.domain == DOMAIN and node.op_type in expected]
-    if len(nodes) != len(placed):
-        # Nobody reads what some of them make.
-        return
-    times: dict[str, int] = {}
-    for node, one in zip(nodes, placed, strict=True):
-        number = times.get(one.name, 0)
-        times[one.name] = number + 1
-        node.name = f"{one.name}_{number}" if number else one.name
+def _name_quantizers(model: ir.Model) -> None:
+    """Call the nodes of quantizers as they are called in the rewritten graph."""
+    for node in model.graph:
+        if QUANTIZER in node.attributes:
+            node.name = node.attributes.pop(QUANTIZER).as_string()
 
 
 def _drop_unchanged(model: ir.Model, states: tuple[str, ...]) -> set[str]:
