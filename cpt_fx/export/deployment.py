@@ -16,9 +16,8 @@ from cpt_fx.export.capture_modes import call_of, in_mode, run
 from cpt_fx.export.comparing import Difference, compared
 from cpt_fx.export.directory import new_file
 from cpt_fx.export.plain import evaluation_of, finish, write
-from cpt_fx.export.qdq_formats import CONVERTED, EXACT, MOST_BITS, Plan, plan_of
+from cpt_fx.export.qdq_formats import CONVERTED, EXACT, MOST_BITS, Plan, Watch, Watched, plan_of, watched_in
 from cpt_fx.export.qdq_graph import complete, constants, quantizers, replace
-from cpt_fx.export.qdq_probe import Watch, Watched, watched_in
 from cpt_fx.formats import Range
 from cpt_fx.schedules.bits import Bits, as_bits
 from cpt_fx.standalone import precision_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 from onnx_ir.passes import common
+from onnx_ir.tape import Tape
 from onnxscript import optimizer
 
 
@@ -40,13 +41,12 @@ def _make_columns(model: ir.Model) -> None:
             continue
         left, right = node.inputs
         if len(node.inputs[1].shape) == 1:
-            last = ir.node("Constant", [], {"value_ints": [-1]})
-            column = ir.node("Unsqueeze", [right, last.outputs[0]])
-            product = ir.node("MatMul", [left, column.outputs[0]])
-            made = ir.node("Squeeze", [product.outputs[0], last.outputs[0]], name=node.name)
-            made.outputs[0].type, made.outputs[0].shape = node.outputs[0].type, node.outputs[0].shape
-            new = [last, column, product, made]
-            ir.convenience.replace_nodes_and_values(model.graph, node, [node], new, node.outputs, made.outputs)
+            tape = Tape()
+            last = tape.op("Constant", [], {"value_ints": [-1]})
+            product = tape.op("MatMul", [left, tape.op("Unsqueeze", [right, last])])
+            made = tape.op("Squeeze", [product, last], name=node.name)
+            made.type, made.shape = node.outputs[0].type, node.outputs[0].shape
+            ir.convenience.replace_nodes_and_values(model.graph, node, [node], tape.nodes, node.outputs, [made])
 
 
 def strip(model: ir.Model) -> None:

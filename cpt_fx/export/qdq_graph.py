@@ -15,8 +15,7 @@ from cpt_fx.errors import ExportError
 from cpt_fx.export.local_functions import DOMAIN
 from cpt_fx.export.lowering import QUANTIZER
 from cpt_fx.export.program import name_outputs
-from cpt_fx.export.qdq_formats import MOST_BITS, Activation, Constant, Plan
-from cpt_fx.export.qdq_probe import squares
+from cpt_fx.export.qdq_formats import MOST_BITS, Activation, Constant, Plan, squares
 
 FOUR_BITS = 4
 FOUR_BIT_OPSET = 21

@@ -17,7 +17,6 @@ from cpt_fx.errors import ExportError
 from cpt_fx.export import losses
 from cpt_fx.export import manifest as files
 from cpt_fx.export.capture_modes import call_of, in_mode, run
-from cpt_fx.export.clipping import clipping_graph
 from cpt_fx.export.directory import digest, new_directory
 from cpt_fx.export.environment import EXTRAS, require_training, version_of
 from cpt_fx.export.functions import add_functions
@@ -27,7 +26,7 @@ from cpt_fx.export.normalize import strip
 from cpt_fx.export.program import Call, Graph, states_of, trace
 from cpt_fx.export.refusals import check_schedules
 from cpt_fx.export.sizes import settle_sizes, with_several
-from cpt_fx.export.updates import model_of, resolve_optimizer, trace_updates
+from cpt_fx.export.updates import clipping_graph, model_of, resolve_optimizer, trace_updates
 from cpt_fx.export.verify import verify
 from cpt_fx.standalone import precision_of
 from cpt_fx.trial import eager_model

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import torch
+from onnx_ir.tape import Tape
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -33,6 +34,8 @@ _IR_VERSION = 10
 LEARNING_RATE, STEP, GRADIENT_SCALE = "learning_rate", "step", "gradient_scale"
 """Inputs: float64, one for each group; float64, how many updates there were before; float32, what gradients are
 multiplied with: 1 over the number of steps they were summed over, so that the update is of their mean."""
+MAX_VALUE, MAX_NORM = "max_value", "max_norm"
+"""Inputs of `clipping.onnx`: float32, the limits of gradients after `gradient_scale`."""
 _STEP_STATE = "step"
 """Where optimizers of torch count: all parameters have the same count, which is an input."""
 _DEFAULTS: dict[str, Any] = {
@@ -274,14 +277,10 @@ class _Graph:
         self.numbers = (value_of(STEP, "float64"), value_of(GRADIENT_SCALE, "float32"))
         self.inputs = [rates, *self.numbers]
         self.outputs: list[ir.Value] = []
-        self.nodes: list[ir.Node] = []
-        self.rates: list[ir.Value] = []
-        for group in range(groups):
-            place = ir.node("Constant", [], {"value_ints": [group]})
-            rate = ir.node("GatherND", [rates, place.outputs[0]])
-            rate.outputs[0].name = f"{LEARNING_RATE}.{group}"
-            self.nodes += [place, rate]
-            self.rates += rate.outputs
+        tape = Tape()
+        places = [tape.op("Constant", [], {"value_ints": [group]}) for group in range(groups)]
+        self.rates = [tape.op("GatherND", [rates, place]) for place in places]
+        self.nodes = list(tape.nodes)
         self.functions: dict[Any, ir.Function] = {}
 
     def update(
@@ -324,3 +323,23 @@ def model_of(
     versions = {"": OPSET, DOMAIN: 1} if functions else {"": OPSET}
     graph = ir.Graph(inputs, outputs, nodes=nodes, initializers=held, opset_imports=versions, name=name)
     return ir.Model(graph, ir_version=_IR_VERSION, producer_name="cpt_fx", functions=list(functions))
+
+
+def clipping_graph(shapes: Mapping[str, Iterable[int]]) -> ir.Model:
+    """Return the graph that limits gradients before an update, as `clip_grad_value_` does, then `clip_grad_norm_`."""
+    limit, norm, scale = numbers = [value_of(name, "float32") for name in (MAX_VALUE, MAX_NORM, GRADIENT_SCALE)]
+    gradients = {name: value_of(name + GRADIENT, "float32", shape) for name, shape in shapes.items()}
+    tape = Tape()
+    high = tape.op("Div", [limit, scale])
+    low = tape.op("Neg", [high])
+    limited = {name: tape.op("Clip", [gradient, low, high]) for name, gradient in gradients.items()}
+    squares = [tape.op("ReduceSumSquare", [value], {"keepdims": 0}) for value in limited.values()]
+    total = tape.op("Mul", [tape.op("Sqrt", [tape.op("Sum", squares)]), scale])
+    small, one = (tape.op("Constant", [], {"value_float": number}) for number in (1e-6, 1.0))
+    factor = tape.op("Min", [tape.op("Div", [norm, tape.op("Add", [total, small])]), one])
+    outputs = []
+    for name, value in limited.items():
+        outputs.append(tape.op("Mul", [value, factor]))
+        outputs[-1].name, outputs[-1].shape = name + GRADIENT + NEXT, gradients[name].shape
+        outputs[-1].type = gradients[name].type
+    return model_of("clipping", [*numbers, *gradients.values()], outputs, tape.nodes)

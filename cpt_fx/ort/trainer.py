@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from cpt_fx.errors import ExportError, check_int
 from cpt_fx.export import manifest as files
-from cpt_fx.export.clipping import MAX_NORM, MAX_VALUE
 from cpt_fx.export.environment import require_training
 from cpt_fx.export.manifest import Manifest
 from cpt_fx.export.program import LOSS, MORE, OUTPUT, SEEDS
-from cpt_fx.export.updates import GRADIENT_SCALE, LEARNING_RATE, STEP
+from cpt_fx.export.updates import GRADIENT_SCALE, LEARNING_RATE, MAX_NORM, MAX_VALUE, STEP
 from cpt_fx.ort import state_file, transfer
 from cpt_fx.ort.engine import CPU, Engine, session_providers
 from cpt_fx.ort.feeding import arrays_of, check_least

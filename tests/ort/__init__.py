@@ -137,10 +137,9 @@ def with_optimizer(
     from onnx_ir.passes import common
 
     from cpt_fx.export import manifest as files
-    from cpt_fx.export.clipping import clipping_graph
     from cpt_fx.export.directory import digest
     from cpt_fx.export.training import described
-    from cpt_fx.export.updates import resolve_optimizer, trace_updates
+    from cpt_fx.export.updates import clipping_graph, resolve_optimizer, trace_updates
 
     shutil.copytree(source, target)
     manifest: Manifest = files.read(target)
