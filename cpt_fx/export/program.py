@@ -332,16 +332,13 @@ def _name_quantizers(model: ir.Model) -> None:
 
 def _drop_unchanged(model: ir.Model, states: tuple[str, ...]) -> set[str]:
     """Take away outputs that hand back a state as it came; return the states that change."""
-    changed = set()
-    for value in list(model.graph.outputs):
-        name = str(value.name)
-        state = name.removesuffix(NEXT)
-        if not name.endswith(NEXT) or state not in states:
-            continue
-        node = value.producer()
-        if node is not None and node.op_type == "Identity" and node.inputs[0] and node.inputs[0].name == state:
-            model.graph.outputs.remove(value)
+    outputs = {str(value.name): value for value in model.graph.outputs}
+    changed = set(states)
+    for state in states:
+        node = outputs[state + NEXT].producer()
+        assert node is not None  # see `name_outputs`
+        if node.op_type == "Identity" and node.inputs[0] and node.inputs[0].name == state:
+            model.graph.outputs.remove(outputs[state + NEXT])
             model.graph.remove(node, safe=True)
-        else:
-            changed.add(state)
+            changed.remove(state)
     return changed

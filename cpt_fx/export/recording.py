@@ -162,27 +162,24 @@ def _relied_on(mode: FakeTensorMode, arguments: Sequence[Any]) -> Places:
         for symbol in equation.free_symbols
         if equation.subs({**values, symbol: values[symbol] + 1}) == sympy.false
     }
-    tensors: list[Any] = [value for value in arguments if isinstance(value, Tensor)]
-    return frozenset(
-        (place, dim)
-        for place, tensor in enumerate(tensors)
-        for dim, size in enumerate(tensor.shape)
-        if isinstance(size, torch.SymInt) and size.node.expr.free_symbols & relied
-    )
+    return frozenset(place for place, size in _open_sizes(arguments) if size.free_symbols & relied)
 
 
 def _least(mode: FakeTensorMode, arguments: Sequence[Any]) -> Least:
     """Return the smallest sizes for which what was asked while recording has the same answers: x[4] asks for five."""
     env = mode.shape_env
     assert env is not None
-    tensors: list[Any] = [value for value in arguments if isinstance(value, Tensor)]
-    bounds = {
-        (place, dim): env.bound_sympy(size.node.expr).lower
-        for place, tensor in enumerate(tensors)
-        for dim, size in enumerate(tensor.shape)
-        if _is_open(size)
-    }
+    bounds = {place: env.bound_sympy(size).lower for place, size in _open_sizes(arguments)}
     return {place: int(bound) for place, bound in bounds.items() if bound > 2}
+
+
+def _open_sizes(arguments: Sequence[Any]) -> Iterator[tuple[tuple[int, int], sympy.Expr]]:
+    """Give the sizes that are open: the number of the tensor with the dim, and what is known of it."""
+    tensors: list[Any] = [value for value in arguments if isinstance(value, Tensor)]
+    for place, tensor in enumerate(tensors):
+        for dim, size in enumerate(tensor.shape):
+            if _is_open(size):
+                yield (place, dim), size.node.expr
 
 
 def choices(record: fx.GraphModule) -> dict[int, tuple[int, ...]]:
