@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from cpt_fx.export.environment import CPU
 from cpt_fx.export.program import Call, Graph
+from cpt_fx.export.sizes import tensors_of
 from cpt_fx.trial import tensors_in
 
 _WITHOUT = "session.disable_quant_qdq"
@@ -39,8 +39,7 @@ class Difference:
 
 def compared(path: Path, graph: Graph, call: Call, outputs: Any) -> dict[str, Any]:
     """Run a file on the examples; return how far each output is off, and what to know about where it ran."""
-    given = [leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor)]
-    feed = {name: tensor.detach().cpu().numpy() for name, tensor in zip(graph.inputs, given, strict=True)}
+    feed = {name: tensor.detach().cpu().numpy() for name, tensor in zip(graph.inputs, tensors_of(call), strict=True)}
     differences: list[Difference] = []
     remarks = []
     for run in (_in_onnxruntime, _in_openvino):
@@ -66,12 +65,12 @@ def _in_onnxruntime(path: Path, feed: Feed, names: tuple[str, ...]) -> tuple[str
     options.log_severity_level = 3
     remark = ""
     try:
-        made = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        made = onnxruntime.InferenceSession(str(path), options, providers=[CPU])
     except Exception as error:
         if "QLinear" not in str(error):
             raise
         options.add_session_config_entry(_WITHOUT, "1")
-        made = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        made = onnxruntime.InferenceSession(str(path), options, providers=[CPU])
         remark = f' with {_WITHOUT} = "1": this version lacks an integer kernel of opset 21'
     return f"onnxruntime {onnxruntime.__version__}", remark, made.run(list(names), feed)
 

@@ -54,6 +54,6 @@ def examine() -> Examination:
         python=f"{platform.python_version()}, {platform.system()} {platform.machine()}",
         packages={name: version for name in names if (version := version_of(name))},
         builds=here,
-        findings={WRITE: check_onnx("ort"), RUN: check_runtime("ort"), GPU: check_cuda(), API: check_training()},
+        findings={WRITE: check_onnx("ort"), RUN: check_runtime(), GPU: check_cuda(), API: check_training()},
         remark=mixed if len(here) > 1 else "",
     )

@@ -65,7 +65,7 @@ def require_onnx() -> None:
 def require_training() -> None:
     """Raise an error that says what to install, unless models can be exported for training, and trained, here."""
     require(check_onnx("ort"))
-    require(check_runtime("ort"))
+    require(check_runtime())
 
 
 def require(finding: Finding) -> None:
@@ -79,9 +79,9 @@ def check_onnx(extra: str = "onnx") -> Finding:
     return _look("writing ONNX files", WRITERS, (_install(_own(extra)),))
 
 
-def check_runtime(extra: str = "onnx") -> Finding:
+def check_runtime() -> Finding:
     """Look whether ONNX files can be run: also those that `Trainer` trains with."""
-    return _look("running ONNX files", RUNTIME, mend(_own(extra)))
+    return _look("running ONNX files", RUNTIME, mend(_own("ort")))
 
 
 def check_training() -> Finding:

@@ -136,10 +136,6 @@ class _Step:
         added = tuple(torch.where(more, sums[name] + gradient, gradient) for name, gradient in reached.items())
         return tuple(part.detach() for part in loss), (), new, added
 
-    def uniform(self, like: Tensor) -> Tensor:
-        """Return noise from the seeds of the step."""
-        return self.lowering.uniform(like)
-
 
 def states_of(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers of a transformed model that its numbers depend on: not its widths, not its records."""
@@ -175,7 +171,8 @@ def trace(
                *(pytree.tree_map(lambda _: dynamic_batch, part) for part in given))  # fmt: skip
     arguments = (*fixed, *given)
     try:
-        recorded, places, least = record(step, arguments, varying, drawing(step.uniform), whole=not gradients)
+        drawn = drawing(lambda like: step.lowering.uniform(like))
+        recorded, places, least = record(step, arguments, varying, drawn, whole=not gradients)
         graph, more = convert(recorded, arguments, places)
     except UnsupportedError as error:
         layer = layer_of(model, call, error.operator)
@@ -192,15 +189,17 @@ def trace(
     returned = (*loss, *step.outputs, *(name + NEXT for name in state),
                 *(name + GRADIENT + NEXT for name in step.reached))  # fmt: skip
     _check_names(names + returned)
-    _name_inputs(graph, names)
+    for value, name in zip(graph.graph.inputs, names, strict=True):
+        value.name = name
     if not plain:
         _name_quantizers(graph)
     normalize(graph)
     name_outputs(graph, returned)
     changed = _drop_unchanged(graph, tuple(state))
     _drop_unused(graph, (*parameters, *state, *(name + GRADIENT for name in sums), SEEDS, MORE, *widths))
-    used = {str(value.name) for value in graph.graph.inputs}
-    _size_seeds(graph, step.lowering.draws)
+    used = {str(value.name): value for value in graph.graph.inputs}
+    if SEEDS in used:
+        used[SEEDS].shape = ir.Shape([step.lowering.draws, 2])  # known only when all is traced
     known: dict[Tensor, list[str]] = {}
     for name, value in model.named_parameters(remove_duplicate=False):
         known.setdefault(value, []).append(name)
@@ -284,24 +283,11 @@ def named_outputs(value: Any, name: str = OUTPUT) -> Iterator[tuple[str, Tensor]
         )
 
 
-def _name_inputs(model: ir.Model, names: tuple[str, ...]) -> None:
-    assert len(model.graph.inputs) == len(names), (len(model.graph.inputs), names)
-    for value, name in zip(model.graph.inputs, names, strict=True):
-        value.name = name
-
-
 def _drop_unused(model: ir.Model, names: tuple[str, ...]) -> None:
     """Take away inputs that nothing reads; what the model is called with stays."""
     for value in list(model.graph.inputs):
         if value.name in names and not value.uses():
             model.graph.inputs.remove(value)
-
-
-def _size_seeds(model: ir.Model, draws: int) -> None:
-    """Say how many seeds there are: this is known only when all is traced."""
-    for value in model.graph.inputs:
-        if value.name == SEEDS:
-            value.shape = ir.Shape([draws, 2])
 
 
 def name_outputs(model: ir.Model, names: tuple[str, ...], *, apart_from: str = "") -> None:

@@ -7,7 +7,7 @@ range it counts from the end, or reads foreign memory.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,9 @@ from cpt_fx.export.manifest import Manifest, Tensor
 Array = NDArray[Any]
 
 
-def arrays_of(manifest: Manifest, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Array]:
+def arrays_of(
+    manifest: Manifest, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool = False
+) -> dict[str, Array]:
     """Return arrays by the names of the graph's inputs: the model's inputs first, then the targets."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     signature = inspect.Signature([inspect.Parameter(tensor.name, kind) for tensor in manifest.taken])
@@ -29,10 +31,19 @@ def arrays_of(manifest: Manifest, args: tuple[Any, ...], kwargs: Mapping[str, An
         raise TypeError(f"{error}; this model takes {', '.join(signature.parameters)}") from None
     arrays = {tensor.name: _array(tensor, given[tensor.name]) for tensor in manifest.taken}
     found: dict[str, tuple[str, int]] = {}
-    for name, size, length in _named_sizes(manifest, arrays):
-        first, other = found.setdefault(size, (name, length))
-        if other != length:
-            raise ValueError(f"{size} must be one size: {first} has {other}, {name} has {length}")
+    for tensor in manifest.taken:
+        for size, length in zip(tensor.shape, arrays[tensor.name].shape, strict=True):
+            if isinstance(size, int):
+                continue
+            first, other = found.setdefault(size, (tensor.name, length))
+            if other != length:
+                raise ValueError(f"{size} must be one size: {first} has {other}, {tensor.name} has {length}")
+            least = manifest.least.get(size, 0) if training else 0
+            if length < least:
+                raise ValueError(
+                    f"{tensor.name} holds a {size} of {length}, and the model trains with {least} or more: leave out "
+                    "what is left of an epoch (DataLoader(drop_last=True))"
+                )
     for name, (count, *ignored) in manifest.choices.items():
         values = arrays[name]
         wrong = ((values < 0) | (values >= count)) & ~np.isin(values, ignored)
@@ -41,25 +52,6 @@ def arrays_of(manifest: Manifest, args: tuple[Any, ...], kwargs: Mapping[str, An
             besides = "".join(f", or {number}, which is ignored" for number in ignored)
             raise ValueError(f"{name} holds {values[place]} at {place}: it must be from 0 to {count - 1}{besides}")
     return arrays
-
-
-def check_least(manifest: Manifest, arrays: Mapping[str, Array]) -> None:
-    """Refuse sizes that the model itself does not train with."""
-    for name, size, length in _named_sizes(manifest, arrays):
-        least = manifest.least.get(size, 0)
-        if length < least:
-            raise ValueError(
-                f"{name} holds a {size} of {length}, and the model trains with {least} or more: leave out what is "
-                "left of an epoch (DataLoader(drop_last=True))"
-            )
-
-
-def _named_sizes(manifest: Manifest, arrays: Mapping[str, Array]) -> Iterator[tuple[str, str, int]]:
-    """Give all sizes that vary: the input, what the size is called, and how long it is."""
-    for tensor in manifest.taken:
-        for size, length in zip(tensor.shape, arrays[tensor.name].shape, strict=True):
-            if isinstance(size, str):
-                yield tensor.name, size, length
 
 
 def _array(expected: Tensor, value: Any) -> Array:

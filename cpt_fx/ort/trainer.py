@@ -19,7 +19,7 @@ from cpt_fx.export.program import LOSS, MORE, OUTPUT, SEEDS
 from cpt_fx.export.updates import GRADIENT_SCALE, LEARNING_RATE, MAX_NORM, MAX_VALUE, STEP
 from cpt_fx.ort import state_file, transfer
 from cpt_fx.ort.engine import CPU, Engine, session_providers
-from cpt_fx.ort.feeding import arrays_of, check_least
+from cpt_fx.ort.feeding import arrays_of
 from cpt_fx.ort.memory import Memory
 from cpt_fx.ort.rates import OptimizerView, Rate, RateFunction
 from cpt_fx.runtime import dial_width
@@ -128,11 +128,10 @@ class Trainer:
 
         Running ranges and statistics learn from the batch. For optimizers of torch, see `torch_parameters`.
         """
-        arrays = arrays_of(self.manifest, inputs_and_targets, named)
-        check_least(self.manifest, arrays)
+        given = arrays_of(self.manifest, inputs_and_targets, named, training=True)
         if self._shared is not None:
             self._shared.before_backward(fresh=not self.pending)
-        given = arrays | self._widths(self.schedule.bits(self.schedule.position))
+        given |= self._widths(self.schedule.bits(self.schedule.position))
         given |= {SEEDS: draw(self.manifest.seeds, self.generator), MORE: np.array(self.pending > 0)}
         try:
             loss = self._gradients.run(given, self.memory.held(), self.memory.targets())[LOSS]
