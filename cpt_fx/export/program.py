@@ -189,8 +189,8 @@ def trace(
     returned = (*loss, *step.outputs, *(name + NEXT for name in state),
                 *(name + GRADIENT + NEXT for name in step.reached))  # fmt: skip
     _check_names(names + returned)
-    for value, name in zip(graph.graph.inputs, names, strict=True):
-        value.name = name
+    for place, name in zip(graph.graph.inputs, names, strict=True):
+        place.name = name
     if not plain:
         _name_quantizers(graph)
     normalize(graph)
