@@ -42,19 +42,14 @@ class State(Tensor):
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter(Tensor):
-    """A parameter, under its name in PyTorch, with other names of the same tensor, and its optimizer group.
+    """A parameter, under its name in PyTorch, with all names of the same tensor and its optimizer group.
 
     Group -1: the optimizer does not hold it, and it stays as it is.
     """
 
     trainable: bool
-    also: tuple[str, ...] = ()
+    names: tuple[str, ...]
     group: int = 0
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All names of the tensor."""
-        return (self.name, *self.also)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from cpt_fx.export.capture_modes import call_of, in_mode, run
 from cpt_fx.export.directory import new_file
 from cpt_fx.export.functions import add_functions
 from cpt_fx.export.normalize import strip
-from cpt_fx.export.program import Call, Graph, name_outputs, states_of, trace
+from cpt_fx.export.program import Call, Graph, drop_unused, name_outputs, states_of, trace
 from cpt_fx.export.sizes import settle_sizes, with_several
 from cpt_fx.schedules.bits import Bits, as_bits
 from cpt_fx.standalone import precision_of
@@ -108,9 +108,7 @@ def finish(graph: Graph) -> ir.Model:
     optimizer.fold_constants(model)
     common.IdentityEliminationPass()(model)
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-    for value in list(model.graph.inputs):
-        if value.name not in graph.inputs and not value.uses() and value not in model.graph.outputs:
-            model.graph.inputs.remove(value)
+    drop_unused(model, graph.inputs)
     common.RemoveUnusedNodesPass()(model)
     name_outputs(model, graph.outputs)
     common.NameFixPass()(model)

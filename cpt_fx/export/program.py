@@ -196,7 +196,7 @@ def trace(
     normalize(graph)
     name_outputs(graph, returned)
     changed = _drop_unchanged(graph, tuple(state))
-    _drop_unused(graph, (*parameters, *state, *(name + GRADIENT for name in sums), SEEDS, MORE, *widths))
+    drop_unused(graph, (*inputs, *targets))
     used = {str(value.name): value for value in graph.graph.inputs}
     if SEEDS in used:
         used[SEEDS].shape = ir.Shape([step.lowering.draws, 2])  # known only when all is traced
@@ -283,10 +283,10 @@ def named_outputs(value: Any, name: str = OUTPUT) -> Iterator[tuple[str, Tensor]
         )
 
 
-def _drop_unused(model: ir.Model, names: tuple[str, ...]) -> None:
+def drop_unused(model: ir.Model, called_with: Container[str | None]) -> None:
     """Take away inputs that nothing reads; what the model is called with stays."""
     for value in list(model.graph.inputs):
-        if value.name in names and not value.uses():
+        if value.name not in called_with and not value.uses() and value not in model.graph.outputs:
             model.graph.inputs.remove(value)
 
 

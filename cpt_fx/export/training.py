@@ -108,7 +108,7 @@ def _write(
     """Write all files of a directory."""
     named = dict(result.named_parameters(remove_duplicate=False))
     known = {**evaluation.parameters, **training.parameters}
-    group_of = {name: next((groups[one] for one in also if one in groups), -1) for name, also in known.items()}
+    group_of = {name: next((groups[one] for one in names if one in groups), -1) for name, names in known.items()}
     updates = trace_updates(optimizer, {name: named[name] for name in training.gradients}, group_of)
     values = values | {name: named[name].detach().cpu().numpy() for name in known}
     for graph, name in ((training, files.GRADIENTS), (evaluation, files.EVALUATION)):
@@ -130,10 +130,10 @@ def _write(
             Parameter(
                 **vars(_held(name, values[name])),
                 trainable=name in training.gradients,
-                also=tuple(one for one in also if one != name),
+                names=names,
                 group=group_of[name],
             )
-            for name, also in known.items()
+            for name, names in known.items()
         ),
         states=tuple(
             State(**vars(_held(name, values[name])), swaps=bool(training.states.get(name))) for name in states

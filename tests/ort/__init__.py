@@ -146,8 +146,7 @@ def with_optimizer(
     named = dict(model.named_parameters(remove_duplicate=False))
     optimizer, members = resolve_optimizer(make if isinstance(make, str) else make(model.parameters()), named)
     groups = {
-        item.name: next((members[name] for name in (item.name, *item.also) if name in members), -1)
-        for item in manifest.parameters
+        item.name: next((members[name] for name in item.names if name in members), -1) for item in manifest.parameters
     }
     trained = {item.name for item in manifest.parameters if item.trainable and groups[item.name] >= 0}
     updates = trace_updates(optimizer, {name: named[name] for name in sorted(trained)}, groups)
