@@ -55,15 +55,10 @@ Places = frozenset[tuple[int, int]]
 Least = dict[tuple[int, int], int]
 """The smallest size that a record is right for, where that is more than two."""
 
-_CHOOSING = {
-    torch.ops.aten.embedding.default: 0, torch.ops.aten.cross_entropy_loss.default: 1,
-    torch.ops.aten.nll_loss_nd.default: 1,
-}  # fmt: skip
-"""Operators whose second argument chooses from a dim of their first one."""
 _MOVES = {
     operator.getitem, *(getattr(torch.ops.aten, name) for name in (
         "clone", "constant_pad_nd", "contiguous", "expand", "flatten", "narrow", "pad", "permute", "reshape", "select",
-        "slice", "split", "squeeze", "to", "_to_copy", "transpose", "unsqueeze", "view",
+        "slice", "split", "squeeze", "to", "_to_copy", "transpose", "unsqueeze", "view", "where",
     )),
 }  # fmt: skip
 """Operators whose numbers are those of their first argument."""
@@ -190,15 +185,23 @@ def choices(record: fx.GraphModule) -> dict[int, tuple[int, ...]]:
     inputs = [node for node in record.graph.find_nodes(op="placeholder") if isinstance(node.meta.get("val"), Tensor)]
     found: dict[int, tuple[int, ...]] = {}
     for node in record.graph.nodes:
-        dim = _CHOOSING.get(node.target)
-        if dim is None:
+        if node.target is torch.ops.aten.embedding.default:
+            table, dim, source = node.args[0], 0, node.args[1]
+        elif node.target is torch.ops.aten.gather.default:
+            table, dim, source, *_ = node.args
+        else:
             continue
-        table, source, *options = node.args
-        while getattr(source.target, "overloadpacket", source.target) in _MOVES:
-            source = source.args[0]
+        ignored: tuple[int, ...] = ()
+        while (kind := getattr(source.target, "overloadpacket", source.target)) in _MOVES:
+            if kind is torch.ops.aten.where:  # as losses leave labels out
+                test, source, _ = source.args
+                if test.target is not torch.ops.aten.ne.Scalar or test.args[0] is not source:
+                    break
+                ignored = test.args[1:]
+            else:
+                source = source.args[0]
         size = table.meta["val"].shape[dim]
-        if source in inputs and isinstance(size, int) and not source.meta["val"].is_floating_point():
-            ignored = (options[2] if len(options) > 2 else -100,) if dim else ()
+        if source in inputs and all(isinstance(number, int) for number in (size, *ignored)):
             place = inputs.index(source)
             found[place] = min(found.get(place, (size, *ignored)), (size, *ignored))
     return found

@@ -224,7 +224,7 @@ def _manifest(*inputs: Described) -> Manifest:
 
 def test_labels_are_found_behind_what_moves_them() -> None:
     """A language model shifts and flattens its labels before the loss; indexing by a user's code is not looked at."""
-    from cpt_fx.export.recording import choices
+    from cpt_fx.export.recording import _taken_apart, choices
 
     def run(scores: Tensor, table: Tensor, labels: Tensor, words: Tensor, both: Tensor, free: Tensor) -> Tensor:
         shifted = F.pad(labels, (0, 1), value=3)[..., 1:].reshape(-1)
@@ -236,7 +236,7 @@ def test_labels_are_found_behind_what_moves_them() -> None:
     labels, words = torch.ones(1, 4, dtype=torch.int64), torch.ones(2, 2, dtype=torch.int32)
     both, free = torch.ones(2, 4, dtype=torch.int64)
     given = (torch.zeros(4, 7), torch.zeros(9, 2), labels, words, both.clone(), free.clone())
-    record = make_fx(run, tracing_mode="fake", pre_dispatch=True)(*given)
+    record = make_fx(run, tracing_mode="fake", pre_dispatch=True, decomposition_table=_taken_apart())(*given)
     assert choices(record) == {2: (7, 3), 3: (9,), 4: (7, -100)}
 
 
