@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ _STATE = f"{STATE}."
 
 AUTHORS_OWN: frozenset[Any] = frozenset({torch.ops.higher_order.autograd_function_apply})
 """Operators whose bodies are a forward pass and the backward pass its author wrote for it: they stay as they are."""
+
+_ON_TENSORS = (BuiltinFunctionType, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+"""What takes no graphs. Every pass asks of everything that is read whether it is one, and nearly all are tensors."""
 
 CONSTANTS = 3
 """Position of what `scan` passes to every step unchanged."""
@@ -53,8 +57,10 @@ def body_of(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
     """Return the graph that a node reads, if it is one that passes may change."""
     if node.op != "get_attr" or str(node.target).startswith(_STATE):
         return None
-    # Looked up as modules and plain attributes only, past nn.Module.__getattr__, which is slow: every pass looks at
-    # every node that reads something, and nearly all of them read a tensor.
+    for user in node.users:
+        if type(user.target) in _ON_TENSORS:
+            return None
+    # Looked up as modules and plain attributes only, past nn.Module.__getattr__, which is slow.
     value: Any = module
     for name in str(node.target).split("."):
         if not isinstance(value, nn.Module):  # not a well-formed graph, which is for others to say
