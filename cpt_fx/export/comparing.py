@@ -11,6 +11,7 @@ import numpy as np
 from cpt_fx.export.environment import CPU
 from cpt_fx.export.program import Call, Graph
 from cpt_fx.export.sizes import tensors_of
+from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.trial import tensors_in
 
 _WITHOUT = "session.disable_quant_qdq"
@@ -39,7 +40,7 @@ class Difference:
 
 def compared(path: Path, graph: Graph, call: Call, outputs: Any) -> dict[str, Any]:
     """Run a file on the examples; return how far each output is off, and what to know about where it ran."""
-    feed = {name: tensor.detach().cpu().numpy() for name, tensor in zip(graph.inputs, tensors_of(call), strict=True)}
+    feed = _feed(graph, call)
     differences: list[Difference] = []
     remarks = []
     for run in (_in_onnxruntime, _in_openvino):
@@ -57,6 +58,16 @@ def compared(path: Path, graph: Graph, call: Call, outputs: Any) -> dict[str, An
     return {"outputs": tuple(differences), "runtime": "; ".join(remarks) or nowhere}
 
 
+def at_full_precision(path: Path, graph: Graph, call: Call) -> dict[str, np.ndarray[Any, Any]]:
+    """Return what a file whose widths are open computes on the examples, by name."""
+    widths = dict.fromkeys(graph.dials, np.array(FULL_PRECISION))
+    return dict(zip(graph.outputs, _in_onnxruntime(path, _feed(graph, call) | widths, graph.outputs)[2], strict=True))
+
+
+def _feed(graph: Graph, call: Call) -> Feed:
+    return {name: tensor.detach().cpu().numpy() for name, tensor in zip(graph.inputs, tensors_of(call), strict=True)}
+
+
 def _in_onnxruntime(path: Path, feed: Feed, names: tuple[str, ...]) -> tuple[str, str, list[Any]]:
     """Run a file. Some versions make integer products of opset 21 for which they have no kernel."""
     import onnxruntime
@@ -72,7 +83,9 @@ def _in_onnxruntime(path: Path, feed: Feed, names: tuple[str, ...]) -> tuple[str
         options.add_session_config_entry(_WITHOUT, "1")
         made = onnxruntime.InferenceSession(str(path), options, providers=[CPU])
         remark = f' with {_WITHOUT} = "1": this version lacks an integer kernel of opset 21'
-    return f"onnxruntime {onnxruntime.__version__}", remark, made.run(list(names), feed)
+    read = {value.name for value in made.get_inputs()}
+    found = made.run(list(names), {name: value for name, value in feed.items() if name in read})
+    return f"onnxruntime {onnxruntime.__version__}", remark, found
 
 
 def _in_openvino(path: Path, feed: Feed, names: tuple[str, ...]) -> tuple[str, str, list[Any]]:

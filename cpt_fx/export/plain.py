@@ -19,13 +19,19 @@ from torch import fx, nn
 
 from cpt_fx.api import history_of
 from cpt_fx.export.capture_modes import call_of, in_mode, run
+from cpt_fx.export.comparing import at_full_precision
 from cpt_fx.export.directory import new_file
+from cpt_fx.export.environment import check_runtime
 from cpt_fx.export.functions import add_functions
 from cpt_fx.export.normalize import strip
 from cpt_fx.export.program import Call, Graph, drop_unused, name_outputs, states_of, trace
 from cpt_fx.export.sizes import settle_sizes, with_several
+from cpt_fx.export.verify import TOLERANCE, check
+from cpt_fx.formats import FULL_PRECISION
+from cpt_fx.history import LOGGER
 from cpt_fx.schedules.bits import Bits, as_bits
 from cpt_fx.standalone import precision_of
+from cpt_fx.trial import tensors_in
 
 INLINE_LIMIT = 1_900_000_000
 """Bytes of weights that one ONNX file holds. A protobuf message ends at 2 GiB, and the graph needs room, too."""
@@ -43,8 +49,9 @@ def onnx(
     """Write a transformed model as ONNX, as it evaluates: every quantizer is one node of the domain `cpt_fx`.
 
     The nodes are functions that the file defines, of standard operators: nothing has to be installed where it runs.
-    What the model has learned, its running ranges included, is in the file. For integers in the file and integer
-    kernels where it runs see `export.qdq`.
+    What the model has learned, its running ranges included, is in the file. Where ONNX Runtime is installed, outputs at
+    32 bits are compared with PyTorch's before the file appears. For integers in the file and integer kernels where it
+    runs see `export.qdq`.
 
     Args:
         result: what `transform` returned. It is left as it is, whatever mode it is in.
@@ -61,17 +68,35 @@ def onnx(
         The path of the file.
 
     Raises:
-        ExportError: where the model cannot be exported, or the file cannot be written.
+        ExportError: where the model cannot be exported, the file cannot be written, or it computes something else.
     """
     fixed = None if bits is None else as_bits("bits", bits)
     call = call_of(example_inputs)
-    with new_file(path, overwrite=overwrite) as made:
-        with in_mode(result, False, call) as module:
-            graph = evaluation_of(module, call, fixed, dynamic_batch=dynamic_batch)
-        model = finish(graph)
-        add_functions(graph)
-        write(model, result, "open" if fixed is None else fixed, made)
+    with new_file(path, overwrite=overwrite) as made, in_mode(result, False, call) as module:
+
+        def export(widths: Bits | None) -> Graph:
+            graph = evaluation_of(module, call, widths, dynamic_batch=dynamic_batch)
+            model = finish(graph)
+            add_functions(graph)
+            write(model, result, widths or "open", made)
+            return graph
+
+        if fixed is None or check_runtime().works:
+            _verify(export(None), module, call, made)
+        if fixed is not None:
+            export(fixed)
     return Path(os.path.abspath(path))
+
+
+def _verify(graph: Graph, module: fx.GraphModule, call: Call, path: Path) -> None:
+    """Refuse a file that computes something else than PyTorch at full precision, where there is an ONNX Runtime."""
+    if not check_runtime().works:
+        LOGGER.info("%s is not compared with PyTorch: there is no ONNX Runtime here", path.name)
+        return
+    with precision_of(module).at(as_bits("bits", FULL_PRECISION)):
+        outputs = tensors_in(run(module, call))
+    ours = {name: value.detach().cpu().numpy() for name, value in zip(graph.outputs, outputs, strict=True)}
+    check("output", ours, at_full_precision(path, graph, call), TOLERANCE)
 
 
 def evaluation_of(

@@ -71,11 +71,11 @@ def verify(
             loss, gradients, states = reference.step(call, seeds)
             theirs = trainer.backward(*tensors_of(call))
             try:
-                _check("output", {"loss": np.array(loss)}, {"loss": np.array(theirs)}, TOLERANCE, 1.0)
+                check("output", {"loss": np.array(loss)}, {"loss": np.array(theirs)}, TOLERANCE, 1.0)
                 largest = max((float(np.abs(value).max(initial=0)) for value in gradients.values()), default=0.0)
                 echo = partial(reference.echo, call, seeds)
-                _check("gradient", gradients, _read(memory.gradients), TOLERANCE, _NEGLIGIBLE * largest, echo)
-                _check("state", states, _read(memory.states), TOLERANCE)
+                check("gradient", gradients, _read(memory.gradients), TOLERANCE, _NEGLIGIBLE * largest, echo)
+                check("state", states, _read(memory.states), TOLERANCE)
                 break
             except ExportError:
                 if attempt == _ATTEMPTS:
@@ -89,8 +89,8 @@ def verify(
         _write(memory.states, states)
         _write(memory.gradients, gradients)
         trainer.update()
-        _check("parameter", parameters, _read(memory.parameters), UPDATE_TOLERANCE)
-        _check("optimizer state", remembered, _read(memory.moments), UPDATE_TOLERANCE)
+        check("parameter", parameters, _read(memory.parameters), UPDATE_TOLERANCE)
+        check("optimizer state", remembered, _read(memory.moments), UPDATE_TOLERANCE)
         _write(memory.parameters, parameters)
         _write(memory.moments, remembered)
 
@@ -181,7 +181,7 @@ class Drawn(TorchDispatchMode):
         return self.table.get(func, func)(*args, **(kwargs or {}))
 
 
-def _check(
+def check(
     kind: str, ours: Values, theirs: Values, tolerance: float, least: float = 1e-6,
     echo: Callable[[], Values] | None = None,
 ) -> None:  # fmt: skip

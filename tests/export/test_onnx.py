@@ -22,6 +22,7 @@ onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 plain = pytest.importorskip("cpt_fx.export.plain")
+recording = pytest.importorskip("cpt_fx.export.recording")
 runner = pytest.importorskip("tests.export.run_exported")
 
 OPEN = {"bits.activation", "bits.weight"}
@@ -426,3 +427,18 @@ def test_the_runner_of_other_environments_sees_what_is_wrong(
     said = capsys.readouterr().out
     assert "FAILED wrong: output differs by 0.1" in said and "1 of 2 cases are right" in said
     assert runner.main(tmp_path / "nothing") == 1
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_a_file_that_computes_something_else_is_refused(
+    bits: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch's exporter did for label smoothing, which it left out."""
+    x = torch.randn(4, 3)
+    model = cpt_fx.transform(nn.Sequential(nn.Linear(3, 3), nn.Tanh()), cpt_fx.schedules.Static(8))
+    wrong = {torch.ops.aten.tanh.default: lambda x: torch.sigmoid(x)}
+    known = recording._taken_apart()
+    monkeypatch.setattr(recording, "_taken_apart", lambda: known | wrong)
+    with pytest.raises(ExportError, match=r"another output 'output' than PyTorch \(they differ by"):
+        plain.onnx(model, (x,), tmp_path / "model.onnx", bits=bits)
+    assert not list(tmp_path.iterdir())
