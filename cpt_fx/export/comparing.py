@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch.overrides import TorchFunctionMode
 
 from cpt_fx.export.environment import CPU
 from cpt_fx.export.program import Call, Graph
 from cpt_fx.export.sizes import tensors_of
 from cpt_fx.formats import FULL_PRECISION
+from cpt_fx.ops import QUANTIZERS
 from cpt_fx.trial import tensors_in
 
 _WITHOUT = "session.disable_quant_qdq"
@@ -56,6 +59,16 @@ def compared(path: Path, graph: Graph, call: Call, outputs: Any) -> dict[str, An
         ]
     nowhere = "outputs were not compared: install onnxruntime for that"
     return {"outputs": tuple(differences), "runtime": "; ".join(remarks) or nowhere}
+
+
+class Unquantized(TorchFunctionMode):
+    """Runs a graph without its quantizers, whatever their widths are."""
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one function."""
+        return args[0] if func in QUANTIZERS else func(*args, **(kwargs or {}))
 
 
 def at_full_precision(path: Path, graph: Graph, call: Call) -> dict[str, np.ndarray[Any, Any]]:

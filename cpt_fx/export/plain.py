@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from cpt_fx.api import history_of
 from cpt_fx.export.capture_modes import call_of, in_mode, run
-from cpt_fx.export.comparing import at_full_precision
+from cpt_fx.export.comparing import Unquantized, at_full_precision
 from cpt_fx.export.directory import new_file
 from cpt_fx.export.environment import check_runtime
 from cpt_fx.export.functions import add_functions
@@ -27,7 +27,6 @@ from cpt_fx.export.normalize import strip
 from cpt_fx.export.program import Call, Graph, drop_unused, name_outputs, states_of, trace
 from cpt_fx.export.sizes import settle_sizes, with_several
 from cpt_fx.export.verify import TOLERANCE, check
-from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.history import LOGGER
 from cpt_fx.schedules.bits import Bits, as_bits
 from cpt_fx.standalone import precision_of
@@ -89,11 +88,12 @@ def onnx(
 
 
 def _verify(graph: Graph, module: fx.GraphModule, call: Call, path: Path) -> None:
-    """Refuse a file that computes something else than PyTorch at full precision, where there is an ONNX Runtime."""
-    if not check_runtime().works:
-        LOGGER.info("%s is not compared with PyTorch: there is no ONNX Runtime here", path.name)
+    """Refuse a file that computes something else than PyTorch at full precision, where that can be compared."""
+    if graph.draws or not check_runtime().works:
+        why = "it draws at random" if graph.draws else "there is no ONNX Runtime here"
+        LOGGER.info("%s was not compared with PyTorch: %s", path.name, why)
         return
-    with precision_of(module).at(as_bits("bits", FULL_PRECISION)):
+    with Unquantized():
         outputs = tensors_in(run(module, call))
     ours = {name: value.detach().cpu().numpy() for name, value in zip(graph.outputs, outputs, strict=True)}
     check("output", ours, at_full_precision(path, graph, call), TOLERANCE)
