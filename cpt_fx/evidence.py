@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cpt_fx.arrays import array_of
 from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.numerics import Grid, reduced_dims
 from cpt_fx.widths import is_free
@@ -48,7 +49,7 @@ def sample_group(x: Tensor, keep: tuple[int, ...], over: tuple[int, ...] | None,
     By NumPy, which is quicker with few numbers, and which no census looks at. It has no bfloat16, only its bits.
     """
     is_bfloat16 = x.dtype is torch.bfloat16
-    values = (x.detach().view(torch.int16) if is_bfloat16 else x).numpy(force=True)
+    values = array_of(x.view(torch.int16) if is_bfloat16 else x)
     dims = reduced_dims(x.ndim, keep, over)
     group = values[tuple(slice(None) if dim in dims else slice(1) for dim in range(x.ndim))]
     sample = group.reshape(-1)[: block or SAMPLE]

@@ -20,6 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cpt_fx.integer",
         "cpt_fx.native",
         "cpt_fx.noise",
+        "cpt_fx.arrays",
         "cpt_fx.numerics",
         "cpt_fx.evidence",
         "cpt_fx.frames",

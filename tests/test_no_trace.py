@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import cpt_fx
+from cpt_fx.arrays import array_of
 from cpt_fx.capture.memory import unchanged
 from cpt_fx.schedules import Static
 from cpt_fx.trial import trial
@@ -480,3 +481,25 @@ def test_libraries_that_hook_themselves(name: str, asked: str) -> None:
             assert len(found[part]) == len(wanted[part]) == (2 if part == "hidden_states" else 1)
             assert all(torch.equal(one, other) for one, other in zip(found[part], wanted[part], strict=True))
         assert torch.equal(found[0], wanted[0])
+
+
+@pytest.mark.parametrize("capture", ["symbolic", "dynamo"])
+def test_memory_can_be_resized_as_before(capture: str) -> None:
+    """`Tensor.numpy` forbids it for ever, and sharded models free what they gathered by it."""
+    model, x = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.BatchNorm1d(6), nn.Linear(6, 2)), torch.randn(3, 4)
+    result = cpt_fx.transform(model, Static(4), capture=capture, example_inputs=(x,))
+    result(x).sum().backward()
+    cpt_fx.inspect(result).verify(x)
+    cpt_fx.cost(model, Static(4), (x,))
+    held = (x, *model.parameters(), *model.buffers(), *(one.grad for one in model.parameters() if one.grad is not None))
+    assert all(tensor.untyped_storage().resizable() for tensor in held)
+
+
+@pytest.mark.parametrize("negative", [False, True])
+def test_numbers_read_by_numpy_have_their_sign(negative: bool) -> None:
+    x = torch.complex(torch.randn(3), torch.randn(3))
+    part = x.conj().imag if negative else x.imag
+    assert part.is_neg() == negative
+    assert array_of(part).tolist() == part.tolist()
+    assert array_of(x.conj()).tolist() == x.conj().tolist()
+    assert array_of(nn.Parameter(torch.ones(2, 3).T)).shape == (3, 2)

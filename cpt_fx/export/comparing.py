@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from torch.overrides import TorchFunctionMode
 
+from cpt_fx.arrays import array_of
 from cpt_fx.export.environment import CPU
 from cpt_fx.export.program import Call, Graph
 from cpt_fx.export.sizes import tensors_of
@@ -78,7 +79,7 @@ def at_full_precision(path: Path, graph: Graph, call: Call) -> dict[str, np.ndar
 
 
 def _feed(graph: Graph, call: Call) -> Feed:
-    return {name: tensor.detach().cpu().numpy() for name, tensor in zip(graph.inputs, tensors_of(call), strict=True)}
+    return {name: array_of(tensor) for name, tensor in zip(graph.inputs, tensors_of(call), strict=True)}
 
 
 def _in_onnxruntime(path: Path, feed: Feed, names: tuple[str, ...]) -> tuple[str, str, list[Any]]:

@@ -18,6 +18,7 @@ from onnxscript import optimizer
 from torch import fx, nn
 
 from cpt_fx.api import history_of
+from cpt_fx.arrays import array_of
 from cpt_fx.export.capture_modes import call_of, in_mode, run
 from cpt_fx.export.comparing import Unquantized, at_full_precision
 from cpt_fx.export.directory import new_file
@@ -95,7 +96,7 @@ def _verify(graph: Graph, module: fx.GraphModule, call: Call, path: Path) -> Non
         return
     with Unquantized():
         outputs = tensors_in(run(module, call))
-    ours = {name: value.detach().cpu().numpy() for name, value in zip(graph.outputs, outputs, strict=True)}
+    ours = {name: array_of(value) for name, value in zip(graph.outputs, outputs, strict=True)}
     check("output", ours, at_full_precision(path, graph, call), TOLERANCE)
 
 
@@ -108,7 +109,7 @@ def evaluation_of(
     graph = trace(module, call, dynamic_batch=dynamic_batch, plain=plain)
     settle_sizes((graph,), call, module)
     held = {**dict(module.named_parameters()), **states_of(module)}
-    values: dict[str, Any] = {name: value.detach().cpu().numpy() for name, value in held.items()}
+    values: dict[str, Any] = {name: array_of(value) for name, value in held.items()}
     if bits is not None:
         state = precision_of(module)
         with state.at(bits):

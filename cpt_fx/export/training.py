@@ -13,6 +13,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
+from cpt_fx.arrays import array_of
 from cpt_fx.errors import ExportError
 from cpt_fx.export import losses
 from cpt_fx.export import manifest as files
@@ -75,7 +76,7 @@ def ort_training(
         run(graph, call)
         call = with_several(call, graph) if dynamic_batch else call
         training = trace(graph, call, gradients=True, trained=groups, dynamic_batch=dynamic_batch)
-        values = {name: buffer.detach().cpu().numpy() for name, buffer in states_of(graph).items()}
+        values = {name: array_of(buffer) for name, buffer in states_of(graph).items()}
         check_schedules(training.dials.values())
         with in_mode(result, False, call) as evaluated:
             evaluation = trace(evaluated, call, dynamic_batch=dynamic_batch)
@@ -110,7 +111,7 @@ def _write(
     known = {**evaluation.parameters, **training.parameters}
     group_of = {name: next((groups[one] for one in names if one in groups), -1) for name, names in known.items()}
     updates = trace_updates(optimizer, {name: named[name] for name in training.gradients}, group_of)
-    values = values | {name: named[name].detach().cpu().numpy() for name in known}
+    values = values | {name: array_of(named[name]) for name in known}
     for graph, name in ((training, files.GRADIENTS), (evaluation, files.EVALUATION)):
         add_functions(graph)
         _save(graph.model, folder / name)

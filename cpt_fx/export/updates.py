@@ -23,6 +23,7 @@ from onnx_ir.tape import Tape
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from cpt_fx.arrays import array_of
 from cpt_fx.errors import ExportError, nearest
 from cpt_fx.export import manifest as files
 from cpt_fx.export.local_functions import DOMAIN, as_function, in_place_of
@@ -134,7 +135,7 @@ def trace_updates(
         later.update(own, group, function.later, states)
         remembered += states
         if given:
-            initial |= {f"{name}.{key}": value.detach().cpu().numpy().copy() for key, value in tensors.items()}
+            initial |= {f"{name}.{key}": array_of(value).copy() for key, value in tensors.items()}
     return Updates(first.finished(), later.finished(), tuple(remembered), initial)
 
 

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cpt_fx.arrays import array_of
 from cpt_fx.errors import ExportError
 from cpt_fx.export.manifest import Manifest
 from cpt_fx.export.program import Call, states_of
@@ -230,7 +231,7 @@ def _moved(call: Call, generator: torch.Generator) -> Call:
 
 
 def _arrays(tensors: Mapping[str, Tensor]) -> Values:
-    return {name: tensor.detach().numpy().copy() for name, tensor in tensors.items()}
+    return {name: array_of(tensor).copy() for name, tensor in tensors.items()}
 
 
 def _read(blocks: Mapping[str, Any]) -> Values:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
+from cpt_fx.arrays import array_of
 from cpt_fx.formats import most_levels
 from cpt_fx.numerics import Grid, reduced_dims
 from cpt_fx.transformed import plain
@@ -39,7 +40,7 @@ def ranges_of(x: Tensor, grid: Grid) -> Tensor:
 def levels_in(rows: Tensor, most: int) -> tuple[int, Tensor]:
     """Return how many levels a row shows at most, `most` + 1 standing for more, and which there are in all rows."""
     # NumPy sorts and compares several times as fast as torch does on a CPU.
-    ordered = np.sort(_exact(rows).cpu().numpy(), 1)
+    ordered = np.sort(array_of(_exact(rows)), 1)
     is_new = np.isfinite(ordered)
     is_new[:, 1:] &= ordered[:, 1:] > ordered[:, :-1]
     places = np.flatnonzero(is_new)
@@ -51,7 +52,7 @@ def holds(x: Tensor, levels: Tensor) -> bool:
     """Whether a tensor holds nothing but levels, which are sorted, and zeros. What is not finite has none."""
     levels = levels.to(x.device, x.dtype)
     if x.is_cpu:
-        is_level = torch.from_numpy(np.isin(_exact(x).numpy(), _exact(levels).numpy()))
+        is_level = torch.from_numpy(np.isin(array_of(_exact(x)), array_of(_exact(levels))))
     else:
         is_level = torch.isin(x, levels)
     return bool((is_level | x.isnan()).all())

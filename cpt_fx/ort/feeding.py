@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cpt_fx.arrays import array_of
 from cpt_fx.export.manifest import Manifest, Tensor
 
 Array = NDArray[Any]
@@ -59,7 +60,7 @@ def _array(expected: Tensor, value: Any) -> Array:
     if isinstance(value, torch.Tensor):
         if value.dtype == torch.bfloat16:
             value = value.float()
-        value = value.detach().cpu().numpy()
+        value = array_of(value)
     if not isinstance(value, np.ndarray | np.generic):
         raise TypeError(f"{expected.name} must be a numpy array or a torch tensor, got {type(value).__name__}")
     array = np.asarray(value)

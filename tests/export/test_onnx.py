@@ -16,6 +16,7 @@ from cpt_fx.errors import ExportError
 from cpt_fx.formats import Rounding, Scheme
 from cpt_fx.meta import QUANTIZER, get_attribute
 from cpt_fx.recipes import default
+from cpt_fx.schedules import Static
 from tests.export.exported_cases import MODELS, evaluated, save, trained
 
 onnx = pytest.importorskip("onnx")
@@ -442,3 +443,17 @@ def test_a_file_that_computes_something_else_is_refused(
     with pytest.raises(ExportError, match=r"another output 'output' than PyTorch \(they differ by"):
         plain.onnx(model, (x,), tmp_path / "model.onnx", bits=bits)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("way", ["onnx", "qdq", "ort_training"])
+def test_memory_can_be_resized_as_before(way: str, tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.BatchNorm1d(6), nn.Linear(6, 2)), torch.randn(3, 4)
+    result = cpt_fx.transform(model, Static(8), example_inputs=(x,))
+    result(x).sum().backward()
+    result.eval()
+    if way == "ort_training":
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        cpt_fx.export.ort_training(result, (x,), tmp_path / way, loss="cross_entropy", optimizer=optimizer)
+    else:
+        getattr(cpt_fx.export, way)(result, (x,), tmp_path / "model.onnx")
+    assert all(tensor.untyped_storage().resizable() for tensor in (x, *model.parameters(), *result.buffers()))
