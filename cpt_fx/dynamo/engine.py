@@ -123,7 +123,9 @@ class Engine:
         self._calls: dict[tuple[int, int, bool, Any], tuple[Any, Callable[..., Any]]] = {}
         self._entered: nn.Module | None = None
         self._wants_one = False
+        self._rewritten = 0
         self._settled = -1
+        """How many graphs and operators outside of them were known when the coverage was checked."""
         self._learned = sum(1 for _ in ranges(self.root))
         self._copied = len(session.found)
         """How many captures are those of the model this one was copied from: shown until there are own ones."""
@@ -140,6 +142,7 @@ class Engine:
         # Graphs of layers that are gone will not run again.
         self.session.found[:] = [capture for capture in self.session.found if resolves(capture.view)]
         reports = self.session.rewrite(view)
+        self._rewritten += 1
         view.note_edits()
         del self.session.found[: self._copied]
         self._copied = 0
@@ -206,7 +209,7 @@ class Engine:
                 self.outdated = False
                 session.adopt_new()
             result = self._call(module, args, kwargs, compiler, whole)
-        found = len(session.found) + len(session.left)
+        found = self._rewritten + len(session.left)
         if found > self._settled:
             if self._settled < 0:
                 session.judge_patterns()

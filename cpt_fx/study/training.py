@@ -148,7 +148,7 @@ def _load_file(path: Path) -> ModuleType:
         beside = Path.cwd() / path.name
         if not beside.is_file():
             raise FileNotFoundError(f"there is no file {path}")
-        path = beside
+        return _load_file(beside)
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     name = path.stem if path.stem not in sys.modules else f"{path.stem}_{hashlib.sha256(bytes(path)).hexdigest()[:8]}"

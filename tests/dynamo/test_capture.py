@@ -236,15 +236,26 @@ def test_errors_of_the_model_are_its_own() -> None:
         result(X, scal=2.0)
 
 
+class Twisted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.cdist(self.fc(x), x)
+
+
+def test_strict_looks_at_layers_that_are_put_in_later() -> None:
+    """Graphs of layers that are gone are dropped: a new one counts, however many there were before."""
+    result = captured(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), strict=True)
+    for mode in (True, False):
+        result.train(mode)(X)
+    result[0], result[1] = nn.Linear(4, 4), Twisted()
+    with pytest.raises(TransformError, match=r"strict=True, but 1 operators.*\n.*cdist"):
+        result(X)
+
+
 def test_strict_raises_once_it_is_known_what_is_left() -> None:
-    class Twisted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Any:
-            return torch.cdist(self.fc(x), x)
-
     with pytest.raises(TransformError, match=r"strict=True, but 1 operators.*\n.*cdist: distances are not quantized"):
         captured(Twisted(), strict=True, example_inputs=(X,))
     result = captured(Twisted(), strict=True)
