@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -81,4 +82,16 @@ def is_read(node: fx.Node) -> bool:
 
 def _is_size(node: fx.Node) -> bool:
     """Whether a value is a size: a parameter expanded to the size of a batch is a parameter still."""
-    return isinstance(node.meta.get("example_value"), (int, torch.SymInt, torch.Size))
+    known = node.meta.get("example_value", node.meta.get("val"))
+    if known is not None:
+        return isinstance(known, (int, torch.SymInt, torch.Size))
+    # torch.fx knows no values: questions to a tensor, and numbers that are computed from the answers.
+    if node.target is getattr:
+        return node.args[1] in ("shape", "ndim", "dtype", "device")
+    parts = node.all_input_nodes
+    return node.target in ("size", "dim", "numel") or (
+        node.target in _ARITHMETIC and bool(parts) and all(map(_is_size, parts))
+    )
+
+
+_ARITHMETIC = (operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.export import Dim
 
 import cpt_fx
 from cpt_fx.formats import Format, Group, Scheme
@@ -151,3 +152,34 @@ def test_complex_vectors_have_one_range(group: Group) -> None:
     result.weight = nn.Parameter(weight)
     x = torch.complex(randn(5, 4), randn(5, 4).flip(0))
     assert torch.allclose(result(x), x @ torch.view_as_complex(by_hand(torch.view_as_real(weight * 2), ALL)), atol=1e-5)
+
+
+class Expanded(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.w, self.fc = way, nn.Parameter(torch.randn(4, 8)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, w = self.fc(x), self.w
+        if self.way == "shape":
+            w = w.expand(x.shape[0], 4, 8)
+        elif self.way == "size":
+            w = w.expand(x.size(0), 4, 8)
+        elif self.way == "computed":
+            w = w.repeat(x.shape[0] * 2, 1, 1)[: x.shape[0]]
+        else:
+            w = w.to(x.dtype).unsqueeze(0).expand(x.size()[0], -1, -1)
+        return torch.bmm(w, x.unsqueeze(2))
+
+
+@pytest.mark.parametrize("capture", ["symbolic", "dynamo", "program"])
+@pytest.mark.parametrize("way", ["shape", "size", "computed", "dtype"])
+def test_a_parameter_expanded_to_the_batch_is_a_weight(way: str, capture: str) -> None:
+    """Every frontend says so: a weight and an activation have other formats, and may have other widths."""
+    model, x = Expanded(way), torch.randn(5, 8)
+    given: Any = torch.export.export(model, (x,), dynamic_shapes=({0: Dim.AUTO},)) if capture == "program" else model
+    result = cpt_fx.transform(given, Static(4), capture="auto" if capture == "program" else capture)
+    for size in (5, 7):
+        result.train()(torch.randn(size, 8))
+    roles = {view.operand: view.role for view in cpt_fx.inspect(result).quantizers if view.op == "bmm"}
+    assert roles == {"input": "weight", "other": "activation", "gradient": "gradient"}

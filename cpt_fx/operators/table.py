@@ -84,21 +84,26 @@ def add(row: Row) -> None:
             raise ValueError(f"{key} is in the list already, as {FORMS[key].row.name!r}")
     FORMS.update(made)
     ROWS.append(row)
-    for name, places in _kernels_of(row).items():
-        if places is not None or name not in KERNELS:  # what one row leaves may be the kernel of another
-            KERNELS[name] = places
-    FLOPS.update(row.flops)
+    _add_kernels(row)
 
 
 def remove(row: Row) -> None:
     """Take a row out again."""
     for key in forms_of(row):
         del FORMS[key]
-    for name in _kernels_of(row):
-        KERNELS.pop(name, None)
-    for name in row.flops:
-        FLOPS.pop(name, None)
     ROWS.remove(row)
+    # Rows may have a kernel in common.
+    KERNELS.clear()
+    FLOPS.clear()
+    for other in ROWS:
+        _add_kernels(other)
+
+
+def _add_kernels(row: Row) -> None:
+    for name, places in _kernels_of(row).items():
+        if places is not None or name not in KERNELS:  # what one row leaves may be the kernel of another
+            KERNELS[name] = places
+    FLOPS.update(row.flops)
 
 
 def _kernels_of(row: Row) -> dict[str, Places | None]:

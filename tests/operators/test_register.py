@@ -13,6 +13,7 @@ import cpt_fx
 from cpt_fx import operators
 from cpt_fx.aliasing import overwritten
 from cpt_fx.inspection.census import INSIDE
+from cpt_fx.operators import table
 from tests.operators.row_verdicts import FRONTENDS, SCHEDULE, Call, transformed, verdict
 
 LIBRARY = torch.library.Library("outside", "DEF")
@@ -339,3 +340,11 @@ def test_a_function_that_overwrites_says_so(registered: None) -> None:
     handle = operators.register(_fills, operands={"source": "either"}, mutates=("target",))
     assert overwritten(graph.call_function(_fills, (x, node)), {}) == [x]
     handle.remove()
+
+
+def test_a_row_that_is_taken_out_leaves_the_kernels_of_others() -> None:
+    name = "aten::_scaled_dot_product_flash_attention_backward"
+    before = dict(table.KERNELS)
+    assert before[name]
+    operators.register(name, left="counted elsewhere").remove()
+    assert table.KERNELS == before
