@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from cpt_fx.meta import module_path
+from cpt_fx.meta import example_of, module_path
 from cpt_fx.operators import Row, row_of
 from cpt_fx.operators.around import ADDS, DIVIDES, FILLED, MULTIPLIES, PASSED_ON, SUBTRACTS, SUMS
 from cpt_fx.recipes import Recipe
@@ -90,7 +90,7 @@ def carries_no_message(node: fx.Node, spec: Row, trained: set[fx.Node]) -> bool:
         return value is None or not accumulate
     if value is None or value.target in FILLED:
         return value is not None
-    example = value.meta.get("example_value", value.meta.get("val"))
+    example = example_of(value)
     if not isinstance(example, Tensor) or example.layout is not torch.strided:
         return False
     return example.ndim == 1 and value not in trained and not example.requires_grad
@@ -183,7 +183,7 @@ def _source(value: Any) -> Any:
 
 def _is_column(node: fx.Node) -> bool:
     """Whether a value has one number where the other factor has features."""
-    shape = getattr(node.meta.get("example_value"), "shape", None)
+    shape = getattr(example_of(node), "shape", None)
     if shape:
         return bool(shape[-1] == 1)
     if _called(node, "unsqueeze"):

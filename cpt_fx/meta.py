@@ -163,6 +163,11 @@ def argument(node: fx.Node, index: Index) -> Any:
     return args[index] if isinstance(index, int) else args[index[0]][index[1]]
 
 
+def example_of(node: fx.Node) -> Any:
+    """Return a value like that of a node, if its frontend kept one: Dynamo and torch.export do, under two keys."""
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
 def module_path(node: fx.Node) -> tuple[str, str]:
     """Return `(path, call)`: the innermost module a node came from, and which call of it (path, path@1, ...)."""
     stack = node.meta.get("nn_module_stack")

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from cpt_fx.bodies import Call
-from cpt_fx.meta import WEIGHT, get_attribute, is_transposed
+from cpt_fx.meta import WEIGHT, example_of, get_attribute, is_transposed
 
 
 class Values:
@@ -82,7 +82,7 @@ def is_read(node: fx.Node) -> bool:
 
 def _is_size(node: fx.Node) -> bool:
     """Whether a value is a size: a parameter expanded to the size of a batch is a parameter still."""
-    known = node.meta.get("example_value", node.meta.get("val"))
+    known = example_of(node)
     if known is not None:
         return isinstance(known, (int, torch.SymInt, torch.Size))
     # torch.fx knows no values: questions to a tensor, and numbers that are computed from the answers.

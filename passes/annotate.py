@@ -35,6 +35,7 @@ from cpt_fx.meta import (
     Uncovered,
     argument,
     around,
+    example_of,
     module_path,
     module_stack,
 )
@@ -286,7 +287,8 @@ class _Walk:
         if spec.family == "embedding" and value in overwritten(node, {}):
             return f"{spec.name} overwrites it: what it writes must go to the tensor itself"
         is_weight = value in self.values.weights
-        held = value.meta.get("example_value", value.meta.get("val", self.values.tensor(value)))
+        example = example_of(value)
+        held = self.values.tensor(value) if example is None else example
         if kind == "sparse" or (isinstance(held, torch.Tensor) and held.layout in _SPARSE):
             return None if family == "aggregation" else "a sparse operand is passed on as it is"
         if kind == "bias":

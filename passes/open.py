@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from cpt_fx.bodies import outermost
-from cpt_fx.meta import LEFT, around, get_attribute, module_path
+from cpt_fx.meta import LEFT, around, example_of, get_attribute, module_path
 from cpt_fx.opening import attention, recurrent_graph
 from cpt_fx.opening.building import Builder, Opener, StaysFusedError, arguments
 from cpt_fx.overrides import Aliases, Choices, Pattern
@@ -37,7 +37,7 @@ def _dims(builder: Builder, weight: object) -> int | None:
         return None
     if weight.op == "get_attr":
         return int(get_attribute(builder.module, str(weight.target)).ndim)
-    example = weight.meta.get("example_value", weight.meta.get("val"))
+    example = example_of(weight)
     return example.ndim if isinstance(example, torch.Tensor) else None
 
 

@@ -160,7 +160,8 @@ class Expanded(nn.Module):
         self.way, self.w, self.fc = way, nn.Parameter(torch.randn(4, 8)), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        x, w = self.fc(x), self.w
+        x = self.fc(x)
+        w: Tensor = self.w
         if self.way == "shape":
             w = w.expand(x.shape[0], 4, 8)
         elif self.way == "size":

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from cpt_fx.meta import example_of
 from cpt_fx.opening.building import Builder, Opener, StaysFusedError, arguments, static
 
 _PRODUCTS = (("scores", "attention"), ("context", "attention"))
@@ -268,7 +269,7 @@ def _given(builder: Builder, *known: str) -> dict[str, Any]:
     given = arguments(builder.node)
     static(given, *known)
     for value in (given.get(name) for name in ("query", "key", "value", "src")):
-        example = value.meta.get("example_value") if isinstance(value, fx.Node) else None
+        example = example_of(value) if isinstance(value, fx.Node) else None
         if isinstance(example, Tensor) and example.is_nested:
             raise StaysFusedError("fused attention on nested tensors: they have no shape that its products could share")
     return given

@@ -347,4 +347,4 @@ def test_a_row_that_is_taken_out_leaves_the_kernels_of_others() -> None:
     before = dict(table.KERNELS)
     assert before[name]
     operators.register(name, left="counted elsewhere").remove()
-    assert table.KERNELS == before
+    assert before == table.KERNELS
