@@ -73,7 +73,7 @@ class Graph:
     dials: dict[str, Dial]
     """Inputs that hold a width, and what each follows."""
     choices: dict[str, tuple[int, ...]]
-    """Inputs that choose by number: from how many, and a number that chooses nothing, if there is one."""
+    """What a call passes that chooses by number: from how many, and a number that chooses nothing, if there is one."""
 
 
 class _Step:
@@ -216,7 +216,9 @@ def trace(
         still=frozenset((names[place], dim) for place, dim in places | more),
         least={(names[place], dim): size for (place, dim), size in least.items()},
         dials={prefix + name: dial for name, dial in precision_of(model).dials.items()},
-        choices={names[place]: allowed for place, allowed in choices(recorded).items()},
+        choices={
+            names[place]: allowed for place, allowed in choices(recorded).items() if names[place] in inputs + targets
+        },
     )
 
 
