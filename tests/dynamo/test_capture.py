@@ -247,7 +247,7 @@ class Twisted(nn.Module):
 
 def test_strict_looks_at_layers_that_are_put_in_later() -> None:
     """Graphs of layers that are gone are dropped: a new one counts, however many there were before."""
-    result = captured(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), strict=True)
+    result: Any = captured(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), strict=True)
     for mode in (True, False):
         result.train(mode)(X)
     result[0], result[1] = nn.Linear(4, 4), Twisted()
