@@ -257,7 +257,9 @@ class LearnedRange(torch.autograd.Function):
     def forward(x: Tensor, zero_point: Tensor, range: Tensor, bits: Tensor, grid: Grid) -> Tensor:
         """Quantize. At full precision, where that is known, no random numbers are drawn."""
         if passes(bits):
-            return x.view_as(x)  # not a copy: products have other last bits where an operand lies otherwise in memory
+            # As it lies in memory, for the last bits of products. A view could not be overwritten, as addmm_ does.
+            copied = torch.empty_like(x)
+            return copied.copy_(x) if copied.stride() == x.stride() else x.view_as(x)
         return numerics.quantize_or_pass(x, bits.to(torch.int64), grid, Extent(zero_point, range))
 
     @staticmethod

@@ -7,6 +7,7 @@ it is the product of a node whose own operands are; or where the node is listed 
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import thread as pool
@@ -21,10 +22,11 @@ from torch.autograd.function import FunctionCtx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
+from cpt_fx.capture.base import patched
 from cpt_fx.evidence import LOOKING
 from cpt_fx.frames import skip_frame
 from cpt_fx.inspection.levels import Grids
-from cpt_fx.inspection.places import Kind, Place, Places, applied, is_changed_by_a_hook, operands_at
+from cpt_fx.inspection.places import OURS, Kind, Place, Places, applied, operands_at
 from cpt_fx.inspection.views import OF_A_SECOND
 from cpt_fx.meta import BY_DECISION, LEFT, Uncovered
 from cpt_fx.numerics import Grid
@@ -76,7 +78,7 @@ def census(model: nn.Module) -> Iterator[Seen]:
     seen = Seen(Places(model))
     LOOKING.append(seen.quantized)
     try:
-        with _in_every_thread(seen), _Watch(seen):
+        with _in_every_thread(seen), _hooks_noted(seen), _Watch(seen):
             yield seen
     finally:
         LOOKING.remove(seen.quantized)
@@ -143,6 +145,7 @@ class _Watch(TorchDispatchMode):
             for place in writes:
                 written = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
                 self.seen.grids.forget(written)
+            self.seen.numbered = _sequence()
         return result
 
     def _opened(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -207,6 +210,10 @@ class Seen:
     """Quantizers that show more levels than their width allows in one of their ranges."""
     values: dict[int, int] = field(default_factory=dict)
     """By the identity of its record, how many values a quantizer has rounded: none where nothing was chosen."""
+    hooked: set[int] = field(default_factory=set)
+    """The numbers in autograd of results that the model's own code puts hooks on, which run behind a quantizer's."""
+    numbered: int = 0
+    """The number that the next node of autograd was to get when the latest operator had run."""
     _outside: dict[str, set[str]] = field(default_factory=dict)
     _made: dict[int, tuple[Place, int]] = field(default_factory=dict)
     """By its number in autograd, where a product was made, and how many of its operands were on no grid."""
@@ -269,8 +276,12 @@ class Seen:
     def _forward(self, func: Any, operands: list[Any], loose: tuple[int, ...], place: Place) -> None:
         kept = replace(place, frame=None, applied=applied())
         number = _sequence() - 1
-        for level in range(_LEVELS if place.transformed else 1):
-            self._made.setdefault(number - level, (kept, len(loose)))
+        first = number - _LEVELS + 1
+        if not place.transformed:
+            # A view of what was overwritten since gets a node anew, behind that of the operator which reads it.
+            first = min(number, max(first, self.numbered))
+        for one in range(number, first - 1, -1):
+            self._made.setdefault(one, (kept, len(loose)))
         if not loose:
             return
         if place.kind is Kind.LEFT:
@@ -306,7 +317,7 @@ class Seen:
                 self._made.setdefault(_sequence() - 1, (second, 0))
         if not loose or came.kind is Kind.LEFT:
             return
-        if came.kind is Kind.SECOND or is_changed_by_a_hook(came):
+        if came.kind is Kind.SECOND or (place.kind is Kind.BACKWARD and number in self.hooked):
             op = _short(func) if came.site is None else came.site.op
             self.put_down(came, op, OF_A_SECOND if came.kind is Kind.SECOND else HOOKED)
         elif came.site is None or len(loose) > self._allowed(came, allowed):
@@ -378,6 +389,20 @@ def _nobody() -> Iterator[None]:
     finally:
         for mode in reversed(modes):
             _push_mode(mode)
+
+
+@contextmanager
+def _hooks_noted(seen: Seen) -> Iterator[None]:
+    """Note on which tensors somebody else puts hooks."""
+    register = Tensor.register_hook
+
+    def noted(tensor: Tensor, hook: Any) -> Any:
+        if tensor.grad_fn is not None and not sys._getframe(1).f_code.co_filename.startswith(OURS):
+            seen.hooked.add(tensor.grad_fn._sequence_nr())
+        return register(tensor, hook)
+
+    with patched({(Tensor, "register_hook"): noted}):
+        yield
 
 
 @contextmanager

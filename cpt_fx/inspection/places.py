@@ -25,8 +25,8 @@ from cpt_fx.operators import form_of
 from cpt_fx.regions import TRANSFORMED
 from cpt_fx.result import PART
 
-_OURS, _TORCH = (str(Path(str(module.__file__)).parent) for module in (sys.modules["cpt_fx"], torch))
-_TESTED = str(Path(_OURS).parent / "passes")
+OURS, _TORCH = (str(Path(str(module.__file__)).parent) for module in (sys.modules["cpt_fx"], torch))
+_TESTED = str(Path(OURS).parent / "passes")
 _APPLY: CodeType = vars(Function)["apply"].__func__.__code__
 GENERATED = "<eval_with_key>"
 _LISTING = ("net.py", "call")
@@ -110,7 +110,7 @@ class Places:
                     line = _line_of(found)
             elif code is engine._engine_run_backward.__code__ and backward:
                 break
-            elif file.startswith(_OURS) and (Path(file).name, code.co_name) == _LISTING:
+            elif file.startswith(OURS) and (Path(file).name, code.co_name) == _LISTING:
                 given = frame.f_locals
                 if given.get("reason"):
                     caller = given.get("caller")
@@ -119,7 +119,7 @@ class Places:
                                  transformed=transformed)  # fmt: skip
             elif file == checkpoint.__file__:
                 again = again or backward
-            if file.startswith((_OURS, _TESTED)):
+            if file.startswith((OURS, _TESTED)):
                 continue
             first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
             if isinstance(first, SpectralNorm):
@@ -213,12 +213,3 @@ def operands_at(place: Place) -> list[Any]:
         value = node.args[2 * number] if lowered else operand.value(node)
         found.append(values.get(value.name) if isinstance(value, fx.Node) else value)
     return found
-
-
-def is_changed_by_a_hook(place: Place) -> bool:
-    """Whether the model's own code puts a hook on the result of a node, which runs once the gradient is quantized."""
-    if place.node is None or place.site is None:
-        return False
-    ends = [node for node in place.node.graph.nodes if node.name == place.site.gradient_name]
-    users = [user for end in ends for user in (*end.users, *(after for user in end.users for after in user.users))]
-    return any("register_hook" in str(getattr(user.target, "__name__", user.target)) for user in users)
