@@ -394,7 +394,7 @@ def _nobody() -> Iterator[None]:
 @contextmanager
 def _hooks_noted(seen: Seen) -> Iterator[None]:
     """Note on which tensors somebody else puts hooks."""
-    register = Tensor.register_hook
+    register: Any = Tensor.register_hook
 
     def noted(tensor: Tensor, hook: Any) -> Any:
         if tensor.grad_fn is not None and not sys._getframe(1).f_code.co_filename.startswith(OURS):
