@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.source import AttrSource, LocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -45,6 +46,8 @@ class Backend:
         """Rewrite one graph."""
         try:
             return self._rewrite(graph_module, inputs)
+        except RestartAnalysis:
+            raise  # no failure: Dynamo captures the code again, with other inputs
         except Exception as error:
             # Dynamo would wrap it: the user gets what was raised.
             self.owner.failure = error
@@ -61,7 +64,11 @@ class Backend:
             return view.forward(*args)  # as it is by then: graphs may be edited
 
         if self.inner is not None and not controls(view):
-            run = lifted(view, placeholders, inputs, self.inner)
+            try:
+                run = lifted(view, placeholders, inputs, self.inner)
+            except RestartAnalysis:
+                self.owner.session.found.pop()
+                raise
         return self._guarded(run, expected, graph_module.forward)
 
     def _guarded(
