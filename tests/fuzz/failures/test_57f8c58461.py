@@ -13,8 +13,8 @@ from cpt_fx import Format
 from cpt_fx.recipes import Recipe, Rule
 from cpt_fx.schedules import Static
 
-class Block1(nn.Module):
 
+class Block1(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear1 = nn.Linear(7, 6)
@@ -23,8 +23,8 @@ class Block1(nn.Module):
         h = self.linear1(h)
         return h
 
-class Block2(nn.Module):
 
+class Block2(nn.Module):
     def __init__(self):
         super().__init__()
         self.block1 = Block1()
@@ -37,8 +37,8 @@ class Block2(nn.Module):
         h = F.linear(h, self.w2.clone().addmm_(self.w4, self.w5))
         return h
 
-class Model(nn.Module):
 
+class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.block2 = Block2()
@@ -46,17 +46,20 @@ class Model(nn.Module):
     def forward(self, x):
         h = x
         h = self.block2(h)
-        return (({'n': 1},),)
+        return (({"n": 1},),)
+
 
 def inputs():
     return ((torch.randn(1).expand(5, 7),), {})
 
+
 def schedule():
     return Static(4)
 
+
 def options():
-    return dict(recipe=Recipe(name='drawn', linear=Rule(bias=Format(range='learned'))))
+    return dict(recipe=Recipe(name="drawn", linear=Rule(bias=Format(range="learned"))))
 
 
 def test_it_is_mended(tmp_path: Path) -> None:
-    assert not faults_of(Path(__file__), tmp_path, frontend='dynamo', oracle='same')
+    assert not faults_of(Path(__file__), tmp_path, frontend="dynamo", oracle="same")

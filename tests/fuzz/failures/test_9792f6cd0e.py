@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from cpt_fx.schedules import Static
 
-class Model(nn.Module):
 
+class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear2 = nn.Linear(7, 7).to(torch.float64)
@@ -24,15 +24,18 @@ class Model(nn.Module):
         h = self.linear2(h)
         return h.sum(-1)
 
+
 def inputs():
     return ((torch.randn(4, 7, dtype=torch.float64),), {})
 
+
 def schedule():
     return Static(4)
+
 
 def options():
     return dict(exclude=nn.Linear)
 
 
 def test_it_is_mended(tmp_path: Path) -> None:
-    assert not faults_of(Path(__file__), tmp_path, frontend='dynamo', oracle='proof')
+    assert not faults_of(Path(__file__), tmp_path, frontend="dynamo", oracle="proof")

@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from cpt_fx.schedules import Static
 
+
 class Pair(NamedTuple):
     first: Tensor
     second: Tensor
 
-class Model(nn.Module):
 
+class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.w1 = nn.Parameter(torch.randn(8) * 0.5)
@@ -31,15 +32,18 @@ class Model(nn.Module):
             pass
         return Pair(h, h * 2)
 
+
 def inputs():
     return ((torch.randn(5, 8),), {})
 
+
 def schedule():
     return Static(4)
+
 
 def options():
     return dict()
 
 
 def test_it_is_mended(tmp_path: Path) -> None:
-    assert not faults_of(Path(__file__), tmp_path, frontend='dynamo', oracle='compiled')
+    assert not faults_of(Path(__file__), tmp_path, frontend="dynamo", oracle="compiled")

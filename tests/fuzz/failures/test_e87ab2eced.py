@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from cpt_fx.schedules import Static
 
-class Model(nn.Module):
 
+class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.w1 = nn.Parameter(torch.randn(8) * 0.5)
@@ -24,15 +24,18 @@ class Model(nn.Module):
         h = h.permute(*range(h.ndim - 1, -1, -1))
         return h
 
+
 def inputs():
     return ((torch.randn(6, 8),), {})
 
+
 def schedule():
     return Static(4)
+
 
 def options():
     return dict()
 
 
 def test_it_is_mended(tmp_path: Path) -> None:
-    assert not faults_of(Path(__file__), tmp_path, frontend='dynamo', oracle='proof')
+    assert not faults_of(Path(__file__), tmp_path, frontend="dynamo", oracle="proof")
