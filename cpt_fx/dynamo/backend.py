@@ -245,9 +245,38 @@ def _adopt(view: QuantizedGraphModule, graph: fx.Graph, source: fx.GraphModule, 
             # A constant: in nobody's state_dict, and not in the model's own containers.
             node.target = free_name(str(node.target), view)
             object.__setattr__(view, node.target, value)
+    for node in graph.find_nodes(op="call_function", target=checkpointed):
+        _read_inside(node, get_attribute(view, str(node.args[0].target)))
     # Not by its setter, which compiles: the passes change the graph first.
     view._graph = graph
     graph.owning_module = view
+
+
+def _read_inside(node: fx.Node, body: fx.GraphModule) -> None:
+    """Let a checkpoint read attributes of what it is given, as `x.mT`, itself.
+
+    Dynamo reads them in front of it: gradients would be added up outside, and in another order, which the last bits
+    show.
+    """
+    read_from, *given = node.args
+    inputs = body.graph.find_nodes(op="placeholder")
+    for read, inside in zip(tuple(given), inputs, strict=False):
+        if not isinstance(read, fx.Node) or read.target is not getattr or len(read.users) > 1 or not inside.users:
+            continue
+        source, name = read.args
+        with body.graph.inserting_before(next(user for user in body.graph.nodes if user in inside.users)):
+            known = inputs[given.index(source)] if source in given else inside
+            made = body.graph.call_function(getattr, (known, name))
+        made.meta = {**read.meta}
+        inside.replace_all_uses_with(made, delete_user_cb=lambda user, made=made: user is not made)
+        if known is inside:
+            given[given.index(read)] = source
+        else:
+            inputs.remove(inside)
+            given.remove(read)
+            body.graph.erase_node(inside)
+        node.args = (read_from, *given)
+        node.graph.erase_node(read)
 
 
 def _name_tensor(node: fx.Node, value: Any, first: fx.Node, frame: Frame) -> None:
