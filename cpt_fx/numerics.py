@@ -198,11 +198,15 @@ def _once(value: Tensor) -> Tensor:
     """Keep a compiler from computing a group's number again for every element of the group.
 
     Inductor inlines what is cheap by its count; a shift, two divisions and four comparisons of one number took ten
-    times as long as the element they were for. A view over given strides needs memory to look at, so it stores.
+    times as long as the element they were for. A view over given strides needs memory to look at, so it stores. The
+    strides are those of one dim: inductor may store more dims in another order than that of the trace. A tensor that is
+    only reshaped would be looked at as it is stored, so it is negated on the way.
     """
     if not is_watched() or is_transformed():
         return value
-    return value.as_strided(value.shape, value.stride())
+    if value.ndim < 2:
+        return value.as_strided(value.shape, value.stride())
+    return value.reshape(-1).neg().as_strided((value.numel(),), (1,)).view(value.shape).neg()
 
 
 def affine_scale(range: Tensor, levels: Tensor, *, floored: bool) -> Tensor:

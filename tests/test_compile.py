@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import cpt_fx
+from cpt_fx.formats import Format
+from cpt_fx.recipes import Recipe, Rule
 from cpt_fx.schedules import Bits, Custom, Static, named
 from tests.programs import PROGRAM, taken
 from tests.training import check_same, records, same, train_step
@@ -173,3 +175,19 @@ def test_compiled_code_keeps_no_quantized_copies() -> None:
 
 def test_compilers_do_not_take_the_code_of_another_version_from_their_caches() -> None:
     assert "cpt_fx:" in torch.compiler.config.cache_key_tag
+
+
+def test_inductor_reads_the_scales_of_vectors_as_it_has_stored_them() -> None:
+    """It lays out what a convolution reads with the channels last, whatever the trace said."""
+    rule = Rule(input=Format(scheme="affine", group="vector"))
+    plain = nn.Conv2d(5, 9, 1)
+    results: list[nn.Module] = [
+        cpt_fx.transform(copy.deepcopy(plain), Static(8), recipe=Recipe(name="vectors", conv=rule)) for _ in range(2)
+    ]
+    x = torch.randn(2, 5, 6, 8)
+    compiled: Any = torch.compile(results[1])
+    for run in (results[0], compiled):
+        run(x).square().mean().backward()
+    for one, other in zip(results[0].parameters(), results[1].parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        assert float((one.grad - other.grad).abs().max()) < 1e-5 * float(one.grad.abs().max())
