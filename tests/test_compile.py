@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import cpt_fx
-from cpt_fx.formats import Format
+from cpt_fx.formats import Format, Group, Scheme
 from cpt_fx.recipes import Recipe, Rule
 from cpt_fx.schedules import Bits, Custom, Static, named
 from tests.programs import PROGRAM, taken
@@ -179,7 +179,7 @@ def test_compilers_do_not_take_the_code_of_another_version_from_their_caches() -
 
 def test_inductor_reads_the_scales_of_vectors_as_it_has_stored_them() -> None:
     """It lays out what a convolution reads with the channels last, whatever the trace said."""
-    rule = Rule(input=Format(scheme="affine", group="vector"))
+    rule = Rule(input=Format(scheme=Scheme.AFFINE, group=Group.VECTOR))
     plain = nn.Conv2d(5, 9, 1)
     results: list[nn.Module] = [
         cpt_fx.transform(copy.deepcopy(plain), Static(8), recipe=Recipe(name="vectors", conv=rule)) for _ in range(2)
