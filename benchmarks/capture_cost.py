@@ -35,7 +35,7 @@ from torch._dynamo import config as dynamo_config
 from transform_scaling import Block as ConvolutionBlock
 
 import cpt_fx
-from cpt_fx.dynamo.engine import ONE_GRAPH, WHOLE_GRAPHS
+from cpt_fx.capture.dynamo.engine import ONE_GRAPH, WHOLE_GRAPHS
 from cpt_fx.study.training import processor
 
 RATIO_LIMIT = 1.3

@@ -29,7 +29,7 @@ import cpt_fx  # noqa: E402
 from cpt_fx.schedules import named  # noqa: E402
 from tests.training import train_step  # noqa: E402
 from tests.zoo import ANY_MODEL, Entry  # noqa: E402
-from tests.zoo_any import missing  # noqa: E402
+from tests.zoo.any_model import missing  # noqa: E402
 
 STEPS = 12
 INTRODUCTION = (

@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import cpt_fx
-from cpt_fx.export.environment import check_runtime
+from cpt_fx.ort.environment import check_runtime
 
 CLASSES, STEPS_OF_SCHEDULE, WARM = 10, 10_000, 4
 

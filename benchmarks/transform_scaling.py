@@ -24,10 +24,10 @@ from common import about, add_output, origin, write
 from torch import Tensor, fx, nn
 
 from cpt_fx.capture import trace_module
+from cpt_fx.capture.session import Session
 from cpt_fx.capture.tree import own_tree
 from cpt_fx.pipeline import Pipeline
 from cpt_fx.schedules import named
-from cpt_fx.session import Session
 
 SIZES = (100, 300, 1_000, 3_000, 10_000, 20_000)
 RATIO_LIMIT = 13.0

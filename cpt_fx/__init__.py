@@ -5,14 +5,14 @@
     ...                      # any training loop
     schedule.step()          # after each optimizer step
 
-Names load on first use, so that planning a schedule does not import torch.
+Names are imported on first use, so that planning a schedule does not import torch.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cpt_fx.lazy import on_first_use
+from cpt_fx.common.lazy import on_first_use
 
 __version__ = "0.1.0"
 
@@ -30,28 +30,28 @@ if TYPE_CHECKING:
     from cpt_fx.api import single_graph as single_graph
     from cpt_fx.api import transform as transform
     from cpt_fx.capture import CaptureError as CaptureError
-    from cpt_fx.costs import cost as cost
+    from cpt_fx.capture.recalibrating import at_bits as at_bits
+    from cpt_fx.capture.recalibrating import recalibrate as recalibrate
     from cpt_fx.errors import ExportError as ExportError
     from cpt_fx.errors import TransformError as TransformError
     from cpt_fx.formats import Format as Format
     from cpt_fx.inspection import VerificationError as VerificationError
     from cpt_fx.inspection import inspect as inspect
+    from cpt_fx.inspection.cost import cost as cost
     from cpt_fx.overrides import Override as Override
     from cpt_fx.pipeline import Pipeline as Pipeline
-    from cpt_fx.recalibrating import at_bits as at_bits
-    from cpt_fx.recalibrating import recalibrate as recalibrate
     from cpt_fx.schedules import Bits as Bits
 
 _HOMES = {
     "Bits": "cpt_fx.schedules",
     "CaptureError": "cpt_fx.capture",
-    "at_bits": "cpt_fx.recalibrating",
-    "cost": "cpt_fx.costs",
+    "at_bits": "cpt_fx.capture.recalibrating",
+    "cost": "cpt_fx.inspection.cost",
     "ExportError": "cpt_fx.errors",
     "Format": "cpt_fx.formats",
     "Override": "cpt_fx.overrides",
     "Pipeline": "cpt_fx.pipeline",
-    "recalibrate": "cpt_fx.recalibrating",
+    "recalibrate": "cpt_fx.capture.recalibrating",
     "TransformError": "cpt_fx.errors",
     "VerificationError": "cpt_fx.inspection",
     "graphs": "cpt_fx.api",

@@ -9,27 +9,27 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from cpt_fx.bodies import graphs_of
 from cpt_fx.capture import Examples, prepared
 from cpt_fx.capture.captured import WHOLE, traced_view
+from cpt_fx.capture.dry_run import eager_model, trial
 from cpt_fx.capture.memory import run_aside
+from cpt_fx.capture.session import Session
+from cpt_fx.capture.standalone import Standalone, standalone, the_one_in, transformed_in
 from cpt_fx.capture.tree import own_tree, plain_tree
 from cpt_fx.errors import TransformError
-from cpt_fx.history import History, joined
-from cpt_fx.layer_state import PREFIX
-from cpt_fx.meta import CALLED, STATE, Uncovered
+from cpt_fx.ir.history import History, joined
+from cpt_fx.ir.layer_state import PREFIX
+from cpt_fx.ir.meta import CALLED, STATE, Uncovered
+from cpt_fx.ir.result import PART, adopt
+from cpt_fx.ir.subgraphs import graphs_of
 from cpt_fx.operators import HIDING
 from cpt_fx.overrides import Pattern
 from cpt_fx.pipeline import Pipeline
 from cpt_fx.recipes import Recipe
-from cpt_fx.result import PART, adopt
 from cpt_fx.schedules.base import Schedule
-from cpt_fx.session import Session
-from cpt_fx.standalone import Standalone, standalone, the_one_in, transformed_in
-from cpt_fx.trial import eager_model, trial
 
 WRAPPERS = ("OptimizedModule", "DataParallel")
-"""Modules that go around a transformed model, not into it: by name, since torch's compiler is slow to import."""
+"""Wrappers to apply after the transform. Compared by class name, since torch's compiler is slow to import."""
 
 
 def transform(
@@ -46,33 +46,33 @@ def transform(
     strict: bool = False,
     prove: bool = True,
 ) -> nn.Module:
-    """Return `model` with quantizers on weights, activations and gradients whose widths follow `schedule`.
+    """Return `model` with quantizers on weights, activations and gradients whose bit-widths follow `schedule`.
 
     The model is not modified. The result shares its parameters and buffers under the same names; call
     `schedule.step()` after each optimizer step, and `cpt_fx.revert(result)` to get the plain model back.
 
     Args:
-        model: any module, a `torch.fx.GraphModule`, a `torch.export.ExportedProgram`, or a module inside
-            `DistributedDataParallel`, which the result is then inside of, too.
-        schedule: what the widths do over the run; one schedule may drive several models.
-        recipe: what is quantized how: a `Recipe`, the name of a preset, or None for `recipes.default()`.
-        example_inputs: positional arguments the model is called with. `"export"` needs them; with `"dynamo"` they
-            capture the graph now instead of at the first call; with `"symbolic"` they fix arguments that the code
-            branches on.
-        example_kwargs: keyword arguments the model is called with.
-        capture: `"symbolic"` (torch.fx), `"dynamo"` (whatever the code does), `"export"` (by Dynamo, and an error if
-            the example inputs do not run in one graph), or `"auto"`: torch.fx where its graph provably does what the
-            model does and hides nothing, else Dynamo.
-        exclude: module names, globs or types left in full precision.
+        model: any module, a `torch.fx.GraphModule`, a `torch.export.ExportedProgram`, or a module wrapped in
+            `DistributedDataParallel`; the result is then wrapped the same way.
+        schedule: sets the bit-widths over the training run; one schedule may drive several models.
+        recipe: what is quantized and how: a `Recipe`, the name of a preset, or None for `recipes.default()`.
+        example_inputs: positional arguments to call the model with. `"export"` needs them; with `"dynamo"` the graph
+            is captured now instead of at the first call; with `"symbolic"` they give the values of arguments that the
+            code branches on.
+        example_kwargs: keyword arguments to call the model with.
+        capture: `"symbolic"` (torch.fx), `"dynamo"` (any code), `"export"` (Dynamo, with an error if the example inputs
+            do not run in one graph), or `"auto"`: torch.fx where its graph provably does what the model does and hides
+            no product, else Dynamo.
+        exclude: names, globs or types of modules to leave in full precision.
         overrides: name, glob or type -> fixed bits (`8`, `(8, 8, 8)`), an offset (`"+2"`), a schedule of its own, a
             `Rule`, a `Recipe`, or a mapping of `bits`, `offset`, `schedule`, `input` (or `activation`), `weight`,
             `bias`, `gradient`.
-        execution: `"simulated"` in floating point, or `"integer"`: what the formats allow is multiplied on integers at
-            widths up to 8, and `recipe=None` stands for `recipes.integer()`.
-        strict: raise where an operator that multiplies stays in full precision without having been excluded; with
-            `execution="integer"` also where a quantized product is not lowered.
-        prove: where example inputs are given, prove with them that the result is the model at 32 bits and quantizes
-            below, as `inspect(result).verify(*inputs)` does. `VerificationError` says what is wrong.
+        execution: `"simulated"` (floating point), or `"integer"`: products whose formats allow it run on integers at
+            bit-widths up to 8, and `recipe=None` means `recipes.integer()`.
+        strict: raise if an operator that multiplies stays in full precision without having been excluded; with
+            `execution="integer"` also if a quantized product is not lowered.
+        prove: if example inputs are given, use them to prove that the result equals the model at 32 bits and quantizes
+            below that, as `inspect(result).verify(*inputs)` does; raise `VerificationError` if it does not.
     """
     if not isinstance(overrides, (Mapping, type(None))):
         raise TypeError(
@@ -92,7 +92,7 @@ def transform_with(
     strict: bool,
     prove: bool,
 ) -> nn.Module:
-    """Transform a model with a given pipeline: what `transform` and `Pipeline.transform` come down to."""
+    """Transform a model with a given pipeline; shared by `transform` and `Pipeline.transform`."""
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     _check(inner, schedule)
     frontend, plain, notes = prepared(frontend, inner, examples)
@@ -101,7 +101,7 @@ def transform_with(
     adopt(root, session)
     session.begin(examples)
     if PART not in root.__dict__:
-        # Torch's own, with nothing in it that multiplies: no call of it would ever be looked at.
+        # A layer of torch that multiplies nothing: `adopt` left it plain, and its calls would never reach the session.
         raise TransformError(f"there is nothing to quantize in {session.kind}")
     if pipeline.binds:
         schedule.bind(root)
@@ -115,14 +115,14 @@ def transform_with(
                 session.engine.demand_one_graph(*examples)
         session.examples = False
     if prove and examples is not None and not any(tensor.is_meta for tensor in root.parameters()):
-        from cpt_fx.inspection.verification import prove as prove_it  # which needs this module
+        from cpt_fx.inspection.verification import prove as prove_it  # deferred: it imports this module
 
         prove_it(root, *examples, source=plain)
     return _rewrapped(model, root) if isinstance(model, nn.parallel.DistributedDataParallel) else root
 
 
 def examples_of(args: Any, kwargs: Any) -> Examples | None:
-    """Return what a model is called with, if that is given; refuse what is not in the form of a call."""
+    """Return the example arguments, None if none are given; raise `TypeError` unless they are a tuple and a dict."""
     if args is not None and not isinstance(args, tuple):
         raise TypeError(f"example_inputs must be a tuple of the model's arguments, got {type(args).__name__}")
     if kwargs is not None and not isinstance(kwargs, dict):
@@ -131,17 +131,17 @@ def examples_of(args: Any, kwargs: Any) -> Examples | None:
 
 
 def _rewrapped(wrapper: nn.parallel.DistributedDataParallel, inner: nn.Module) -> nn.Module:
-    """Put a transformed model in the place of the plain one: the parameters, and what averages them, are the same."""
+    """Return a copy of a wrapper around the transformed model; parameters and gradient reduction are shared."""
     new = object.__new__(type(wrapper))
     new.__dict__ = {**wrapper.__dict__, "_modules": {**wrapper._modules, "module": inner}}
     return new
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Return the plain model of a transformed one: a tree of the user's classes, with what the result holds now.
+    """Return the plain form of a transformed model: a tree of the user's classes with the tensors it holds now.
 
-    The modules are new, parameters and buffers are shared. The result, and the model that was given to `transform`,
-    stay as they are. Of a model that contains transformed parts, these are taken back.
+    The modules are new, parameters and buffers are shared. The transformed model and the one given to `transform` are
+    not changed. In a model that contains transformed parts, these are reverted.
     """
     for _, found in transformed_in(model):
         if isinstance(found, Standalone):
@@ -154,9 +154,9 @@ def revert(model: nn.Module) -> nn.Module:
 
 
 def graphs(model: nn.Module) -> list[fx.GraphModule]:
-    """Return the rewritten graphs of a transformed model, those inside others after the one they are in.
+    """Return the rewritten graphs of a transformed model, each followed by its subgraphs.
 
-    A model that was captured by Dynamo has those found so far: none before its first call.
+    For a model captured by Dynamo these are the graphs found so far: none before its first call.
     """
     return [graph for _, found in transformed_in(model) for graph in found.graphs()]
 
@@ -170,48 +170,50 @@ def single_graph(
 ) -> fx.GraphModule:
     """Return a transformed model as one `torch.fx.GraphModule`, as export needs it.
 
-    A model that was captured by torch.fx or torch.export is one already, and is returned. One that was captured by
-    Dynamo is captured again from a run on examples, in one graph that has its signature and returns what it returns.
-    Parameters, buffers and running ranges are shared with the result; the widths follow the same schedule. The run
-    leaves no trace.
+    A model captured by torch.fx, or given as an exported program, is one graph already, which is returned. A model
+    captured by Dynamo is captured again from a run on the examples, as one graph with the model's signature and output.
+    Parameters, buffers and running ranges are shared with `result`; bit-widths follow the same schedule. The run has no
+    side effects.
 
-    The graph is the one for the mode that the result is in now: where its code asks for the mode, the graph checks it
-    when it runs. Under `torch.no_grad()` it is the one for a run without gradients. Plain values among the arguments
-    are part of the graph, and are checked, too; attributes and globals that the code reads are those of now.
+    A graph captured from a run holds for the current mode: if the code reads the mode, the graph checks it at run time.
+    Under `torch.no_grad()` it is a graph without gradients. Plain values among the arguments become constants of the
+    graph, which checks them, too; attributes and globals that the code reads keep their current values.
 
     Args:
-        result: what `transform` returned, or a module around it.
-        example_inputs: positional arguments the model is called with; needed where Dynamo captured it.
-        example_kwargs: keyword arguments the model is called with.
-        dynamic: let the sizes of the examples vary, as far as the code does; otherwise the graph is for these alone.
+        result: what `transform` returned, or a module that contains it.
+        example_inputs: positional arguments to call the model with; needed if Dynamo captured it, or if a module inside
+            it has hooks.
+        example_kwargs: keyword arguments to call the model with.
+        dynamic: allow other sizes than those of the examples, as far as the code does; otherwise the graph is for these
+            sizes only.
 
     Raises:
-        CaptureError: where the model is not one graph, with file, line and reason of every break.
+        CaptureError: if the model is not one graph, with file, line and reason of every graph break.
     """
     found = the_one_in(result, "single_graph")
     if isinstance(found, Standalone):
         return found.module
-    found.reminder.call(found)  # by whoever trains the graph
+    found.reminder.call(found)  # counts as a call: the graph may be trained in its place
     examples = examples_of(example_inputs, example_kwargs)
     if found.frontend != "dynamo":
-        traced_view(found, found.root)  # captured again, where the model has changed since its last call
+        traced_view(found, found.root)  # traces again if the model has changed
     if WHOLE in found.traced:
         inside = graphs_of(found.traced[WHOLE].view)
         if not any(CALLED in node.meta for graph in inside for node in graph.graph.nodes):
             return standalone(found)
-        # What hooks surround has a graph of its own, which Dynamo puts in its place.
+        # A module with hooks has a graph of its own; only Dynamo can inline it.
     if examples is None:
         raise TypeError(
             "Dynamo captures a model from a run: pass single_graph(result, example_inputs) a tuple of the model's "
             "arguments, or example_kwargs"
         )
-    from cpt_fx.dynamo.single import single_graph_of  # torch's compiler is slow to import
+    from cpt_fx.capture.dynamo.single import single_graph_of  # torch's compiler is slow to import
 
     return single_graph_of(found, *examples, dynamic=dynamic)
 
 
 def history_of(model: nn.Module) -> History:
-    """Return how a model was transformed; of one that contains transformed parts, what there is to say of all."""
+    """Return how a model was transformed, joined over all transformed parts that it contains."""
     found = transformed_in(model)
     rest = tuple(
         Uncovered(name, type(module).__name__, "outside of what was transformed") for name, module in _rest(model)
@@ -223,7 +225,7 @@ def history_of(model: nn.Module) -> History:
 
 
 def _rest(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return what stands outside of everything transformed and may multiply: whatever has parameters, norms aside."""
+    """Return the modules outside all transformed parts that may multiply: with parameters, torch's norms aside."""
     inside: set[int] = set()
     rest: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
@@ -238,7 +240,7 @@ def _rest(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _check(model: object, schedule: object) -> None:
-    """Refuse what cannot work before anything is done."""
+    """Raise for arguments that cannot work, before anything is done."""
     if not isinstance(model, (nn.Module, ExportedProgram)):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if type(model).__name__ in WRAPPERS:
@@ -256,7 +258,7 @@ def _check(model: object, schedule: object) -> None:
 
 
 def _check_untouched(model: nn.Module) -> None:
-    """Refuse a model that has our state already."""
+    """Raise if a model is transformed already, or has a part with a name reserved for our state."""
     part = next((module.__dict__[PART] for module in model.modules() if PART in module.__dict__), None)
     if part is not None:
         raise TransformError(

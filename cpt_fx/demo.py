@@ -1,7 +1,7 @@
 """`cpt-fx demo`: a small residual net on real images, trained under a cyclic schedule and under static q_max.
 
 Both runs start from the same weights and see the same batches in the same order; only the bits differ. The images
-are the digits that scikit-learn brings along, so nothing is downloaded.
+are the digits that come with scikit-learn, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cpt_fx.api import transform
+from cpt_fx.capture.recalibrating import recalibrate
 from cpt_fx.errors import check_choice, check_int
 from cpt_fx.inspection import Inspection, Verification
-from cpt_fx.recalibrating import recalibrate
-from cpt_fx.report import inlined, page, table
 from cpt_fx.schedules import NAMES, Schedule, Static, mean_costs, named, relative_cost
 from cpt_fx.study import figures
+from cpt_fx.study.page import inlined, page, table
 from cpt_fx.study.writing import VARIABLES
 
 Q_MIN, Q_MAX, CYCLES = 3, 8, 8
@@ -37,11 +37,11 @@ HEADINGS = ("", "test accuracy", "mean bits", f"BitOps, of static {Q_MAX} bits",
 Advance = Callable[[str, int], None]
 MARK = "#b4bcc8"
 _COLOURS = {"#1f5fd0": "--c1", "#c8500a": "--c2", MARK: "--mark"}
-"""Colours of the drawings, which the page knows by name: it has others when it is dark."""
+"""Colours of the drawings -> CSS variables of the page, which have other values in dark mode."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class DemoSettings:
     """What the demo trains, and for how long."""
 
     schedule: str = "CR"
@@ -49,14 +49,14 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what no run could be made of."""
+        """Validate the settings."""
         check_choice("schedule", self.schedule, NAMES)
         check_int("steps", self.steps, CYCLES)
         check_int("seed", self.seed, 0)
 
 
 class Digits(NamedTuple):
-    """Images of shape (n, 1, 8, 8) between 0 and 1, and what they show."""
+    """Images of shape (n, 1, 8, 8) with values between 0 and 1, and their labels."""
 
     train_images: Tensor
     train_labels: Tensor
@@ -65,20 +65,20 @@ class Digits(NamedTuple):
 
 
 @dataclass
-class Run:
-    """One training run: what was set, what was measured."""
+class DemoRun:
+    """One training run: its schedule, its model and what was measured."""
 
     name: str
     schedule: Schedule
     model: nn.Module
     losses: list[float] = field(default_factory=list)
     accuracies: dict[int, float] = field(default_factory=dict)
-    """Step -> the share of the test images recognised before it."""
+    """Step -> the share of test images recognised before it."""
     seconds: float = 0.0
 
     @property
     def accuracy(self) -> float:
-        """The share of the test images recognised after the last step."""
+        """The share of test images recognised after the last step."""
         return self.accuracies[max(self.accuracies)]
 
     def to_dict(self) -> dict[str, object]:
@@ -89,8 +89,8 @@ class Run:
         return {name: getattr(self, name) for name in names} | plan | {"relative_cost": cost, "saving": 1 - cost}
 
 
-class Block(nn.Module):
-    """Two convolutions and a way around them."""
+class ResidualBlock(nn.Module):
+    """Two convolutions and a shortcut around them."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -101,19 +101,21 @@ class Block(nn.Module):
         self.shortcut = nn.Conv2d(inputs, outputs, 1, stride, bias=False) if stride > 1 else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add what the convolutions see to what came in."""
+        """Return the sum of the convolutions' output and the shortcut, rectified."""
         y = F.relu(self.norm1(self.conv1(x)))
         return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
 
 
 class ResidualNet(nn.Module):
-    """A residual net for 8 x 8 images: plain torch, it knows nothing of quantization."""
+    """A residual net for 8 x 8 images, in plain torch without any quantization."""
 
     def __init__(self, width: int = 16, classes: int = 10) -> None:
         super().__init__()
         self.stem = nn.Conv2d(1, width, 3, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(width)
-        self.blocks = nn.Sequential(Block(width, width, 1), Block(width, 2 * width, 2), Block(2 * width, 4 * width, 2))
+        self.blocks = nn.Sequential(
+            ResidualBlock(width, width, 1), ResidualBlock(width, 2 * width, 2), ResidualBlock(2 * width, 4 * width, 2)
+        )
         self.head = nn.Linear(4 * width, classes)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -124,7 +126,7 @@ class ResidualNet(nn.Module):
 
 
 def load_digits() -> Digits:
-    """Return scikit-learn's bundled digits, shuffled once and for all: the test images are the same in every demo."""
+    """Return scikit-learn's digits, shuffled with a fixed seed: the test images are the same in every demo."""
     try:
         from sklearn import datasets
     except ImportError as error:
@@ -137,8 +139,8 @@ def load_digits() -> Digits:
     return Digits(images[:count], labels[:count], images[count:], labels[count:])
 
 
-def run_demo(settings: Settings, advance: Advance) -> tuple[Run, Run]:
-    """Train under the schedule and under static q_max; the global random state is left as it was."""
+def run_demo(settings: DemoSettings, advance: Advance) -> tuple[DemoRun, DemoRun]:
+    """Train under the schedule and under static q_max, without changing the global random state."""
     digits = load_digits()
     if find_spec("matplotlib") is None:
         raise ImportError('the demo needs matplotlib for its report: pip install "cpt_fx[demo]"')
@@ -157,14 +159,14 @@ def run_demo(settings: Settings, advance: Advance) -> tuple[Run, Run]:
     return cyclic, static
 
 
-def train(name: str, schedule: Schedule, settings: Settings, digits: Digits, advance: Advance) -> Run:
-    """Train a fresh net under a schedule and measure it on the way."""
+def train(name: str, schedule: Schedule, settings: DemoSettings, digits: Digits, advance: Advance) -> DemoRun:
+    """Train a new net under a schedule, and evaluate it on the way."""
     torch.manual_seed(settings.seed)
     model = transform(ResidualNet(), schedule)
-    run = Run(name, schedule, model)
+    run = DemoRun(name, schedule, model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.steps)
-    # A generator of its own: stochastic rounding draws from the global one, how often is up to the recipe.
+    # A separate generator: stochastic rounding draws from the global one, how often depends on the recipe.
     batches = torch.Generator().manual_seed(settings.seed)
     every = max(settings.steps // EVALUATIONS, 1)
     began = time.perf_counter()
@@ -186,7 +188,7 @@ def train(name: str, schedule: Schedule, settings: Settings, digits: Digits, adv
 
 
 def accuracy(model: nn.Module, digits: Digits) -> float:
-    """Return the share of the test images recognised at q_max bits, with the statistics of batch norm at that width."""
+    """Return the share of test images recognised at q_max bits, with batch norm statistics of that width."""
     training = model.training
     model.eval()
     with recalibrate(model, digits.train_images[: 10 * BATCH].split(BATCH)), torch.no_grad():
@@ -195,20 +197,20 @@ def accuracy(model: nn.Module, digits: Digits) -> float:
     return float(right)
 
 
-def results(run: Run) -> tuple[str, ...]:
-    """Return a run's line of the results table, but for the name. Costs are relative to static q_max."""
+def results(run: DemoRun) -> tuple[str, ...]:
+    """Return a run's row of the results table, without the name; costs are relative to static q_max."""
     cost = relative_cost(run.schedule, Q_MAX)
     bits = f"{mean_costs(run.schedule).mean_bits:.2f}"
     return f"{100 * run.accuracy:.2f} %", bits, f"{cost:.3f}", f"{100 * (1 - cost):.1f} %", f"{run.seconds:.1f}"
 
 
 def write_report(
-    runs: tuple[Run, Run], settings: Settings, inspection: Inspection, proof: Verification, folder: Path
+    runs: tuple[DemoRun, DemoRun], settings: DemoSettings, inspection: Inspection, proof: Verification, folder: Path
 ) -> Path:
-    """Write the page about both runs, and next to it the one on which the graph can be explored."""
+    """Write the page about both runs, and beside it the page on which the graph can be explored."""
     folder.mkdir(parents=True, exist_ok=True)
     inspection.html(folder / "graph.html")
-    # One level of modules fits the width of a page; the other file opens the rest. An image keeps its styles to itself.
+    # One expanded level fits the width of a page; graph.html shows the rest. As an image it keeps its styles to itself.
     drawing = b64encode(inspection.svg(depth=1).encode()).decode()
     said = f"Proven for {runs[0].name}, with evaluations among the runs: " + "; ".join(str(proof).splitlines())
     graph = (
@@ -234,13 +236,13 @@ def write_report(
     return path
 
 
-def curves(runs: tuple[Run, Run], settings: Settings) -> str:
+def curves(runs: tuple[DemoRun, DemoRun], settings: DemoSettings) -> str:
     """Draw both runs: bits, losses and accuracies over the steps."""
     import matplotlib
 
     window = max(settings.steps // 40, 1)
     edges = range(settings.steps + 1)
-    # The climb from chance would flatten all that follows: the axis starts at what is left to tell apart.
+    # The climb from chance level would flatten all that follows: the axis starts below the accuracies after it.
     settled = [100 * value for run in runs for step, value in run.accuracies.items() if 4 * step >= settings.steps]
     floor = 5 * (min(settled) // 5)
     with matplotlib.rc_context(figures.STYLE):
@@ -274,7 +276,7 @@ def curves(runs: tuple[Run, Run], settings: Settings) -> str:
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
-    """Return the moving average over the last `window` values; shorter at the start, and free of what is not finite."""
+    """Return the moving average of the last `window` values, fewer at the start; it skips what is not finite."""
     windows = (values[max(end - window, 0) : end] for end in range(1, len(values) + 1))
     finite = ([value for value in recent if math.isfinite(value)] for recent in windows)
     return [sum(recent) / len(recent) if recent else math.nan for recent in finite]

@@ -1,4 +1,4 @@
-"""Errors and the small checks that every layer of the library words the same way."""
+"""Errors, and argument checks that give all packages of the library the same error messages."""
 
 import difflib
 import operator
@@ -12,7 +12,7 @@ class TransformError(ValueError):
 
 def nearest(name: object, candidates: Iterable[str]) -> str:
     """Return `` Did you mean "CR"?`` for the candidate closest to ``name``, or an empty string."""
-    # Case is ignored: "cr" for "CR" is the most common slip, and difflib would score it zero.
+    # Case is ignored: "cr" for "CR" is the most common mistake, and difflib would score it zero.
     by_lower = {candidate.lower(): candidate for candidate in candidates}
     close = difflib.get_close_matches(str(name).lower(), by_lower, n=1)
     return f' Did you mean "{by_lower[close[0]]}"?' if close else ""
@@ -28,11 +28,11 @@ def check_choice(field: str, value: object, choices: Iterable[str]) -> str:
 
 
 def check_int(field: str, value: object, minimum: int | None = None, maximum: int | None = None) -> int:
-    """Return ``value`` as an int; refuse floats and bools, which are usually a slip, and values out of range."""
+    """Return ``value`` as an int; reject floats and bools, which are usually a mistake, and values out of range."""
     expected = "an integer"
     if minimum is not None:
         expected += f" of at least {minimum}" if maximum is None else f" from {minimum} to {maximum}"
-    # A bool is an int to Python; as a number of bits or steps it is a slip. numpy integers pass, 8.0 does not.
+    # bool is a subclass of int, but a mistake as a number of bits or steps. NumPy integers pass, 8.0 does not.
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise TypeError(f"{field} must be {expected}, got {value!r} ({type(value).__name__})")
     number = operator.index(value)

@@ -1,4 +1,4 @@
-"""Number formats: how one tensor is quantized. Plain frozen data, no tensor is touched here."""
+"""Number formats: frozen data that says how one tensor is quantized."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeVar
 from cpt_fx.errors import check_choice
 
 FULL_PRECISION = 32
-"""The width at which every quantizer is the identity, bit for bit."""
+"""The bit-width at which every quantizer is the identity, bit for bit."""
 
 
 class Scheme(str, Enum):
@@ -18,11 +18,11 @@ class Scheme(str, Enum):
     AFFINE = "affine"
     """Uniform between minimum and maximum, float zero point: the published quantizer."""
     AFFINE_INTEGER = "affine_integer"
-    """Uniform with an integer zero point: zero is on the grid, and QDQ can express it exactly."""
+    """Uniform with an integer zero point: zero is on the grid, and QDQ can represent it exactly."""
     SYMMETRIC = "symmetric"
-    """Uniform around zero, same reach on both sides."""
+    """Uniform and symmetric around zero."""
     FLOAT = "float"
-    """Sign, `exponent` exponent bits, and whatever is left of the width as mantissa."""
+    """A sign bit, `exponent` exponent bits, and the rest of the bit-width as mantissa."""
 
 
 class Rounding(str, Enum):
@@ -31,39 +31,39 @@ class Rounding(str, Enum):
     NEAREST = "nearest"
     """To the nearest grid point, ties to even codes."""
     STOCHASTIC = "stochastic"
-    """Up or down with the probability that makes the expectation exact."""
+    """Up or down at random, with the probabilities that make the result unbiased."""
 
 
 class Group(str, Enum):
-    """Which elements share one range."""
+    """The granularity: which elements share one range."""
 
     TENSOR = "tensor"
     """The whole tensor."""
     CHANNEL = "channel"
-    """Each index of the operator's output axis (the axis comes from the operator, not from the layout)."""
+    """Each index of the operator's output axis, which depends on the operator, not on the layout."""
     ROW = "row"
-    """Each index of dim 0, as stored."""
+    """Each index of dim 0 of the tensor as stored."""
     VECTOR = "vector"
     """Each vector along the last dim."""
     INNER = "inner"
-    """Each index of the dims between the first and the last: the published gradient ranges."""
+    """Each index of the dims between the first and the last, as in the published gradient ranges."""
 
 
 class Range(str, Enum):
-    """Where the range of a group comes from."""
+    """How a range is determined."""
 
     DYNAMIC = "dynamic"
-    """The extremes of the tensor at hand, in training and in evaluation."""
+    """Minimum and maximum of the current tensor, in training and in evaluation."""
     OBSERVER = "observer"
-    """The batch's own extremes in training; their running average in evaluation."""
+    """Minimum and maximum of the batch in training; their running average in evaluation."""
     PERCENTILE = "percentile"
     """Like observer, without the tails beyond `Format.percentile`."""
     LEARNED = "learned"
-    """Two parameters, set by the first finite tensor they see and then trained with the model."""
+    """Two parameters, initialized from the first finite tensor and then trained with the model."""
 
 
 class Specials(str, Enum):
-    """Which codes of a floating point format are not numbers."""
+    """Which codes of a floating point format are reserved for special values."""
 
     IEEE = "ieee"
     """The largest exponent is reserved, as in float16 and e5m2."""
@@ -77,20 +77,20 @@ EnumT = TypeVar("EnumT", bound=Enum)
 
 
 def choice(kind: type[EnumT], value: object, field: str) -> EnumT:
-    """Turn a string into a member of `kind`, or say what would have been accepted."""
+    """Convert a string to a member of the enum `kind`; the error lists the accepted values."""
     return kind(check_choice(field, value, [str(member.value) for member in kind]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """How one operand is quantized: grid, range groups, where the range comes from, rounding.
+    """How one operand is quantized: grid, granularity, how the range is determined, rounding.
 
-    `exponent` and `specials` belong to `scheme="float"`. `block` > 0 splits every group into runs of that many
-    elements which share a power-of-two scale (the MX formats). `percentile` is the part of the elements, in percent,
-    that `range="percentile"` covers. `corrected` divides the running average by its
-    accumulated weight, so that the first batches count fully; the published observers start at zero without it.
-    `observe_when_off` keeps the running range going at 0 bits, as published linear layers do. `floored` gives grids of
-    `scheme="affine"` steps of at least 1e-8, as published: what is small in its unit is rounded away.
+    `exponent` and `specials` belong to `scheme="float"`. `block` > 0 splits every group into blocks of that many
+    elements that share a power-of-two scale (the MX formats). `percentile` is the percentage of the elements that
+    `range="percentile"` covers. `corrected` divides the running average by its accumulated weight, so that the first
+    batches count fully; the published observers start at zero without it. `observe_when_off` updates the running
+    range at 0 bits, too, as published linear layers do. `floored` limits the step of `scheme="affine"` to at least
+    1e-8, as published: smaller differences are rounded away.
     """
 
     scheme: Scheme = Scheme.AFFINE
@@ -107,7 +107,7 @@ class Format:
     floored: bool = False
 
     def __post_init__(self) -> None:
-        """Coerce strings to enums and refuse combinations that have no meaning."""
+        """Convert strings to enums and reject combinations that have no meaning."""
         for field in fields(self):
             if isinstance(field.default, Enum):
                 value = choice(type(field.default), getattr(self, field.name), f"Format.{field.name}")
@@ -142,7 +142,7 @@ class Format:
         return f"Format({', '.join(shown)})"
 
     def __str__(self) -> str:
-        """A short name for tables, such as `symmetric/channel` or `e4fn/tensor/observer/stochastic`."""
+        """Return a short name for tables, such as `symmetric/channel` or `e4fn/tensor/observer/stochastic`."""
         scheme = f"e{self.exponent}{self.specials.value}" if self.scheme is Scheme.FLOAT else self.scheme.value
         parts = [scheme, f"{self.group.value}:{self.block}" if self.block else self.group.value]
         if self.range is not Range.DYNAMIC:
@@ -153,7 +153,7 @@ class Format:
 
 
 def check_grid(scheme: Scheme, exponent: int, block: int) -> None:
-    """Refuse exponent widths and block sizes that the scheme cannot have."""
+    """Reject exponent widths and block sizes that the scheme does not support."""
     if scheme is Scheme.FLOAT and not 1 <= exponent <= 8:
         raise ValueError(f"scheme='float' needs exponent between 1 and 8, got {exponent!r}")
     if scheme is not Scheme.FLOAT and exponent:
@@ -163,17 +163,17 @@ def check_grid(scheme: Scheme, exponent: int, block: int) -> None:
 
 
 def minimum_bits(scheme: Scheme) -> int:
-    """Return the smallest width the scheme can express: a float needs a sign and one exponent bit."""
+    """Return the smallest bit-width of a scheme: a float needs a sign bit and one exponent bit."""
     return 2 if scheme is Scheme.FLOAT else 1
 
 
 def most_levels(scheme: Scheme, bits: int) -> int:
-    """Return how many levels a range may show at a width. Below its smallest width a scheme is what it is there."""
+    """Return the maximum number of levels at a bit-width; below the scheme's minimum, those of the minimum."""
     return int(2 ** max(bits, minimum_bits(scheme)))
 
 
 def group_dims(group: Group, channel_axis: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """Return `(keep, over)` for the ops: exactly one of them describes the group, whatever the tensor's rank."""
+    """Return `(keep, over)` of a granularity, for the quantize ops: the dims a range keeps, or the dims it spans."""
     return {
         Group.TENSOR: ((), None),
         Group.CHANNEL: ((channel_axis,), None),

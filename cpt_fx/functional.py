@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from cpt_fx.formats import FULL_PRECISION, Rounding, Scheme, Specials, check_grid, choice, minimum_bits
-from cpt_fx.numerics import Grid, working_dtype
-from cpt_fx.ops import FAKE_QUANTIZE, QUANTIZE_GRADIENT
-from cpt_fx.widths import host_value
+from cpt_fx.quantizers.numerics import Grid, working_dtype
+from cpt_fx.quantizers.ops import FAKE_QUANTIZE, QUANTIZE_GRADIENT
+from cpt_fx.quantizers.widths import host_value
 
 
 def fake_quantize(
@@ -30,16 +30,16 @@ def fake_quantize(
 
     Args:
         x: a floating point tensor of any shape; the result has its shape and dtype.
-        bits: the width, an int or a 0-dim tensor. 32 (and 0) leave `x` as it is, bit for bit.
+        bits: the bit-width, an int or a 0-dim tensor. 32 (and 0) leave `x` as it is, bit for bit.
         keep: the dims that each own a range: `()` one range for the tensor, `(0,)` one per channel or row.
         rounding: `"nearest"` (ties to even codes) or `"stochastic"` (unbiased; follows `torch.manual_seed`).
-        range: `(zero_point, range)`, minimum and width of the grid, broadcastable to `x`; values outside are
+        range: `(zero_point, range)`, minimum and size of the grid, broadcastable to `x`; values outside are
             clamped. None measures them on `x`.
         over: instead of `keep`, the dims that one range spans, e.g. `(-1,)` for one range per vector.
         scheme: `"affine"` (as published, with steps of at least 1e-8), `"affine_integer"`, `"symmetric"` or `"float"`.
         exponent: exponent bits of a float; the mantissa has `bits - 1 - exponent`.
         specials: which float codes are not numbers: `"none"`, `"fn"` (e4m3) or `"ieee"` (e5m2).
-        block: elements per shared power-of-two scale within a group (MX formats); 0 for none.
+        block: elements per shared power-of-two scale within a range (MX formats); 0 for none.
     """
     bits, grid = _checked(x, bits, keep, over, rounding, scheme, exponent, specials, block)
     if range is None:
@@ -79,13 +79,13 @@ def quantize_gradient(
 
 
 def _in_ranges(x: Tensor, grid: Grid) -> tuple[Tensor, Grid]:
-    """Return a vector as rows of one element where each is to have a range of its own: in a graph none has."""
+    """Return a vector as one-element rows if each element is to have a range: the ops give a vector a single one."""
     alone = x.ndim == 1 and (grid.keep or grid.over == ())
     return (x[:, None], grid._replace(keep=(0,), over=None)) if alone else (x, grid)
 
 
 def _ends(value: Tensor | float, x: Tensor) -> Tensor:
-    """Turn one half of a given range into a tensor that does not change the shape of `x`."""
+    """Convert one part of a given range to a tensor; refuse one that would change the shape of `x`."""
     ends = torch.as_tensor(value, dtype=working_dtype(x), device=x.device)
     trailing = x.shape[x.ndim - ends.ndim :]
     if ends.ndim > x.ndim or any(size not in (1, wanted) for size, wanted in zip(ends.shape, trailing, strict=True)):
@@ -94,7 +94,7 @@ def _ends(value: Tensor | float, x: Tensor) -> Tensor:
 
 
 def _fresh(x: Tensor, result: Tensor) -> Tensor:
-    """Never hand out the argument itself, which the op does at full precision: a caller may write to the result."""
+    """Return a copy if the op returned its argument, as it does at full precision: a caller may write to the result."""
     return x.clone() if result is x or result._base is x else result
 
 
@@ -120,7 +120,7 @@ def _checked(
 
 
 def _as_bits(bits: int | Tensor) -> Tensor:
-    """Turn a Python width into the 0-dim tensor that the ops take; check what can be checked."""
+    """Convert a bit-width to the 0-dim tensor that the ops take, and check its value where that is free."""
     if isinstance(bits, Tensor):
         if bits.ndim:
             raise ValueError(f"bits must be an int or a 0-dim tensor, got a tensor of shape {tuple(bits.shape)}")
@@ -137,12 +137,12 @@ def _as_bits(bits: int | Tensor) -> Tensor:
 
 
 def _check_dims(name: str, dims: Sequence[int] | None, ndim: int) -> None:
-    """Refuse dims the tensor does not have, naming the argument."""
+    """Refuse dims that the tensor does not have, naming the argument."""
     if dims is None:
         return
     if not isinstance(dims, Sequence):
         raise TypeError(f"{name} must be a sequence of dims such as (0,), got {dims!r}")
-    # `over` may: (0, -1) are the first and the last dim, whatever the rank.
+    # `over` may name a dim twice: (0, -1) are the first and the last dim, whatever the rank.
     if name == "keep" and len({dim % max(ndim, 1) for dim in dims if isinstance(dim, int)}) < len(dims):
         raise ValueError(f"keep names a dim twice: {tuple(dims)}")
     for dim in dims:

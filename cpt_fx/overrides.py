@@ -1,4 +1,4 @@
-"""What a user changes for single layers: patterns that select them, and what is different there."""
+"""Per-layer overrides: patterns that select layers, and what changes for them."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from torch import nn
 
 from cpt_fx.errors import check_int, nearest
 from cpt_fx.formats import FULL_PRECISION, Format
-from cpt_fx.meta import Dial, label_of
+from cpt_fx.ir.meta import Dial, label_of
 from cpt_fx.recipes import OPERANDS, Recipe, Rule, default
 from cpt_fx.schedules import Bits
 from cpt_fx.schedules.base import Schedule
 
 Pattern = str | type[nn.Module]
 Around = list[tuple[str, type[nn.Module] | None]]
-"""The modules that an operator is part of, by path and class."""
+"""The modules around an operator, as (path, class)."""
 _FIELDS = ("bits", "offset", "schedule", *OPERANDS, "activation")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Override:
-    """Fixed widths, an offset, a schedule of its own, or other formats, for the layers a pattern selects.
+    """Fixed bit-widths, an offset, another schedule, or other formats, for the layers a pattern selects.
 
-    `bits` and `offset` are an int for all roles or a `Bits`. `schedule` is followed instead of the model's, at the
-    model's position. `widths` maps `weight`, `activation`, `bias`, `gradient` to a width, or to an offset as text: a
-    role's own wins over the layer's, and a bias without its own follows the weight. `rules` is a Rule, or a Recipe
-    whose rule for the layer's family is taken. `formats` maps `input`, `weight`, `bias`, `gradient` to a Format, or
-    to None for full precision.
+    `bits` and `offset` are an int for all roles or a `Bits`. `schedule` replaces the model's schedule and is read at
+    the model's position. `widths` maps `weight`, `activation`, `bias`, `gradient` to a width, or to an offset as text;
+    an entry takes precedence over `bits` and `offset`, and a bias without one follows the weight. `rules` is a Rule,
+    or a Recipe whose rule for the layer's family is taken. `formats` maps `input`, `weight`, `bias`, `gradient` to a
+    Format, or to None for full precision.
     """
 
     bits: int | Bits | None = None
@@ -40,11 +40,11 @@ class Override:
     rules: Rule | Recipe | None = None
     formats: tuple[tuple[str, Format | None], ...] = ()
     label: str = field(default="", repr=False, compare=False)
-    """What tells `schedule` from one that reads the same and is not equal."""
+    """Distinguishes `schedule` from an unequal one with the same repr."""
 
     @classmethod
     def all(cls, given: Mapping[Pattern, object]) -> dict[Pattern, Override]:
-        """Read all overrides of a model, and label schedules that are not equal differently."""
+        """Parse all overrides of a model; schedules that are not equal get different labels."""
         read: dict[Pattern, Override] = {}
         known: dict[str, list[Schedule]] = {}
         for pattern, value in given.items():
@@ -61,7 +61,7 @@ class Override:
 
     @classmethod
     def of(cls, value: object) -> Override:
-        """Read the forms a user may write: 8, (8, 8, 8), "+2", a schedule, a Rule, a Recipe, a mapping of fields."""
+        """Parse any accepted form: 8, (8, 8, 8), "+2", a schedule, a Rule, a Recipe, a mapping of fields."""
         if isinstance(value, Override):
             return value
         if isinstance(value, (Rule, Recipe)):
@@ -120,10 +120,10 @@ class Override:
         return found
 
     def dials(self, dials: Mapping[str, Dial]) -> dict[str, Dial]:
-        """Return the dials of a layer, by role, as this override changes them."""
+        """Return the bit-width sources of a layer, by role, with this override applied."""
         changed = dict(dials)
         if not (self.bits is None and self.offset is None and self.schedule is None):
-            # What is said of the layer holds for its bias too.
+            # Settings for the whole layer apply to its bias too.
             changed.pop("bias", None)
             changed = {role: self._changed(dial) for role, dial in changed.items()}
         for role, width in self.widths:
@@ -133,7 +133,7 @@ class Override:
         return changed
 
     def _changed(self, dial: Dial) -> Dial:
-        """Return the dial of a role by what is said of the layer: a width, or what to follow and how far from it."""
+        """Apply `bits`, or `schedule` and `offset`, to the bit-width source of a role."""
         if self.bits is not None:
             return Dial(dial.role, fixed=self._for(self.bits, dial.role), with_forward=dial.with_forward)
         offset = 0 if self.offset is None else self._for(self.offset, dial.role)
@@ -142,7 +142,7 @@ class Override:
         return replace(dial, fixed=None, offset=offset)
 
     def rule(self, rule: Rule | None, family: str) -> Rule | None:
-        """Return the rule of a layer as this override changes it."""
+        """Return the rule of a layer with this override applied."""
         if self.rules is not None:
             rule = self.rules.rule(family) if isinstance(self.rules, Recipe) else self.rules
         if not self.formats:
@@ -156,7 +156,7 @@ class Override:
 
 
 def _width(name: str, value: Any) -> int | str:
-    """Read the width of one role: an int, or an offset as text."""
+    """Parse the bit-width of one role: an int, or an offset as text."""
     if isinstance(value, str):
         return _offset_text(f"override field {name!r}", value)
     if isinstance(value, bool) or not hasattr(value, "__index__"):
@@ -184,7 +184,7 @@ def _format(value: Any) -> Format | None:
 
 
 def _offset(value: Any) -> int | Bits:
-    """Read an offset: an int, text such as "+2", or one number for each role."""
+    """Parse an offset: an int, text such as "+2", or one number for each role."""
     if isinstance(value, (tuple, list)) and len(value) == len(Bits._fields):
         return Bits(*(check_int("override offset", number) for number in value))
     if isinstance(value, str) and value[:1] in ("+", "-") and value[1:].isdecimal():
@@ -193,7 +193,7 @@ def _offset(value: Any) -> int | Bits:
 
 
 def as_patterns(given: object) -> tuple[Pattern, ...]:
-    """Accept one pattern as well as several: a string is not a list of letters."""
+    """Return a tuple of patterns, given one or several; a string is one pattern."""
     if isinstance(given, (str, type)):
         return (given,)
     if not isinstance(given, Iterable):
@@ -202,12 +202,12 @@ def as_patterns(given: object) -> tuple[Pattern, ...]:
 
 
 class Aliases:
-    """For each module that has several names: the first one, which layers are named after, and the others."""
+    """The other names of modules that a model holds under several names; layers are named after the first."""
 
     def __init__(self, root: nn.Module | None = None) -> None:
         self.others: dict[str, list[str]] = {}
         self._containers: set[str] = set()
-        """Lists and dicts of modules: nobody calls them, so a layer is in one only by its name."""
+        """Paths of ModuleLists and ModuleDicts: never called, so only its name shows that a layer is in one."""
         firsts: dict[nn.Module, str] = {}
         for path, module in () if root is None else root.named_modules(remove_duplicate=False):
             first = firsts.setdefault(module, path)
@@ -217,7 +217,7 @@ class Aliases:
                 self.others.setdefault(first, []).append(path)
 
     def of(self, name: str) -> Iterator[str]:
-        """Return the other names of a module, or of an operator by those of the module it is in; lists around it."""
+        """Yield the other names of a module or an operator, and the containers around it under those names."""
         above = name
         while above not in self.others:
             above = above.rpartition(".")[0]
@@ -230,9 +230,9 @@ class Aliases:
 
 
 class Patterns:
-    """Names, globs and types that select layers, with a record of which of them selected something.
+    """Names, globs and types that select layers; keeps track of which of them matched.
 
-    A module that stands in several places of a model is selected by each of its names.
+    A module that a model uses in several places is selected by any of its names.
     """
 
     def __init__(self, patterns: Iterable[Pattern], argument: str, aliases: Aliases | None = None) -> None:
@@ -241,15 +241,15 @@ class Patterns:
         self.aliases = aliases or Aliases()
         self.used: set[Pattern] = set()
         self.by_alias: dict[str, dict[str, str]] = {}
-        """Patterns that selected by another name than that of the layer -> what they selected, and what that is."""
+        """For each pattern that matched by another name: the names of what it selected -> "module" or "operator"."""
         self.idle: dict[tuple[Pattern, str], bool] = {}
-        """Roles that overrides give a width, and whether there was no such quantizer so far."""
+        """(pattern, role) with a bit-width in an override -> whether no selected layer has had that quantizer yet."""
         for pattern in self.patterns:
             if not isinstance(pattern, (str, type)):
                 raise TypeError(f"{argument} takes module names, globs and module types, got {pattern!r}")
 
     def matches(self, layer: str, stack: Around) -> list[Pattern]:
-        """Return the patterns that select a layer: by its name, by a module around it, or by such a module's type."""
+        """Return the patterns that select a layer: by its name, by a module around it, or by that module's type."""
         names = {layer, *(path for path, _ in stack)}
         found: list[Pattern] = []
         for pattern in self.patterns:
@@ -263,7 +263,7 @@ class Patterns:
         return found
 
     def _matches_alias(self, pattern: str, names: Iterable[str]) -> bool:
-        """Whether a pattern selects a layer by another name of it, or of a module around it, the outermost first."""
+        """Return whether a pattern matches another name of a layer or of a module around it, outermost first."""
         for name in sorted(names, key=len):
             if any(_fits(other, pattern) for other in self.aliases.of(name)):
                 kind = "module" if name in self.aliases.others else "operator"
@@ -272,7 +272,7 @@ class Patterns:
         return False
 
     def check(self, layers: Iterable[str], modules: Collection[tuple[str, type[nn.Module] | None]]) -> tuple[str, ...]:
-        """Raise for patterns that select nothing at all; return notes on those that do not do what they seem to."""
+        """Raise for patterns that match nothing; return notes on those whose effect may surprise, or that have none."""
         names = sorted({*layers, *(path for path, _ in modules if path)})
         notes = [
             f"{self.argument} {pattern!r} selects {name}, which is the same {kind}"
@@ -307,7 +307,7 @@ class Patterns:
 
 
 class Choices:
-    """What is quantized how: a recipe, and what a user leaves out and changes for single layers."""
+    """The quantization choices of a transform: the recipe, the exclusions and the overrides."""
 
     def __init__(
         self, recipe: Recipe | None, exclude: tuple[Pattern, ...] | None, overrides: Mapping[Pattern, Any] | None,
@@ -320,7 +320,7 @@ class Choices:
         self.overrides = Override.all(overrides or {})
 
     def rule(self, family: str, layer: str, stack: Around) -> tuple[Rule | None, list[Pattern]]:
-        """Return the rule of a layer, and the patterns that changed it."""
+        """Return the rule of a layer, and the override patterns that select it."""
         selecting = self.changes.matches(layer, stack)
         rule = self.recipe.rule(family)
         for pattern in selecting:
@@ -337,32 +337,32 @@ def _shown(pattern: Pattern) -> str:
 
 
 SELECTED = "cpt_fx_selected"
-"""Key in `GraphModule.meta` of a `Selected`, where a graph is one of several and cannot judge a pattern alone."""
+"""Key in `GraphModule.meta` of a `Selected` that several graphs share: one graph cannot tell what matches nothing."""
 
 
 class Selected:
-    """What patterns selected over all graphs of a model: one that selects nothing here may select something there."""
+    """What patterns selected over all graphs of a model; a pattern may match in one of them only."""
 
     def __init__(self) -> None:
         self._all: dict[tuple[str, tuple[Pattern, ...]], Patterns] = {}
         self.layers: dict[str, None] = {}
 
     def patterns(self, given: Iterable[Pattern], argument: str, aliases: Aliases) -> Patterns:
-        """Return what takes note of what some patterns select in one more graph."""
+        """Return the shared `Patterns` of these patterns, for one more graph."""
         patterns = Patterns(given, argument)
         patterns = self._all.setdefault((argument, patterns.patterns), patterns)
         patterns.aliases = aliases
         return patterns
 
     def check(self, modules: Collection[tuple[str, type[nn.Module] | None]]) -> tuple[str, ...]:
-        """Judge all patterns as `Patterns.check` does."""
+        """Check all patterns, as `Patterns.check` does."""
         return tuple(note for patterns in self._all.values() for note in patterns.check(self.layers, modules))
 
 
 def check_before_capture(patterns: Patterns, modules: Mapping[str, type[nn.Module]]) -> None:
-    """Raise for patterns that cannot select anything, whatever the graphs will hold: no such module, no such type.
+    """Raise for patterns that can match nothing, whatever the graphs will hold: no such module, no such type.
 
-    A name below a module, or one without a dot, may yet be that of an operator.
+    A name directly below a module, or one without a dot, may turn out to be that of an operator.
     """
     certain = []
     for pattern in patterns.patterns:

@@ -1,4 +1,4 @@
-"""The passes, in order."""
+"""The pipeline: the passes that a transform runs, in order."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from cpt_fx.errors import check_choice, nearest
+from cpt_fx.ir.pass_base import STAGES, Pass, Report, recompile
 from cpt_fx.overrides import Pattern, as_patterns
-from cpt_fx.pass_base import STAGES, Pass, Report, recompile
 from cpt_fx.passes.annotate import Annotate
 from cpt_fx.passes.bind import Bind
 from cpt_fx.passes.insert import Insert
@@ -26,12 +26,12 @@ from cpt_fx.recipes import Recipe, integer, resolve
 from cpt_fx.schedules.base import Schedule
 
 EXECUTIONS = ("simulated", "integer")
-"""How quantized products may run."""
+"""How quantized products can be executed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The choices of a transform, each handed to every pass that has a field of the name. None: nobody made it."""
+    """The settings of a transform; each fills the field of its name in every pass that has one. None means not set."""
 
     schedule: Schedule | None = None
     recipe: Recipe | None = None
@@ -41,9 +41,9 @@ class Settings:
 
 
 def _handed(settings: Settings, passes: Sequence[Pass]) -> tuple[Pass, ...]:
-    """Return the passes with every field filled that a setting is for.
+    """Return the passes with their unset fields filled from the settings.
 
-    What is set on a pass counts for all of them; two passes that disagree are an error.
+    A value set on one pass holds for all passes, in place of the setting; two passes that disagree are an error.
     """
     values: dict[str, Any] = {}
     for name in (setting.name for setting in fields(Settings)):
@@ -66,7 +66,7 @@ def _filled(step: Pass, values: Mapping[str, Any]) -> Pass:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Keep the garbage collector from going over a growing graph again and again: all that is made stays."""
+    """Disable garbage collection in the block: a growing graph holds no garbage, and repeated scans of it are slow."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -78,14 +78,14 @@ def no_collection() -> Iterator[None]:
 
 @dataclass(frozen=True, repr=False)
 class Pipeline:
-    """A list of passes. It does not change: `after`, `before`, `replace` and `drop` return another one."""
+    """An immutable list of passes: `after`, `before`, `replace` and `drop` return a new one."""
 
     passes: tuple[Pass, ...]
     settings: Settings = field(default_factory=Settings)
-    """What passes are handed that do not say themselves."""
+    """Values for the fields that the passes leave unset."""
 
     def __post_init__(self) -> None:
-        """Refuse what is not a pass, and passes that disagree."""
+        """Check that all items are passes, and that no two of them disagree on a setting."""
         for step in self.passes:
             if not isinstance(step, Pass):
                 raise TypeError(f"a pipeline is made of passes, got {step!r}")
@@ -101,7 +101,7 @@ class Pipeline:
         schedule: Schedule | None = None,
         execution: str = "simulated",
     ) -> Pipeline:
-        """Return what `transform` runs."""
+        """Return the pipeline that `transform` runs."""
         if recipe is None and execution == "integer":
             recipe = integer()
         settings = Settings(
@@ -113,28 +113,28 @@ class Pipeline:
         return cls((Normalize(), Open(), Annotate(), Insert(), Share(), Bind()), settings).executing(execution)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
-        """Stay what it is: a copied model follows the schedule that the model follows."""
+        """Return the pipeline itself: a copied model follows the same schedule."""
         return self
 
     def executing(self, execution: str) -> Pipeline:
-        """Return a pipeline for an execution: `"integer"` needs a pass that lowers, last where there is none."""
+        """Return the pipeline for an execution mode; for `"integer"`, append `Lower` if no pass lowers."""
         check_choice("execution", execution, EXECUTIONS)
         settings = replace(self.settings, execution=execution)
         lowers = execution == "simulated" or any(step.reaches == STAGES[-1] for step in self.passes)
         return Pipeline(self.passes if lowers else (*self.passes, Lower()), settings)
 
     def following(self, schedule: Schedule) -> Pipeline:
-        """Return a pipeline for a schedule."""
+        """Return the pipeline with its schedule set."""
         return Pipeline(self.passes, replace(self.settings, schedule=schedule))
 
     @property
     def binds(self) -> bool:
-        """Whether a schedule drives what comes out."""
+        """Whether one of the passes binds the bit-widths to a schedule."""
         return any(step.reaches == "bound" for step in self.passes)
 
     @no_collection()
     def run(self, module: fx.GraphModule) -> tuple[Report, ...]:
-        """Run every pass on a graph, in place, and check the graph after each of them."""
+        """Run every pass on a graph, in place, and verify the graph after each of them."""
         reports = []
         for step in self:
             reports.append(step.apply(module))
@@ -155,38 +155,38 @@ class Pipeline:
         prove: bool = True,
     ) -> nn.Module:
         """Do what `cpt_fx.transform` does, with these passes."""
-        # The door to the layer above: api builds the standard pipeline, and this method is the way in for any other.
+        # Deferred import of the layer above: api runs the standard pipeline, this method any other.
         from cpt_fx.api import examples_of, transform_with
 
         examples = examples_of(example_inputs, example_kwargs)
         return transform_with(self.executing(execution), model, schedule, examples, capture, strict, prove)
 
     def after(self, name: str, step: Pass) -> Pipeline:
-        """Insert a pass after the one of that name."""
+        """Return a pipeline with a pass inserted after the one of that name."""
         return self._spliced(name, 1, 1, step)
 
     def before(self, name: str, step: Pass) -> Pipeline:
-        """Insert a pass before the one of that name."""
+        """Return a pipeline with a pass inserted before the one of that name."""
         return self._spliced(name, 0, 0, step)
 
     def replace(self, name: str, step: Pass) -> Pipeline:
-        """Replace the pass of that name."""
+        """Return a pipeline with the pass of that name replaced."""
         return self._spliced(name, 0, 1, step)
 
     def drop(self, name: str) -> Pipeline:
-        """Leave out the pass of that name."""
+        """Return a pipeline without the pass of that name."""
         return self._spliced(name, 0, 1)
 
     def __iter__(self) -> Iterator[Pass]:
-        """Iterate over the passes as they run, settings included."""
+        """Iterate over the passes as they run, with the settings filled in."""
         return iter(_handed(self.settings, self.passes))
 
     def __repr__(self) -> str:
-        """Return the full record of what runs."""
+        """Return all passes with all their fields: a full record of what runs."""
         return f"Pipeline(passes={tuple(self)!r})"
 
     def _spliced(self, name: str, start: int, stop: int, *steps: Pass) -> Pipeline:
-        """Put steps in the place of those from `start` to `stop`, counted from the pass of that name."""
+        """Return a pipeline with the passes from `start` to `stop`, relative to the named one, replaced by `steps`."""
         names = [step.name for step in self.passes]
         if name not in names:
             raise ValueError(f"no pass {name!r} in this pipeline; there are {names}.{nearest(name, names)}")

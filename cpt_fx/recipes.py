@@ -1,4 +1,4 @@
-"""Recipes: what is quantized how. Frozen data; the presets are functions that return one."""
+"""Recipes: frozen data that says what is quantized and how; the presets are functions that return one."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ OPERANDS = ("input", "weight", "bias", "gradient")
 class Rule:
     """The formats of one op family; None leaves that operand in full precision.
 
-    `gradient_with_forward`: at 0 forward bits the gradient is left alone too (published convolutions).
-    `return_quantized`: where an operand is also an output of the model, the quantized one is returned (published
-    attention probabilities). `messages_only`: the left operand of a product is an adjacency matrix, and is left alone,
-    where it depends on no parameter.
+    `gradient_with_forward`: at 0 forward bits the gradient is not quantized either (published convolutions).
+    `return_quantized`: if an operand is also an output of the model, return the quantized one (published attention
+    probabilities). `messages_only`: treat the left operand of a product as an adjacency matrix and do not quantize
+    it, unless it depends on a parameter.
     """
 
     input: Format | None = None
@@ -29,7 +29,7 @@ class Rule:
     messages_only: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse anything that is not a format."""
+        """Reject operands that are not formats, and gradient formats whose range is not dynamic."""
         for name in OPERANDS:
             value = getattr(self, name)
             if value is not None and not isinstance(value, Format):
@@ -42,10 +42,10 @@ class Rule:
 class Recipe:
     """One rule per op family; None leaves the family in full precision.
 
-    `bias_add` is a separate addition of a parameter, `scale` a product of two activations element by element: the
-    published graph layers quantize both.
-    `not_finite`: running ranges never learn from a batch with a NaN or an infinity. `"skip"` passes over it and reads
-    nothing back; `"raise"` lets `schedule.step()` raise FloatingPointError, which costs one read of the device a step.
+    `bias_add` is a separate addition of a parameter, `scale` an elementwise product of two activations: the published
+    graph layers quantize both.
+    `not_finite`: running ranges never learn from a batch with a NaN or an infinity. `"skip"` ignores it without a
+    device read; `"raise"` makes `schedule.step()` raise FloatingPointError, which costs one device read per step.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Recipe:
     not_finite: str = "skip"
 
     def __post_init__(self) -> None:
-        """Refuse rules that are not rules."""
+        """Reject an unknown `not_finite` and values that are not rules."""
         check_choice("Recipe.not_finite", self.not_finite, ("skip", "raise"))
         for family in FAMILIES:
             value = getattr(self, family)
@@ -89,7 +89,7 @@ def paper(
     aggregation: str = "fp",
     quantize_norm: bool = False,
 ) -> Recipe:
-    """Return the published scheme, with the quirks that change numbers.
+    """Return the published scheme, including its quirks that affect the numbers.
 
     Args:
         family: `"dense"` for convolutions, linear layers, LSTMs and attention; `"graph"` for graph layers.
@@ -137,11 +137,11 @@ def paper(
 
 
 def default() -> Recipe:
-    """Return the published places with the faults mended; used when no recipe is given.
+    """Return the recipe used by default: it quantizes what the published scheme does, without its faults.
 
     Weights symmetric per output channel; activations affine with an integer zero point, so that zero (and with it
-    padding) is on the grid and QDQ export is exact; biases symmetric over the vector; running ranges corrected for
-    their start; gradients affine over the whole tensor with stochastic rounding.
+    padding) is on the grid and QDQ export is exact; biases symmetric per tensor; running ranges corrected for their
+    start at zero; gradients affine per tensor with stochastic rounding.
     """
     activation = Format(scheme=Scheme.AFFINE_INTEGER, range=Range.OBSERVER)
     gradient = Format(scheme=Scheme.AFFINE, rounding=Rounding.STOCHASTIC)
@@ -153,9 +153,8 @@ def default() -> Recipe:
 def integer() -> Recipe:
     """Return symmetric formats throughout, one scale per tensor: what integer kernels multiply.
 
-    A tensor is a factor of up to three products, forward and backward, which sum over different dims. Only a scale
-    that it has as a whole can be taken out of all of them. Biases stay in full precision: they are added to the
-    accumulator, they multiply nothing.
+    A tensor is an operand of several products, forward and backward, which sum over different dims; only a scale per
+    tensor factors out of all of them. Biases stay in full precision: they are added to the accumulator.
     """
     whole = Format(scheme=Scheme.SYMMETRIC)
     gradient = replace(whole, rounding=Rounding.STOCHASTIC)
@@ -163,7 +162,7 @@ def integer() -> Recipe:
 
 
 def fp8() -> Recipe:
-    """Return e4m3 for weights and activations, e5m2 for gradients, at 8 bits; other widths move the mantissa."""
+    """Return e4m3 for weights and activations, e5m2 for gradients, at 8 bits; other widths change the mantissa."""
     forward = Format(scheme=Scheme.FLOAT, exponent=4, specials=Specials.FN)
     backward = Format(scheme=Scheme.FLOAT, exponent=5, specials=Specials.IEEE, rounding=Rounding.STOCHASTIC)
     weight = replace(forward, group=Group.CHANNEL)
@@ -173,8 +172,8 @@ def fp8() -> Recipe:
 def mx() -> Recipe:
     """Return the MX layout: blocks of 32 elements share a power-of-two scale; e4m3 elements at 8 bits.
 
-    Weights and activations of products have their blocks along the last dim, the one that is summed over; those of
-    convolutions run through each channel and each sample.
+    In matrix products, the blocks of weights and activations run along the last dim, which is summed over; in
+    convolutions, they run through each output channel of the weight and each sample of the input.
     """
     blocks = Format(scheme=Scheme.FLOAT, exponent=4, specials=Specials.FN, group=Group.VECTOR, block=32)
     rows = replace(blocks, group=Group.ROW)
@@ -185,7 +184,7 @@ def mx() -> Recipe:
 
 
 def _everywhere(name: str, rule: Rule) -> Recipe:
-    """Use one rule for every family of products; embeddings look up, they do not multiply."""
+    """Return a recipe with one rule for every family of products; embeddings are lookups and have none."""
     return Recipe(name=name, conv=rule, linear=rule, matmul=rule, attention=rule, recurrent=rule)
 
 

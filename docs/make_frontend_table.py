@@ -22,16 +22,16 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.faithful import stages  # noqa: E402
+from tests.capture.faithful import stages  # noqa: E402
 from tests.zoo import ANY_MODEL, Entry  # noqa: E402
-from tests.zoo_any import missing  # noqa: E402
+from tests.zoo.any_model import missing  # noqa: E402
 
 FRONTENDS = ("symbolic", "export", "dynamo", "auto")
 LONGEST = 150
 TOP = """\
 # Frontends
 
-What each value of `capture=` makes of the models in `tests/zoo*.py`, which are small, seeded ones of the families that
+What each value of `capture=` makes of the models in `tests/zoo/`, which are small, seeded ones of the families that
 people train. A model passes if outputs, gradients and buffers of a training step at 32 bits are the plain model's,
 with another batch size too, and its output in evaluation; if the keys of its `state_dict` are kept; and if it trains at
 4 bits with every quantizer at work. "The plain model's" is to the last bit, and to 1e-5 of the largest element where a

@@ -1,4 +1,4 @@
-"""Graph passes: each reads one stage of a captured graph and produces the next.
+"""The graph passes, which turn a captured graph into a quantized one.
 
 The folder lies at the top of the repository so that it is easy to find, and ships as `cpt_fx.passes`.
 Import it under that name only: under a second name every class in it would exist twice, and
@@ -12,7 +12,7 @@ if __name__ != "cpt_fx.passes":
         name=__name__,
     )
 
-from cpt_fx.pass_base import Pass, Report
+from cpt_fx.ir.pass_base import Pass, Report
 from cpt_fx.passes.annotate import Annotate
 from cpt_fx.passes.bind import Bind
 from cpt_fx.passes.insert import Insert

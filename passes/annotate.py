@@ -1,4 +1,4 @@
-"""The recipe's decisions, written to the nodes. Nothing in the graph is changed."""
+"""Write quantization decisions to node metadata; the graph itself does not change."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import torch
 from torch import fx, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from cpt_fx.aliasing import overwritten
-from cpt_fx.bodies import AUTHORS_OWN, calls_of, given_quantized, has_quantizers, multiplies, outermost, state_of
 from cpt_fx.formats import Format, Group
-from cpt_fx.graph_sites import (
+from cpt_fx.ir.aggregations import (
     MAKERS,
     bag_spec,
     carries_no_message,
@@ -23,7 +21,10 @@ from cpt_fx.graph_sites import (
     parametrization_of,
     result_of,
 )
-from cpt_fx.meta import (
+from cpt_fx.ir.aliasing import overwritten
+from cpt_fx.ir.contexts import TRANSFORMED, Regions
+from cpt_fx.ir.layer_names import NAMES, Names, NamesOfOneGraph, frames_of
+from cpt_fx.ir.meta import (
     BY_DECISION,
     CALLED,
     FAMILY,
@@ -39,18 +40,17 @@ from cpt_fx.meta import (
     module_path,
     module_stack,
 )
-from cpt_fx.names import NAMES, Names, NamesOfOneGraph, frames_of
+from cpt_fx.ir.pass_base import Pass, Report
+from cpt_fx.ir.result import plain_class
+from cpt_fx.ir.state import Precision
+from cpt_fx.ir.subgraphs import AUTHORS_OWN, calls_of, given_quantized, has_quantizers, multiplies, outermost, state_of
+from cpt_fx.ir.values import WeightTracker, is_read
 from cpt_fx.operators import HIDING, MULTIPLY, Index, Row, form_of, returns_one_tensor, row_of, why_left
 from cpt_fx.operators.around import ADDS
 from cpt_fx.operators.groups import einsum_group, group_of
 from cpt_fx.overrides import SELECTED, Aliases, Choices, Pattern, Selected
-from cpt_fx.pass_base import Pass, Report
 from cpt_fx.recipes import Recipe, Rule
-from cpt_fx.regions import TRANSFORMED, Regions
-from cpt_fx.result import plain_class
-from cpt_fx.runtime import Precision
 from cpt_fx.schedules import Bits
-from cpt_fx.values import Values, is_read
 
 MAKES_A_WEIGHT = "part of a parametrization: it makes a weight, which is quantized where a layer multiplies it"
 BETWEEN = "it multiplies its operands one after the other: what it makes in between stays in full precision"
@@ -61,9 +61,9 @@ OF_SOFTMAX = "part of a softmax over neighbours, which stays in full precision: 
 
 @dataclass(frozen=True)
 class Annotate(Pass):
-    """Decide for every operator that multiplies what is quantized how, or why it is not.
+    """Decide for every operator that multiplies how it is quantized, or why it is not.
 
-    Decisions are `Site`s in `node.meta`; what stays in full precision is in the report, with the reason.
+    Decisions are `Site`s in `node.meta`; the report lists what stays in full precision, with the reason.
     """
 
     recipe: Recipe | None = None
@@ -76,7 +76,7 @@ class Annotate(Pass):
     whole: ClassVar[bool] = True
 
     def run(self, module: fx.GraphModule) -> Report:
-        """Walk the graph once, in order, into every body where it is run."""
+        """Walk the graph once, in order, entering each subgraph at the first node that runs it."""
         selected: Selected = module.meta.get(SELECTED) or Selected()
         choices = Choices(self.recipe, self.exclude, self.overrides, Aliases(outermost(module)), selected)
         if choices.recipe.not_finite == "raise":
@@ -84,20 +84,20 @@ class Annotate(Pass):
         walk = _Walk(module, choices)
         walk.graph(module)
         selected.layers.update(dict.fromkeys(walk.layers))
-        # Unless other graphs have a say in which patterns select nothing.
+        # Where several graphs share `Selected`, the session checks the patterns over all of them.
         notes = () if SELECTED in module.meta else selected.check(walk.kinds.items())
         return Report(self.name, walk.decided, notes, tuple(walk.uncovered))
 
 
 class _Walk:
-    """One walk over a graph: names layers, follows which values are weights, decides."""
+    """One walk over a graph: names layers, tracks which values are weights, decides."""
 
     def __init__(self, module: fx.GraphModule, choices: Choices) -> None:
         self.module = module
         self.choices = choices
         self.recipe = choices.recipe
         self.regions = Regions()
-        self.values = Values(module)
+        self.values = WeightTracker(module)
         self.layers: list[str] = []
         self.uncovered: list[Uncovered] = []
         self.decided = 0
@@ -107,10 +107,10 @@ class _Walk:
         self.kinds: dict[str, type[nn.Module] | None] = {
             path: _kind_of(child) for path, child in module.named_modules(remove_duplicate=False)
         }
-        """Every module the graph knows of, called or opened."""
+        """Class of every module that the graph knows, by path."""
 
     def graph(self, module: fx.GraphModule) -> None:
-        """Decide about every node of a graph, and of its bodies at the first node that runs them."""
+        """Visit every node of a graph, and each of its subgraphs at the first node that runs it."""
         self._walked.add(module)
         outer, self.module = self.module, module
         self.values.module = module
@@ -126,7 +126,7 @@ class _Walk:
         self.module = self.values.module = outer
 
     def visit(self, node: fx.Node) -> None:
-        """Decide one node."""
+        """Decide about one node."""
         self.kinds.update((path, kind) for path, kind in module_stack(node) if kind is not None)
         self.regions.visit(node)
         self.values.visit(node)
@@ -143,7 +143,7 @@ class _Walk:
         layer = self._names.name(node, spec.name, self.kinds.get(module_path(node)[0]))
         self.layers.append(layer)
         if SITE in node.meta and has_quantizers(node, self._given):
-            return  # insert has acted on an earlier decision: that one stands
+            return  # insert has carried out an earlier decision, which stands
         node.meta.pop(SITE, None)
         if self._is_excluded(node, layer, spec.name):
             return
@@ -155,7 +155,7 @@ class _Walk:
         if rule is None:
             if family in (*MULTIPLY, "aggregation"):
                 reason = f"recipe {self.recipe.name!r} leaves {family} in full precision"
-                # Sums multiply nothing: leaving them is what a recipe without a rule for them says.
+                # Sums multiply nothing, so a recipe without a rule for them leaves them by choice.
                 self.uncovered.append(Uncovered(layer, spec.name, reason, by_choice=family == "aggregation"))
             return
         if family == "aggregation" and normalizes_softmax(node, spec):
@@ -165,7 +165,7 @@ class _Walk:
         self._note_effects(node, selecting)
 
     def _makes_a_weight(self, node: fx.Node) -> bool:
-        """Whether a node is part of a parametrization, which is listed where it multiplies."""
+        """Return whether a node is part of a parametrization; list it as uncovered if it multiplies."""
         found = parametrization_of(node, self.kinds)
         if found is None:
             return False
@@ -182,7 +182,7 @@ class _Walk:
             self.uncovered.append(item)
 
     def _note_effects(self, node: fx.Node, selecting: list[Pattern]) -> None:
-        """Take note of which widths that overrides give to single roles have a quantizer to go to."""
+        """Record which bit-widths that overrides set for single roles have a quantizer."""
         site: Site | None = node.meta.get(SITE)
         roles = set() if site is None else {operand.role for operand in site.operands}
         if site is not None and site.gradient is not None:
@@ -193,7 +193,7 @@ class _Walk:
                 idle[pattern, role] = idle.get((pattern, role), True) and role not in roles
 
     def _is_excluded(self, node: fx.Node, layer: str, op: str) -> bool:
-        """Whether the user left an operator out; if so, note it."""
+        """Return whether the user excluded an operator; if so, list it as uncovered."""
         shown = [pattern if isinstance(pattern, str) else pattern.__name__
                  for pattern in self.choices.exclude.matches(layer, around(node))]  # fmt: skip
         if shown:
@@ -245,7 +245,7 @@ class _Walk:
         self.decided += 1
 
     def _bias_after(self, node: fx.Node) -> fx.Node | None:
-        """Return the addition of a vector of parameters that completes a product to a linear layer, if it is one."""
+        """Return the addition of a parameter vector that makes a product a linear layer with bias, or None."""
         users = list(node.users)
         if self.recipe.bias_add is not None or len(users) != 1 or not is_one_of(users[0], ADDS) or users[0].kwargs:
             return None
@@ -280,7 +280,7 @@ class _Walk:
     def _operand(
         self, node: fx.Node, spec: Row, family: str, index: Index, name: str, kind: str, rule: Rule
     ) -> Operand | str | None:
-        """Return the decision for one operand; a reason where it stays as it is; None where nothing is to say."""
+        """Return the decision for one operand, a reason if it is not quantized, or None if there is nothing to say."""
         value = argument(node, index)
         if not isinstance(value, fx.Node):
             return None
@@ -312,13 +312,13 @@ class _Walk:
         if spec.name == "vecdot" and fitting.group is Group.CHANNEL:
             groups = ((), (node.kwargs.get("dim", -1),))  # type: ignore[assignment]
         if fitting.group is Group.ROW and is_weight and self.values.is_transposed(value):
-            # As stored, dim 0: after a transpose it is the last.
+            # Dim 0 as stored is the last dim after a transpose.
             groups = ((-1,), None)
         keep, over = groups
         return Operand(index, name, role, fitting, keep, over)
 
     def _fitting(self, chosen: Format, value: fx.Node) -> Format:
-        """Say of a vector that it has one range, as every vector has (`reduced_dims`), where it is known to be one."""
+        """Return the format, with one range per tensor for a known vector: `reduced_dims` gives vectors one anyway."""
         if is_read(value) and chosen.group in (Group.ROW, Group.CHANNEL) and not chosen.block:
             tensor = self.values.tensor(value)
             if isinstance(tensor, torch.Tensor) and tensor.ndim < 2:
@@ -326,7 +326,7 @@ class _Walk:
         return chosen
 
     def _family(self, node: fx.Node, spec: Row) -> str:
-        """Return the family of an operator: a product with a parameter is a linear layer, however it is written."""
+        """Return the family of an operator; a product with a parameter is a linear layer, however it is written."""
         if FAMILY in node.meta:
             return str(node.meta[FAMILY])
         products = spec.family == "matmul" or spec.name in ("sparse_mm", "sparse_addmm")
@@ -335,7 +335,7 @@ class _Walk:
         return spec.family
 
     def _report_hidden(self, node: fx.Node) -> None:
-        """Report calls that multiply, or may multiply, where no quantizer can reach."""
+        """Report calls that multiply, or may multiply, where no quantizer can be inserted."""
         path, _ = module_path(node)
         layer = self.module.get_submodule(str(node.target)) if node.op == "call_module" else self.module
         if CALLED in node.meta and any(isinstance(hook, SpectralNorm) for hook in layer._forward_pre_hooks.values()):
@@ -365,6 +365,6 @@ class _Walk:
 
 
 def _kind_of(module: nn.Module) -> type[nn.Module] | None:
-    """Return a module's class, the user's own, if it has one to show."""
+    """Return the user's class of a module; None for a bare `nn.Module`, a GraphModule and our state module."""
     bare = type(module) is nn.Module or isinstance(module, (Precision, fx.GraphModule))
     return None if bare else plain_class(type(module))

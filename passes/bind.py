@@ -1,4 +1,4 @@
-"""The schedule connected: every quantizer reads the width that its layer follows."""
+"""Connect the schedule: every quantizer reads its own bit-width source."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from cpt_fx.bodies import graphs_of, state_of
-from cpt_fx.meta import QUANTIZER, VIEW, Dial, Quantizer, read_before
-from cpt_fx.pass_base import Pass, Report
-from cpt_fx.runtime import Precision
+from cpt_fx.ir.meta import QUANTIZER, VIEW, Dial, Quantizer, read_before
+from cpt_fx.ir.pass_base import Pass, Report
+from cpt_fx.ir.state import Precision
+from cpt_fx.ir.subgraphs import graphs_of, state_of
 from cpt_fx.schedules.base import Schedule
 
 
 @dataclass(frozen=True)
 class Bind(Pass):
-    """Give layers with an override a width of their own, then let the schedule write all widths.
+    """Give layers with an override their own bit-widths, then let the schedule set all of them.
 
-    Without a schedule the widths stay at 32, the identity, until `schedule.bind(model)` is called.
+    Without a schedule they stay at 32, the identity, until `schedule.bind(model)` is called.
     """
 
     schedule: Schedule | None = None
@@ -29,18 +29,18 @@ class Bind(Pass):
     whole: ClassVar[bool] = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Bind:
-        """Keep the schedule: the copy of a model follows the same one, unless that is being copied too."""
+        """Copy the pass but share the schedule, unless that is being copied in the same call."""
         return Bind(memo.get(id(self.schedule), self.schedule))
 
     def run(self, module: fx.GraphModule) -> Report:
-        """Point quantizers at their dials and attach the schedule."""
+        """Connect quantizers to their bit-width sources and attach the schedule."""
         state = state_of(module)
         moved = sum(_point(graph.graph, state) for graph in graphs_of(module))
         for role in ("weight", "activation", "gradient"):
             state.add_dial(Dial(role))
-        # A model that is in evaluation mode now starts with the widths for evaluation.
+        # A model in evaluation mode starts with the evaluation widths.
         state.train(module.training)
-        # A later graph of a model is no reason to leave a schedule that took over in the meantime.
+        # A later graph of the same model must not replace a schedule that was bound in the meantime.
         if self.schedule is not None and (state.schedule is None or VIEW not in module.meta):
             self.schedule.bind(state)
         widths = ", ".join(sorted(state.dials)) or "none"
@@ -48,7 +48,7 @@ class Bind(Pass):
 
 
 def _point(graph: fx.Graph, state: Precision) -> int:
-    """Let every quantizer of a graph read the width of its dial."""
+    """Make every quantizer of a graph read its bit-width source; return how many changed."""
     reads: dict[str, fx.Node] = {}
     moved = 0
     for node in list(graph.nodes):

@@ -1,4 +1,4 @@
-"""The decisions carried out: a quantize node before every operand, a gradient quantizer after every operator."""
+"""Carry out the decisions: insert a quantizer before each operand and a gradient quantizer after each operator."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from cpt_fx.aliasing import overwritten
-from cpt_fx.bodies import OUTER, free_name, given_quantized, has_quantizers, nodes_of, outermost, state_of
 from cpt_fx.formats import Format, Range
-from cpt_fx.layer_state import PARTS, add_range
-from cpt_fx.meta import QUANTIZER, SITE, STATE, Dial, Operand, Quantizer, Site, read_before, source_of
-from cpt_fx.numerics import keywords_of
+from cpt_fx.ir.aliasing import overwritten
+from cpt_fx.ir.layer_state import PARTS, add_range
+from cpt_fx.ir.meta import QUANTIZER, SITE, STATE, Dial, Operand, Quantizer, Site, read_before, source_of
+from cpt_fx.ir.pass_base import Pass, Report
+from cpt_fx.ir.state import Precision
+from cpt_fx.ir.subgraphs import OUTER, free_name, given_quantized, has_quantizers, nodes_of, outermost, state_of
 from cpt_fx.operators import returns_one_tensor
 from cpt_fx.operators.groups import gradient_groups
-from cpt_fx.ops import OP_OF_RANGE, QUANTIZE_GRADIENT
-from cpt_fx.pass_base import Pass, Report
-from cpt_fx.runtime import Precision
+from cpt_fx.quantizers.numerics import keywords_of
+from cpt_fx.quantizers.ops import OP_OF_RANGE, QUANTIZE_GRADIENT
 
 
 @dataclass(frozen=True)
 class Insert(Pass):
     """Insert quantizers for weights, biases, activations and gradients where annotate decided so.
 
-    All read the plain widths of their role, which stand at 32 (the identity) until bind attaches a schedule. Every
-    operand of every operator gets a quantizer of its own; share merges those that would do the same work twice.
+    They read the plain bit-width of their role, which is 32 (the identity) until bind attaches a schedule. Every
+    operand of every operator gets its own quantizer; share merges the redundant ones.
     """
 
     name: ClassVar[str] = "insert"
@@ -34,7 +34,7 @@ class Insert(Pass):
     reaches: ClassVar[str | None] = "inserted"
 
     def run(self, module: fx.GraphModule) -> Report:
-        """Insert for every decided node."""
+        """Insert the quantizers of every operator that has a quantization decision."""
         state = state_of(module)
         made = [node.meta[QUANTIZER] for node in nodes_of(outermost(module)) if QUANTIZER in node.meta]
         editor = _Editor(module, state, {quantizer.record for quantizer in made})
@@ -42,7 +42,7 @@ class Insert(Pass):
         given = given_quantized(module)
         sites = [node for node in module.graph.nodes if SITE in node.meta and not has_quantizers(node, given)]
         after = {node: nodes[node.meta[SITE].gradient_name].users for node in sites}
-        # But for those that an earlier run of this pass served.
+        # Skip those that an earlier run of this pass has handled.
         sites = [node for node in sites if all(user.target is not QUANTIZE_GRADIENT for user in after[node])]
         for node in sites:
             site: Site = node.meta[SITE]
@@ -57,7 +57,7 @@ class Insert(Pass):
 
 
 class _Editor:
-    """Makes nodes: keeps the values they read in one place each."""
+    """Creates quantizer nodes; each value of the state is read by one node."""
 
     def __init__(self, module: fx.GraphModule, state: Precision, records: set[str]) -> None:
         self.module = module
@@ -68,15 +68,16 @@ class _Editor:
         self._reads: dict[str, fx.Node] = {}
 
     def write_afterwards(self, node: fx.Node) -> None:
-        """Let an operator that overwrites a tensor do so with what has gone through its gradient quantizer.
+        """Run an in-place operator on a copy; its result is written back after its gradient quantizer.
 
-        Gradients of a view come back by what it is a view of; and what a quantizer makes of an operand is a copy.
+        In place it would overwrite the copy that the operand's quantizer returns, not the tensor itself; and the
+        gradient of a view flows through its base, bypassing a gradient quantizer on the view.
         """
         written = node.args[0]
         with self.graph.inserting_before(node):
             aside = self.graph.call_method("clone", (written,))
         with self.graph.inserting_before(node.next):
-            # Not copy_: the zeros that it sends back lie otherwise in memory than gradients. -0.0 changes no number.
+            # Not copy_: the zeros it returns as gradient have another memory layout. Adding to -0.0 changes no value.
             empty = self.graph.call_method("fill_", (written, -0.0))
             returns_it = returns_one_tensor(node.target)
             back = self.graph.call_method("add_", (empty, node if returns_it else aside))
@@ -87,7 +88,7 @@ class _Editor:
             new.meta |= {key: value for key, value in node.meta.items() if key == "val"} | source_of(node)
 
     def quantize_operand(self, node: fx.Node, site: Site, operand: Operand) -> None:
-        """Put a quantizer between an operator and one of its operands."""
+        """Insert a quantizer between an operator and one of its operands."""
         value = operand.value(node)
         options = keywords_of(operand.format, (operand.keep, operand.over))
         name = _identifier(f"{site.layer}_{operand.name}_q")
@@ -118,7 +119,7 @@ class _Editor:
                     user.replace_input_with(value, made)
 
     def quantize_gradient(self, node: fx.Node, at: fx.Node, site: Site) -> None:
-        """Put a gradient quantizer after an operator; everything that read the operator reads it instead."""
+        """Insert a gradient quantizer after an operator; all users of the operator read the quantizer instead."""
         assert site.gradient is not None
         name = _identifier(f"{site.layer}_gradient_q")
         with self.graph.inserting_after(node):
@@ -133,7 +134,7 @@ class _Editor:
         self, made: fx.Node, options: dict[str, Any], at: fx.Node, site: Site, operand: str, role: str,
         format: Format, ranges: str = "",
     ) -> None:  # fmt: skip
-        """Give a new quantizer its record and its provenance."""
+        """Give a new quantizer its counters and its provenance."""
         record = self._record(made.name, site.layer)
         made.kwargs = {**options, "record": self._read(record, made)}
         what = Quantizer((site.layer,), site.op, operand, role, format, site.dial(role), record, ranges)
@@ -144,7 +145,7 @@ class _Editor:
         self.counts[what.role] = self.counts.get(what.role, 0) + 1
 
     def _record(self, name: str, layer: str) -> str:
-        """Return a record that no other quantizer writes: a graph and its bodies may have nodes of one name."""
+        """Add counters that no other quantizer writes, as node names may repeat in subgraphs; return their path."""
         free = free_name(name, lambda free: f"{STATE}.records.{free}" in self.records)
         record = self.state.add_record(free, layer)
         self.records.add(record)
@@ -154,11 +155,11 @@ class _Editor:
         path = self.state.add_dial(Dial(role))
         if path in self._reads:
             return self._reads[path]
-        # Before whatever stands first by now: the first operator may have got a quantizer in front of it.
+        # Before the current first node: the first operator may have a quantizer in front of it by now.
         return self._read(path, next(node for node in self.graph.nodes if node.op != "placeholder"))
 
     def _read(self, path: str, before: fx.Node) -> fx.Node:
-        """Return the node that reads a value of the state: one for each, before its first use."""
+        """Return the node that reads a value of the state, created once, before its first use."""
         if path not in self._reads:
             self._reads[path] = read_before(before, path)
         return self._reads[path]
@@ -177,12 +178,12 @@ def _replace_argument(node: fx.Node, operand: Operand, value: fx.Node) -> None:
 
 
 def _outward(module: fx.GraphModule) -> str:
-    """Return the beginning of a path that leads from a body to the outermost graph."""
+    """Return the path prefix that leads from a subgraph to the outermost graph."""
     return f"{OUTER}.{_outward(module.__dict__[OUTER])}" if OUTER in module.__dict__ else ""
 
 
 def _training_flag(module: fx.GraphModule, node: fx.Node) -> str:
-    """Return the path of the mode of the module an operator belongs to: parts of a model can be in eval mode."""
+    """Return the path of the `training` flag of an operator's module: parts of a model can be in eval mode."""
     root = outermost(module)
     stack = node.meta.get("nn_module_stack") or {}
     for path, _ in reversed(list(stack.values())):

@@ -1,4 +1,4 @@
-"""Real integer arithmetic: quantizers and the products behind them become operators that multiply codes of 8 bits."""
+"""Lower quantized products to integer arithmetic: operators that multiply 8-bit codes."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from cpt_fx.bodies import free_name, given_quantized, nodes_of, outermost, state_of
 from cpt_fx.formats import Format, Range, Rounding, Scheme
 from cpt_fx.integer.ops import INTEGER_CONV, INTEGER_LINEAR, INTEGER_MATMUL, INTEGER_PRODUCTS, TO_INTEGER
-from cpt_fx.meta import PASS, QUANTIZER, SIMULATED, SITE, Operand, Quantizer, Site, get_attribute, source_of
+from cpt_fx.ir.meta import PASS, QUANTIZER, SIMULATED, SITE, Operand, Quantizer, Site, get_attribute, source_of
+from cpt_fx.ir.pass_base import Pass, Report, unique
+from cpt_fx.ir.state import Precision
+from cpt_fx.ir.subgraphs import free_name, given_quantized, nodes_of, outermost, state_of
 from cpt_fx.operators import MULTIPLY, row_for
-from cpt_fx.ops import FAKE_QUANTIZE, QUANTIZE_GRADIENT
-from cpt_fx.pass_base import Pass, Report, unique
-from cpt_fx.runtime import Precision
+from cpt_fx.quantizers.ops import FAKE_QUANTIZE, QUANTIZE_GRADIENT
 
 LEFT, RIGHT, ADDED = 0, 2, 3
-"""Positions of the two factors and of what is added in an integer product; the width of the gradient is at 1."""
+"""Argument positions of the two operands and the addend of an integer product; the gradient's bit-width is at 1."""
 WIDTH = 1
 
 _FORMS: dict[str, Any] = {"linear": INTEGER_LINEAR, "matmul": INTEGER_MATMUL, "conv": INTEGER_CONV}
-"""Integer operators, by what rows say of their form."""
+"""Integer operators, by `Row.integer`."""
 
 
 class _StaysError(Exception):
@@ -32,11 +32,11 @@ class _StaysError(Exception):
 
 @dataclass(frozen=True)
 class Lower(Pass):
-    """Let linear layers, matrix products and convolutions run on integers where their formats allow it.
+    """Lower linear layers, matrix products and convolutions to integers where their formats allow it.
 
-    A product of codes is right only where the scales can be taken out of its sum, and where zero is a grid point that
-    needs no offset: symmetric grids with a range per tensor. Widths decide at run time: to 8 bits on integers, above
-    that in floating point. Every product that is not, or not wholly, lowered says why.
+    A product of codes is correct only if the scales factor out of its sum and zero needs no offset: symmetric grids
+    with one range per tensor. The bit-widths decide at run time: up to 8 bits on integers, above that in floating
+    point. The report gives a reason for every product that is not lowered, or only in part.
     """
 
     name: ClassVar[str] = "lower"
@@ -44,7 +44,7 @@ class Lower(Pass):
     reaches: ClassVar[str | None] = "lowered"
 
     def run(self, module: fx.GraphModule) -> Report:
-        """Decide for all products of a graph, then rewrite them."""
+        """Plan all products of a graph, then rewrite them."""
         sites = [node for node in module.graph.nodes if SITE in node.meta]
         products = [node for node in sites if node.meta[SITE].family in MULTIPLY]
         plans, notes = [], []
@@ -67,18 +67,18 @@ class Lower(Pass):
 
 @dataclass(frozen=True)
 class _Plan:
-    """What becomes of one product."""
+    """How one product is lowered."""
 
     node: fx.Node
     target: Callable[..., Any]
     places: dict[int, int]
     geometry: tuple[list[int], ...]
     gradient: fx.Node | None
-    """Its gradient quantizer, where the integer product does its work."""
+    """The gradient quantizer that the integer product replaces, if any."""
 
 
 def _plan(module: fx.GraphModule, node: fx.Node) -> _Plan:
-    """Return how a product is lowered, or raise with the reason why it is not."""
+    """Return how a product is lowered; raise `_StaysError` with the reason if it is not."""
     site: Site = node.meta[SITE]
     if site.family not in MULTIPLY:
         raise _StaysError("no product of two tensors")
@@ -105,7 +105,7 @@ def _plan(module: fx.GraphModule, node: fx.Node) -> _Plan:
 
 
 def _check_operand(module: fx.GraphModule, node: fx.Node, operand: Operand) -> None:
-    """Raise where an operand cannot be multiplied by its codes."""
+    """Raise if an operand cannot be multiplied as integer codes."""
     value: Any = node.args[operand.index]  # type: ignore[index]
     if value in given_quantized(module):
         raise _StaysError(f"operand {operand.name} is quantized once, outside of the loop that multiplies it")
@@ -120,7 +120,7 @@ def _check_operand(module: fx.GraphModule, node: fx.Node, operand: Operand) -> N
 
 
 def _why_not(format: Format) -> str:
-    """Return why codes of a format cannot be multiplied; nothing where they can."""
+    """Return why codes of a format cannot be multiplied, or an empty string."""
     if format.scheme is Scheme.FLOAT:
         return f"format {format} has no integer codes"
     if format.scheme is not Scheme.SYMMETRIC:
@@ -133,7 +133,7 @@ def _why_not(format: Format) -> str:
 
 
 def _gradient(node: fx.Node, site: Site) -> tuple[fx.Node | None, str]:
-    """Return the gradient quantizer that goes into the product, or why there is none."""
+    """Return the gradient quantizer that the product replaces, or why there is none."""
     if site.gradient is None:
         return None, "its gradient is not quantized"
     if site.gradient_name != node.name:
@@ -164,7 +164,7 @@ def _geometry(module: fx.GraphModule, node: fx.Node) -> tuple[list[int], ...]:
 
 
 def _named_padding(module: fx.GraphModule, node: fx.Node, name: str, given: dict[str, Any]) -> list[int]:
-    """Return the padding that a name stands for, where it is the same on both sides."""
+    """Return the padding that "valid" or "same" stands for, if it is equal on both sides."""
     if name == "valid":
         return [0]
     read: Any = node.args[1].args[0]  # type: ignore[union-attr]
@@ -194,7 +194,7 @@ class _Editor:
         self._counts = {str(getattr(node.kwargs["counts"], "target", "")).rpartition(".")[2] for node in lowered}
 
     def lower(self, plan: _Plan) -> None:
-        """Turn a product, its quantizers, and the quantizer of its gradient into integer operators."""
+        """Replace a product, its quantizers and its gradient quantizer by integer operators."""
         node, site = plan.node, plan.node.meta[SITE]
         arguments: list[Any] = [None, None, None, None]
         for index, place in plan.places.items():
@@ -213,7 +213,7 @@ class _Editor:
         node.meta[PASS] = Lower.name
 
     def _quantizer(self, value: fx.Node) -> fx.Node:
-        """Return the codes of a quantized value. What else reads it keeps the floating point numbers."""
+        """Return the node for the codes of a quantized value; its other users keep the floating point values."""
         if value in self._codes or value.target is TO_INTEGER:
             return self._codes.get(value, value)
         quantizer: Quantizer = value.meta[QUANTIZER]
@@ -235,7 +235,7 @@ class _Editor:
         return made
 
     def _absorb(self, node: fx.Node, gradient: fx.Node) -> tuple[Any, dict[str, Any]]:
-        """Let a product quantize its own gradient; return the width and the options of the quantizer it replaces."""
+        """Remove the gradient quantizer that a product replaces; return its bit-width and its options."""
         width, record = gradient.args[1], gradient.kwargs["record"]
         options = {key: option for key, option in gradient.kwargs.items() if key != "scheme"}
         for read in (width, record):
@@ -248,7 +248,7 @@ class _Editor:
         return width, options
 
     def _free(self, layer: str) -> str:
-        """Return a name for the counts of a layer that no other product of these graphs has."""
+        """Return a name for the counts of a layer's product that no other product of these graphs uses."""
         name = "".join(character if character.isalnum() else "_" for character in layer) or "root"
         free = free_name(name, self._counts.__contains__)
         self._counts.add(free)

@@ -1,4 +1,4 @@
-"""Modules, methods and functions to one form: every operator a function call, every weight a graph value."""
+"""Bring modules, methods and functions to one form: every operator a function call, every weight a graph value."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from cpt_fx.aten import unify
 from cpt_fx.errors import TransformError
-from cpt_fx.meta import CALLED, get_attribute
+from cpt_fx.ir.meta import CALLED, get_attribute
+from cpt_fx.ir.pass_base import Pass, Report
+from cpt_fx.ir.result import plain_layer
 from cpt_fx.operators import OPENED
-from cpt_fx.pass_base import Pass, Report
-from cpt_fx.result import plain_layer
+from cpt_fx.operators.aten import unify
 
 
 @dataclass(frozen=True)
 class Normalize(Pass):
-    """Bring every operator that quantization knows into its normal form (`cpt_fx.operators`).
+    """Bring every operator of the table (`cpt_fx.operators`) to its normal form.
 
-    Three changes: a call of a layer (`nn.Linear`, convolutions, ...) is replaced by what its own `forward` does,
-    traced, so that subclasses, padding modes and hooks keep their meaning; methods and aliases become the one
-    function they stand for, with positional arguments; and several names of one parameter become one value.
+    Three changes: a call of a layer (`nn.Linear`, convolutions, ...) is replaced by the trace of its own `forward`,
+    so that subclasses, padding modes and hooks keep their meaning; methods and aliases become the one function they
+    stand for, with positional arguments; and all reads of one parameter, under any of its names, become one value.
     """
 
     name: ClassVar[str] = "normalize"
     reaches: ClassVar[str | None] = "normalized"
 
     def run(self, module: fx.GraphModule) -> Report:
-        """Open layers, unify calls, unify parameters."""
+        """Inline layers, unify calls, unify parameters."""
         known: dict[Hashable, fx.Graph] = {}
         opened = sum(_open(module, node, known) for node in list(module.graph.nodes))
         renamed = sum(unify(module.graph, node) for node in list(module.graph.nodes))
@@ -42,7 +42,7 @@ class Normalize(Pass):
 
 
 class _OneCall(fx.Tracer):
-    """Traces one call of a layer, hooks included, and through modules inside it: parametrizations of the user's own."""
+    """Traces one call of a layer with its hooks, and through modules inside it, such as the user's parametrizations."""
 
     def __init__(self, call: fx.Node) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class _OneCall(fx.Tracer):
         return type(m).__module__ == "torch.nn.utils.parametrizations"
 
     def create_args_for_root(self, *_: Any, **__: Any) -> tuple[Callable[..., Any], list[Any]]:
-        """Give the layer what this call gives it: a placeholder for each value, everything else as it is."""
+        """Call the layer as the node does, with a placeholder for each node argument and all others unchanged."""
         inputs = {used: self.create_proxy("placeholder", used.name, (), {}) for used in self.call.all_input_nodes}
         args, kwargs = fx.map_arg((self.call.args, self.call.kwargs), lambda used: inputs[used])  # type: ignore[arg-type, return-value]
         return lambda layer: layer(*args, **kwargs), [self.root]
@@ -63,10 +63,10 @@ _HOLDERS = (dict, OrderedDict, set)
 
 
 def _likeness(layer: nn.Module, call: fx.Node) -> Hashable:
-    """Return what makes two calls of torch's own layers the same graph; unlike any other where that is not known."""
+    """Return a key: calls of torch's own layers with equal keys share one graph; other calls have unique keys."""
     held = {key: value for key, value in vars(layer).items() if key not in ("_parameters", "_buffers")}
     is_own = type(layer).__module__.startswith("torch.nn.modules.") and not _has_any_global_hook()
-    # Hooks, a forward of the layer's own: no text tells what they do.
+    # Hooks, or a forward set on the instance: their repr does not tell what they do.
     is_plain = all(isinstance(value, _PLAIN) or (type(value) in _HOLDERS and not value) for value in held.values())
     if call.kwargs or not (is_own and is_plain):
         return call
@@ -77,7 +77,7 @@ def _likeness(layer: nn.Module, call: fx.Node) -> Hashable:
 
 
 def _open(module: fx.GraphModule, node: fx.Node, known: dict[Hashable, fx.Graph]) -> bool:
-    """Replace a call of a layer by the graph of its forward."""
+    """Replace a call of a layer by the graph of its forward; return whether it was one."""
     if node.op != "call_module":
         return False
     path = str(node.target)
@@ -88,7 +88,7 @@ def _open(module: fx.GraphModule, node: fx.Node, known: dict[Hashable, fx.Graph]
     key = _likeness(layer, node)
     try:
         inner = known[key] if key in known else known.setdefault(key, _OneCall(node).trace(layer))
-    except Exception as error:  # whatever code makes of values that are only traced: a number of one is a TypeError
+    except Exception as error:  # user code may raise anything on traced values: float() of one is a TypeError
         raise TransformError(f"the code of {path or type(layer).__name__} cannot be traced: {error}") from error
     stack = node.meta.get("nn_module_stack") or {path: (path, type(layer))}
     values: dict[fx.Node, Any] = {}
@@ -111,7 +111,7 @@ def _open(module: fx.GraphModule, node: fx.Node, known: dict[Hashable, fx.Graph]
 
 
 def _unify_parameters(module: fx.GraphModule) -> int:
-    """Let every parameter and buffer have one node, placed before its first use, under its first name."""
+    """Merge all reads of a parameter or buffer into one node, under its first name; return how many were merged."""
     names: dict[int, str] = {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         names.setdefault(id(tensor), name)

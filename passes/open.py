@@ -1,4 +1,4 @@
-"""Fused operators opened: their products become nodes, so that quantizers reach them."""
+"""Decompose fused operators: their products become nodes, so that they can be quantized."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from cpt_fx.bodies import outermost
-from cpt_fx.meta import LEFT, around, example_of, get_attribute, module_path
-from cpt_fx.opening import attention, recurrent_graph
-from cpt_fx.opening.building import Builder, Opener, StaysFusedError, arguments
+from cpt_fx.decompose import attention
+from cpt_fx.decompose import recurrent as recurrent_graph
+from cpt_fx.decompose.building import Builder, Opener, StaysFusedError, arguments
+from cpt_fx.ir.contexts import Regions
+from cpt_fx.ir.meta import LEFT, around, example_of, get_attribute, module_path
+from cpt_fx.ir.pass_base import Pass, Report
+from cpt_fx.ir.subgraphs import outermost
 from cpt_fx.overrides import Aliases, Choices, Pattern
-from cpt_fx.pass_base import Pass, Report
 from cpt_fx.recipes import Recipe
-from cpt_fx.regions import Regions
 
 
 def _linear_cross_entropy(builder: Builder) -> None:
@@ -32,7 +33,7 @@ def _linear_cross_entropy(builder: Builder) -> None:
 
 
 def _dims(builder: Builder, weight: object) -> int | None:
-    """Return how many dims a weight has, where the graph tells."""
+    """Return the number of dims of a weight, or None if the graph does not tell."""
     if not isinstance(weight, fx.Node):
         return None
     if weight.op == "get_attr":
@@ -45,15 +46,15 @@ OPENERS: dict[Any, Opener] = {
     **attention.OPENERS, **recurrent_graph.OPENERS,
     F.linear_cross_entropy: Opener((("linear", "linear"),), _linear_cross_entropy),
 }  # fmt: skip
-"""The operators that can be opened, and how."""
+"""The operators that can be decomposed, and how."""
 
 
 @dataclass(frozen=True)
 class Open(Pass):
-    """Replace fused attention and recurrent operators by their products and what is around them.
+    """Decompose fused operators (attention, recurrent layers, a linear layer with its loss) into their products.
 
-    Only where something in one is to be quantized: opening costs time, and changes the last bits of the numbers. What
-    stays fused carries the reason, which annotate reports.
+    Only if something in them is to be quantized: decomposing costs time and changes the last bits of the numbers.
+    What stays fused is marked with the reason, which annotate reports.
     """
 
     recipe: Recipe | None = None
@@ -64,7 +65,7 @@ class Open(Pass):
     requires: ClassVar[str] = "normalized"
 
     def run(self, module: fx.GraphModule) -> Report:
-        """Open one operator after the other."""
+        """Decompose one operator after the other."""
         notes = []
         regions = Regions()
         choices = Choices(self.recipe, self.exclude, self.overrides, Aliases(outermost(module)))

@@ -1,4 +1,4 @@
-"""Fewer nodes: a tensor that several layers read is quantized once per format, and once for all steps of a loop."""
+"""Remove redundant quantizers: quantize a shared tensor once per format, and once for all steps of a loop."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from cpt_fx.aliasing import Versions
-from cpt_fx.bodies import CONSTANTS, OUTER, Call, calls_of, graphs_of, outermost, state_of
 from cpt_fx.formats import Range, Rounding
-from cpt_fx.meta import PASS, QUANTIZER, Quantizer, read_before
-from cpt_fx.names import NAMES, Names
-from cpt_fx.pass_base import Pass, Report, unique
-from cpt_fx.regions import Regions
-from cpt_fx.runtime import Precision
+from cpt_fx.ir.aliasing import Versions
+from cpt_fx.ir.contexts import Regions
+from cpt_fx.ir.layer_names import NAMES, Names
+from cpt_fx.ir.meta import PASS, QUANTIZER, Quantizer, read_before
+from cpt_fx.ir.pass_base import Pass, Report, unique
+from cpt_fx.ir.state import Precision
+from cpt_fx.ir.subgraphs import CONSTANTS, OUTER, SubgraphCall, calls_of, graphs_of, outermost, state_of
 
 
 @dataclass(frozen=True)
 class Share(Pass):
-    """Merge quantizers that see the same tensor at the same moment and would return the same values.
+    """Merge quantizers that read the same version of a tensor and would return the same values.
 
     The merged one follows the training flag of the first layer.
 
-    Two observed quantizers merge only if their running ranges see the same tensors in the same order over the whole
-    graph, so that the ranges are equal for ever; a module that is called twice keeps both of its updates.
+    Two quantizers with running ranges merge only if the ranges see the same tensors in the same order over the whole
+    graph, and thus always stay equal; a module that is called twice keeps both of its updates.
     """
 
     name: ClassVar[str] = "share"
@@ -34,9 +34,9 @@ class Share(Pass):
     whole: ClassVar[bool] = True
 
     def run(self, module: fx.GraphModule) -> Report:
-        """Take out of loops what is the same at every step, merge, then remove reads that nothing uses.
+        """Hoist loop-invariant quantizers, merge redundant ones, then remove unused reads.
 
-        Running ranges that become redundant stay where they are: who holds on to a model's buffers finds them again.
+        Redundant running ranges stay registered, so that references to the model's buffers remain valid.
         """
         graphs = graphs_of(module)
         state = state_of(module)
@@ -53,16 +53,16 @@ class Share(Pass):
 
 
 def _ranges(graphs: list[fx.GraphModule]) -> set[str]:
-    """Return the running ranges that the quantizers of some graphs use."""
+    """Return the running ranges that the quantizers of these graphs use."""
     nodes = (node for graph in graphs for node in graph.graph.nodes if QUANTIZER in node.meta)
     return {node.meta[QUANTIZER].ranges for node in nodes} - {""}
 
 
 def _hoist(module: fx.GraphModule) -> int:
-    """Move quantizers of what every step of a loop gets from the body of the loop to the graph around it.
+    """Move quantizers of loop constants from the subgraph of the loop to the graph around it; return how many.
 
-    Only those that would return the same at every step: they draw no noise and keep no state. Their gradient is the
-    identity, so that the sum over all steps arrives at the weight either way. Returns how many were moved.
+    Only those that return the same at every step: they draw no noise and keep no state. Their gradient is the
+    identity, so the sum over all steps reaches the weight either way.
     """
     moved = 0
     reads: dict[str, fx.Node] = {}
@@ -75,8 +75,8 @@ def _hoist(module: fx.GraphModule) -> int:
     return moved
 
 
-def _move(graph: fx.Graph, call: Call, inner: fx.Node, reads: dict[str, fx.Node]) -> bool:
-    """Move one quantizer, if it can be."""
+def _move(graph: fx.Graph, call: SubgraphCall, inner: fx.Node, reads: dict[str, fx.Node]) -> bool:
+    """Move one quantizer out of the loop if possible; return whether it was moved."""
     quantizer: Quantizer | None = inner.meta.get(QUANTIZER)
     value = inner.args[0] if inner.args else None
     if quantizer is None or quantizer.role == "gradient" or not isinstance(value, fx.Node):
@@ -104,8 +104,8 @@ def _move(graph: fx.Graph, call: Call, inner: fx.Node, reads: dict[str, fx.Node]
     return True
 
 
-def _pass_on(call: Call, given: fx.Node, value: fx.Node) -> None:
-    """Let the loop give its body another value for one of its inputs."""
+def _pass_on(call: SubgraphCall, given: fx.Node, value: fx.Node) -> None:
+    """Make the loop pass another value for one input of its subgraph."""
     inputs = [node for node in call.body.graph.nodes if node.op == "placeholder"]
     constants: list[Any] = list(call.node.args[CONSTANTS])  # type: ignore[arg-type]
     constants[inputs.index(given) - len(inputs)] = value
@@ -114,8 +114,8 @@ def _pass_on(call: Call, given: fx.Node, value: fx.Node) -> None:
 
 
 def _merge(module: fx.GraphModule, others: list[fx.GraphModule], state: Precision, names: Names) -> tuple[int, int]:
-    """Merge within one graph; return how many quantizers went, and how many were looked at."""
-    # One graph does not tell all that a range sees, if others of its family use it.
+    """Merge within one graph; return how many quantizers were removed, and how many were considered."""
+    # This graph does not show everything that a range sees if other graphs use it, too.
     keys = _keys(module, _ranges(others))
     kept: dict[Hashable, fx.Node] = {}
     merged = 0
@@ -139,10 +139,10 @@ def _merge(module: fx.GraphModule, others: list[fx.GraphModule], state: Precisio
 
 
 def _follow_merged_range(module: fx.GraphModule, node: fx.Node, names: Names) -> None:
-    """Read the range that learned for a layer in another capture of the model, where its own was merged into it.
+    """Read the range that a quantizer's own was merged into in another capture of the model, if it was.
 
-    The graph for evaluation may keep two quantizers apart that were one in training. In training a quantizer that
-    stands alone learns a range of its own.
+    The graph for evaluation may keep two quantizers apart that were merged in training. In training, a quantizer that
+    is not merged learns its own range.
     """
     quantizer: Quantizer = node.meta[QUANTIZER]
     kept = names.merged_ranges.get(quantizer.ranges)
@@ -159,7 +159,7 @@ def _follow_merged_range(module: fx.GraphModule, node: fx.Node, names: Names) ->
 
 
 def _keys(module: fx.GraphModule, elsewhere: set[str]) -> dict[fx.Node, Hashable]:
-    """Return, for every quantizer that may be shared, what makes two of them the same."""
+    """Return a key for every quantizer of an operand; those with equal keys can be merged."""
     versions = Versions(module)
     regions = Regions()
     inputs: dict[fx.Node, Hashable] = {}
@@ -189,7 +189,7 @@ def _keys(module: fx.GraphModule, elsewhere: set[str]) -> dict[fx.Node, Hashable
 
 
 def _drop_dead_reads(module: fx.GraphModule) -> None:
-    """Remove reads that insert made and that lost their last user."""
+    """Remove reads that passes made and that have no users left."""
     for node in list(module.graph.nodes):
         if node.op == "get_attr" and not node.users and PASS in node.meta:
             module.graph.erase_node(node)

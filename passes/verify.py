@@ -1,4 +1,4 @@
-"""The promises of a graph's stage, checked."""
+"""Check the invariants of a graph's stage."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import ClassVar
 
 from torch import fx
 
-from cpt_fx.pass_base import Pass, Report, stage_of
-from cpt_fx.spec import check
+from cpt_fx.ir.pass_base import Pass, Report, stage_of
+from cpt_fx.ir.verifier import check
 
 
 @dataclass(frozen=True)
 class Verify(Pass):
-    """Check everything that holds of a graph at its stage; raise `SpecError` with every violation found.
+    """Check all invariants of a graph's stage; raise `SpecError` with the violations found.
 
-    The pipeline runs it after each pass; alone, it checks a graph of one's own. With `after`, the error names the
-    pass that is to blame.
+    The pipeline runs it after each pass; it can also be called on any graph. The error names `after` as the pass to
+    blame, if given.
     """
 
     after: str = ""
@@ -25,6 +25,6 @@ class Verify(Pass):
     whole: ClassVar[bool] = True
 
     def run(self, module: fx.GraphModule) -> Report:
-        """Check; change nothing."""
+        """Check the graph without changing it."""
         checked = check(module, stage_of(module), self.after)
         return Report(self.name, 0, (f"{checked} nodes keep the promises of a graph that is {stage_of(module)}",))

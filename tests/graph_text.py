@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from cpt_fx.bodies import OUTER, bodies
-from cpt_fx.layer_state import is_range
-from cpt_fx.meta import QUANTIZER, SITE, STATE, Dial, Operand, Quantizer, Site
+from cpt_fx.ir.layer_state import is_range
+from cpt_fx.ir.meta import QUANTIZER, SITE, STATE, Dial, Operand, Quantizer, Site
+from cpt_fx.ir.subgraphs import OUTER, bodies
 
 
 def graph_text(module: fx.GraphModule) -> str:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import cpt_fx
 from cpt_fx import Format, recipes
 from cpt_fx.api import history_of
-from cpt_fx.meta import Dial
+from cpt_fx.ir.meta import Dial
+from cpt_fx.ir.state import width_of
 from cpt_fx.overrides import Override
-from cpt_fx.runtime import width_of
 from cpt_fx.schedules import Bits, Custom, Delayed, Schedule, Static, named
 from tests.training import show_widths, train_step
 

@@ -17,8 +17,8 @@ from torch import Tensor, fx, nn
 
 import cpt_fx
 from cpt_fx import api
-from cpt_fx.meta import SITE
-from cpt_fx.pass_base import Pass, Report
+from cpt_fx.ir.meta import SITE
+from cpt_fx.ir.pass_base import Pass, Report
 from cpt_fx.passes.annotate import Annotate
 from cpt_fx.passes.bind import Bind
 from cpt_fx.passes.insert import Insert
@@ -29,7 +29,7 @@ from cpt_fx.passes.verify import Verify
 from cpt_fx.pipeline import Pipeline
 from cpt_fx.recipes import Recipe, default, integer, paper
 from cpt_fx.schedules import Bits, Static
-from tests.fused_graphs import recurrent
+from tests.decompose.fused_graphs import recurrent
 from tests.graph_text import graph_text
 from tests.paper_models import GraphConv, SelfAttention
 from tests.passes import NEAREST, Apply, assert_same, captured, numbers, quantizers

@@ -16,8 +16,7 @@ from torch import nn
 
 import cpt_fx
 from cpt_fx.errors import ExportError
-from cpt_fx.export import manifest
-from cpt_fx.ort import state_file
+from cpt_fx.ort import manifest, state_file
 from cpt_fx.ort.state_file import StateFileError
 
 ROOT = Path(__file__).parents[1]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cpt_fx.runtime import Widths
-from cpt_fx.standalone import precision_of
+from cpt_fx.capture.standalone import precision_of
+from cpt_fx.ir.state import Widths
 
 Equal = Callable[["Tensor | None", "Tensor | None"], bool]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cpt_fx.api import graphs
 from cpt_fx.inspection.views import products_in, views_in
-from cpt_fx.meta import QUANTIZER, SITE
+from cpt_fx.ir.meta import QUANTIZER, SITE
 from harness.contenders import Trainee
 from harness.memory import Traced
 from harness.results import Executed

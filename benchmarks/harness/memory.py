@@ -26,7 +26,7 @@ from torch._subclasses import FakeTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 
-from cpt_fx.trial import tensors_in
+from cpt_fx.capture.dry_run import tensors_in
 
 INTEGER_PRODUCTS = ("aten::_int_mm",)
 FLOATING_PRODUCTS = (

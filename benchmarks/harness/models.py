@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cpt_fx.capture.dry_run import tensors_in
 from cpt_fx.errors import check_choice, check_int
-from cpt_fx.trial import tensors_in
 from harness.catalog import PRESETS
 from harness.nets import Bottleneck, CifarResNet, EncoderLayer, PlainBert
 

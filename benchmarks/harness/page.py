@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from cpt_fx.report import page
+from cpt_fx.study.page import page
 from harness.catalog import OURS, PEERS
 from harness.results import Result, Row
 from harness.table import HEADINGS, LEGEND, cells, scale

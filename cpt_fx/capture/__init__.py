@@ -1,4 +1,4 @@
-"""From a model's code to graphs: what torch.fx can trace, and the choice between it and Dynamo."""
+"""Capture of a model's code as graphs: by torch.fx where that is faithful, else by Dynamo."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from torch.export import ExportedProgram
 from cpt_fx.capture.base import CaptureError, called_by, copy_graph, over
 from cpt_fx.capture.captured import Entry
 from cpt_fx.capture.program import program_module
-from cpt_fx.capture.symbolic import Examples, Traced, is_constant, trace_symbolic
-from cpt_fx.capture.tree import Places
+from cpt_fx.capture.symbolic.frontend import Examples, TraceResult, is_constant, trace_symbolic
+from cpt_fx.capture.tree import TreePlaces
 from cpt_fx.capture.watch import Watch, is_hooked
 from cpt_fx.errors import check_choice
-from cpt_fx.graph_module import ROOT, QuantizedGraphModule
-from cpt_fx.meta import CALLED, STATE, get_attribute
+from cpt_fx.ir.meta import CALLED, STATE, get_attribute
+from cpt_fx.ir.module import ROOT, QuantizedGraphModule
 from cpt_fx.operators import HIDING, is_opaque
 
 if TYPE_CHECKING:
-    from cpt_fx.session import Session
+    from cpt_fx.capture.session import Session
 
-__all__ = ["FRONTENDS", "CaptureError", "Examples", "Found", "prepared", "trace_module"]
+__all__ = ["FRONTENDS", "CaptureError", "Examples", "TracedGraph", "prepared", "trace_module"]
 
 FRONTENDS = ("symbolic", "export", "dynamo")
-"""Every way of capture by name."""
+"""The values of `capture` other than `"auto"`."""
 
 
-class Found(NamedTuple):
-    """A traced graph over the model's own tree, and what a user should know about it."""
+class TracedGraph(NamedTuple):
+    """A traced graph over the model's own tree, what it depends on, and notes for the user."""
 
     view: QuantizedGraphModule
     watch: Watch
@@ -40,7 +40,7 @@ class Found(NamedTuple):
 def prepared(
     how: str, model: nn.Module | ExportedProgram, examples: Examples | None
 ) -> tuple[str, nn.Module, tuple[str, ...]]:
-    """Return how a model is captured, the module to capture, and what to know about it."""
+    """Return the frontend for a model, the module to capture, and notes for the user."""
     check_choice("capture", how, ("auto", *FRONTENDS))
     if isinstance(model, ExportedProgram):
         if how not in ("auto", "export"):
@@ -56,12 +56,14 @@ def prepared(
     return how, model, ()
 
 
-def trace_module(session: Session, path: str, examples: Examples | None = None, *, every_module: bool = False) -> Found:
-    """Trace the code of one module of a result, or raise `CaptureError` where a graph would not do what it does."""
+def trace_module(
+    session: Session, path: str, examples: Examples | None = None, *, every_module: bool = False
+) -> TracedGraph:
+    """Trace the code of one module of a transformed model; raise `CaptureError` if a graph would not do the same."""
     root = session.root
     entry = root.get_submodule(path)
     if isinstance(entry, fx.GraphModule):
-        traced = Traced(entry, copy_graph(entry._graph), False)
+        traced = TraceResult(entry, copy_graph(entry._graph), False)
         for node in traced.graph.nodes:
             if node.op == "call_module" and is_hooked(entry.get_submodule(str(node.target))):
                 node.meta[CALLED] = True
@@ -72,18 +74,18 @@ def trace_module(session: Session, path: str, examples: Examples | None = None, 
     view = over(root, session.state, session.names)
     _place_constants(view, traced)
     if path:
-        above = {name: (name, kind) for name, kind in Places(root).ancestors(path)}
+        above = {name: (name, kind) for name, kind in TreePlaces(root).ancestors(path)}
         for node in traced.graph.nodes:
             node.meta["nn_module_stack"] = above | (node.meta.get("nn_module_stack") or {})
-    # Not by its setter, which compiles: the passes change the graph first.
+    # Not through the property, whose setter recompiles: the passes change the graph first.
     view._graph = traced.graph
     traced.graph.owning_module = view
     loses = traced.loses or _hidden(view)
-    return Found(view, Watch(entry, called_by(view), traced.names), traced.notes, loses)
+    return TracedGraph(view, Watch(entry, called_by(view), traced.names), traced.notes, loses)
 
 
-def _place_constants(view: QuantizedGraphModule, traced: Traced) -> None:
-    """Keep tensors that only the trace made with our state, which moves with the model."""
+def _place_constants(view: QuantizedGraphModule, traced: TraceResult) -> None:
+    """Register tensors that were created during the trace as buffers of our state, which moves with the model."""
     constants = view.__dict__[STATE].constants
     for node in traced.graph.find_nodes(op="get_attr"):
         if is_constant(node):
@@ -96,7 +98,7 @@ def _place_constants(view: QuantizedGraphModule, traced: Traced) -> None:
 
 
 def _hidden(module: fx.GraphModule) -> str:
-    """Return what a graph calls as a whole, though it multiplies inside: Dynamo looks into it."""
+    """Return, as text, a call that hides products which Dynamo would capture; empty if there is none."""
     for node in module.graph.nodes:
         if node.op == "call_module" and CALLED not in node.meta:
             layer = module.get_submodule(str(node.target))

@@ -1,4 +1,4 @@
-"""What a frontend returns, the copy of the module tree it may work on, and graphs that read the model's own tree."""
+"""Shared by the frontends: copies of module trees, and graph modules over the model's own tensors."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from cpt_fx.bodies import add_body
 from cpt_fx.errors import TransformError
-from cpt_fx.graph_module import ROOT, QuantizedGraphModule, blank, take_tensors
-from cpt_fx.layer_state import own
-from cpt_fx.meta import STATE, VIEW, attribute_or_none, get_attribute
-from cpt_fx.names import NAMES, Names
-from cpt_fx.result import CALL_HOOKS, PART, plain_class
-from cpt_fx.runtime import Precision
+from cpt_fx.ir.layer_names import NAMES, Names
+from cpt_fx.ir.layer_state import own
+from cpt_fx.ir.meta import STATE, VIEW, attribute_or_none, get_attribute
+from cpt_fx.ir.module import ROOT, QuantizedGraphModule, blank, take_tensors
+from cpt_fx.ir.result import CALL_HOOKS, PART, plain_class
+from cpt_fx.ir.state import Precision
+from cpt_fx.ir.subgraphs import add_body
 
 
 class CaptureError(TransformError):
-    """A model's code cannot be turned into a graph that does the same."""
+    """A model's code cannot be turned into an equivalent graph."""
 
 
 _ABSENT = object()
@@ -29,7 +29,7 @@ _ABSENT = object()
 
 @contextmanager
 def patched(values: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
-    """Put other values in the place of attributes of classes and modules, for as long as the block runs."""
+    """Replace attributes of classes and modules for the duration of the block."""
     before = {(owner, name): vars(owner).get(name, _ABSENT) for owner, name in values}
     try:
         for (owner, name), value in values.items():
@@ -45,13 +45,13 @@ MODULE_OWN = frozenset(key for key, value in vars(nn.Module()).items() if isinst
 
 
 EVERY = object()
-"""In the place of a transform: all of them."""
+"""Passed as `session` to `clone_tree`: stands for every session."""
 
 
 def clone_tree(module: nn.Module, clones: dict[int, nn.Module], session: object = None) -> nn.Module:
-    """Copy a tree of modules so that flags and containers are its own, and every tensor is shared.
+    """Copy a tree of modules: flags and containers are copied, tensors are shared.
 
-    Parts of a result, of `session`, are copied as the plain modules they were; those of another one stay what they are.
+    Modules transformed by `session` are copied as the plain modules they were; those of another session are not copied.
     """
     if id(module) in clones:
         return clones[id(module)]
@@ -70,7 +70,7 @@ def clone_tree(module: nn.Module, clones: dict[int, nn.Module], session: object 
             f"{type(module).__name__} does not know the shapes of its parameters yet: run the model once, then "
             "transform it"
         )
-    # Not the class's own __new__: that of a GraphModule makes another class.
+    # Not by the class's own __new__: GraphModule's makes a new class.
     new = object.__new__(plain_class(type(module)))
     clones[id(module)] = new
     new.__dict__ = {key: value.copy() if key in MODULE_OWN else value for key, value in module.__dict__.items()}
@@ -89,10 +89,10 @@ def clone_tree(module: nn.Module, clones: dict[int, nn.Module], session: object 
 def assemble(
     root: nn.Module, graph: fx.Graph, inside: Iterable[tuple[str, fx.GraphModule]] = ()
 ) -> QuantizedGraphModule:
-    """Make a module of its own of a graph and the tree it refers to: called modules stay, others only hold tensors.
+    """Return a standalone module for a graph over a tree: called modules are kept, all others only hold tensors.
 
-    Parameters and buffers stand where they stood, in the order they had, so that checkpoints and optimizer states
-    fit; what only the graph needs is kept out of the state_dict. `inside` are the graphs that the graph reads.
+    Parameters and buffers keep their names and order, so that checkpoints and optimizer states fit; what only the graph
+    needs stays out of the state_dict. `inside` are the subgraphs by name.
     """
     inner = dict(inside)
     called = {str(node.target) for node in graph.nodes if node.op == "call_module"}
@@ -107,7 +107,7 @@ def assemble(
     _graft(result, root, "", called, {id(root): result})
     for path, value in constants.items():
         _ensure(result, path, value)
-    # Tracing runs the root's forward, not its call: hooks on the model as a whole belong on the result.
+    # The graph is that of the root's forward, not of its call: hooks on the root move to the result.
     for hooks in CALL_HOOKS:
         getattr(result, hooks).update(getattr(root, hooks))
     result._is_full_backward_hook = root._is_full_backward_hook
@@ -118,7 +118,7 @@ def assemble(
 
 
 def refuse_taken_names(root: nn.Module, constants: Iterable[str] = ()) -> None:
-    """Refuse parts of a model whose names would hide what a GraphModule needs."""
+    """Raise if a part of a model has a name that GraphModule needs, or that is a Python keyword."""
     for name in {path.partition(".")[0] for path in (*root._modules, *root._parameters, *root._buffers, *constants)}:
         if name in ("meta", "_graph", "_code") or (hasattr(fx.GraphModule, name) and not hasattr(nn.Module, name)):
             raise CaptureError(
@@ -153,7 +153,7 @@ def _graft(target: nn.Module, source: nn.Module, prefix: str, called: set[str], 
 
 
 def _ensure(root: nn.Module, path: str, value: object) -> None:
-    """Make sure that `path` leads to a value: constants of the traced code, tensors that are plain attributes."""
+    """Set a value at `path`, if there is none: a constant of the traced code, or a tensor in a plain attribute."""
     path, _, name = path.rpartition(".")
     holder = holder_at(root, path)
     if hasattr(holder, name):
@@ -166,7 +166,7 @@ def _ensure(root: nn.Module, path: str, value: object) -> None:
 
 
 def holder_at(root: nn.Module, path: str) -> nn.Module:
-    """Return the module at a path, made of empty ones where there is none."""
+    """Return the module at a path, creating empty modules where there are none."""
     for part in filter(None, path.split(".")):
         if part not in root._modules:
             root.add_module(part, nn.Module())
@@ -184,9 +184,9 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
 
 
 def over(root: nn.Module, state: Precision, names: Names) -> QuantizedGraphModule:
-    """Return a module without a graph that has all that a model has, as the passes take it.
+    """Return a graph module for the passes that shares a model's containers; its graph is still to be set.
 
-    In the model's own containers, so that whatever is put in there (a cast, a checkpoint, a layer) is seen.
+    Later changes in the containers (a cast, a checkpoint, a new layer) are seen.
     """
     view = blank()
     view.meta = {NAMES: names, VIEW: True}
@@ -197,11 +197,11 @@ def over(root: nn.Module, state: Precision, names: Names) -> QuantizedGraphModul
 
 
 def called_by(view: fx.GraphModule) -> set[int]:
-    """Return the modules that a graph calls as they are, by their identity."""
+    """Return the ids of the modules that a graph calls."""
     return {id(view.get_submodule(str(node.target))) for node in view.graph.nodes if node.op == "call_module"}
 
 
 def resolves(view: fx.GraphModule) -> bool:
-    """Whether everything that a graph reads or calls is still there."""
+    """Whether everything that a graph reads or calls still exists."""
     found = (node for node in view.graph.nodes if node.op in ("get_attr", "call_module"))
     return all(attribute_or_none(view, str(node.target)) is not None for node in found)

@@ -1,4 +1,4 @@
-"""What a session keeps of each graph it has found, and when it traces one anew."""
+"""The captured graphs that a session keeps, and when a module is traced again."""
 
 from __future__ import annotations
 
@@ -10,55 +10,55 @@ from torch import nn
 from cpt_fx.capture.base import CaptureError
 from cpt_fx.capture.watch import Watch, has_global_hooks
 from cpt_fx.errors import TransformError
-from cpt_fx.graph_module import QuantizedGraphModule
-from cpt_fx.history import LOGGER
-from cpt_fx.meta import ENTRY
-from cpt_fx.pass_base import Report
-from cpt_fx.result import plain_class
+from cpt_fx.ir.history import LOGGER
+from cpt_fx.ir.meta import ENTRY
+from cpt_fx.ir.module import QuantizedGraphModule
+from cpt_fx.ir.pass_base import Report
+from cpt_fx.ir.result import plain_class
 
 if TYPE_CHECKING:
-    from cpt_fx.session import Session
+    from cpt_fx.capture.session import Session
 
 
 class Entry(NamedTuple):
-    """What a traced graph is of."""
+    """Key of a traced graph: which module was traced, and how."""
 
     path: str
-    """That of the module whose forward it is."""
+    """Path of the module whose forward was traced."""
     every_module: bool
-    """Whether it calls every module inside, since hooks are set that run for all."""
+    """Whether every module inside is called as a module, because global module hooks are set."""
 
 
 WHOLE = Entry("", False)
-"""The model."""
+"""The whole model."""
 
 
 @dataclass(frozen=True)
 class Capture:
-    """One rewritten graph, and why it ends where it ends."""
+    """One rewritten graph, and why it ends where it does."""
 
     view: QuantizedGraphModule
     reports: tuple[Report, ...]
     broken_by: str = ""
-    """Why the code could not go on in this graph, with file and line; empty where it returned."""
+    """Reason for the graph break at its end, with file and line; empty if the code returned."""
     is_whole: bool = False
-    """Whether Dynamo made it of all of the model's code."""
+    """Whether Dynamo captured the whole model in it."""
     watch: Watch | None = None
-    """What the code of a traced graph has read; None where Dynamo guards it."""
+    """What a traced graph depends on; None for a graph of Dynamo's, which has guards."""
 
     def is_outdated(self) -> bool:
-        """Whether the code of a traced graph would make another one by now."""
+        """Whether the model has changed since the trace; never true of a graph that the user has edited."""
         return self.watch is not None and not self.view.is_edited() and self.watch.changed()
 
 
 class AsItIs:
-    """In place of a graph: a layer of torch that one calls as a whole, and that torch.fx cannot look into."""
+    """Stands in for the graph of a torch layer that is called by itself and that torch.fx cannot trace."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run its own code, in full precision."""
+        """Run the layer's own code, in full precision."""
         return plain_class(type(self.module)).forward(self.module, *args, **kwargs)
 
 
@@ -67,7 +67,7 @@ _CLOSED = (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
 
 
 def traced_view(session: Session, module: nn.Module) -> QuantizedGraphModule | AsItIs | None:
-    """Return the graph of a module's code as it is now; None where torch.fx cannot trace it any more."""
+    """Return the up-to-date graph of a module, tracing it if needed; None if torch.fx can no longer trace it."""
     every_module = has_global_hooks()
     view = session.views.get((id(module), every_module))
     if isinstance(view, AsItIs):
@@ -91,7 +91,7 @@ def traced_view(session: Session, module: nn.Module) -> QuantizedGraphModule | A
 def _traced_again(session: Session, module: nn.Module, entry: Entry) -> QuantizedGraphModule | AsItIs | None:
     known = session.traced.get(entry)
     if known is not None and known.watch is not None and not known.watch.changed():
-        # In a copy, or out of a pickle: the graph came along.
+        # In a copied or unpickled session: the graph came along.
         session.views[id(module), entry.every_module] = known.view
         return known.view
     session.adopt_new()
@@ -106,7 +106,7 @@ def _traced_again(session: Session, module: nn.Module, entry: Entry) -> Quantize
             if isinstance(module, _CLOSED) and plain_class(type(module)).__module__.startswith("torch.nn."):
                 session.views[id(module), entry.every_module] = AsItIs(module)
                 return session.views[id(module), entry.every_module]
-            # What the changed model would raise itself is for its author to see.
+            # An AttributeError of the model's own is raised as it is.
             own = error.__cause__
             raise own if isinstance(own, AttributeError) and "Proxy" not in str(own) else error from None
         if entry.path == "":

@@ -1,4 +1,4 @@
-"""What was learned before it is used: ranges made where no graph is known yet, and told where they or norms lag."""
+"""Running ranges before the first graph, and warnings before an evaluation with untrained ranges or stale norms."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ from typing import TYPE_CHECKING
 
 from torch import fx, nn
 
-from cpt_fx.bodies import state_of
 from cpt_fx.capture.base import over
-from cpt_fx.capture.tree import Places
+from cpt_fx.capture.tree import TreePlaces
 from cpt_fx.errors import TransformError
 from cpt_fx.formats import FULL_PRECISION, Range
-from cpt_fx.history import LOGGER
-from cpt_fx.layer_state import add_range, ranges
-from cpt_fx.meta import QUANTIZER, SITE, Site
-from cpt_fx.names import Names
+from cpt_fx.ir.history import LOGGER
+from cpt_fx.ir.layer_names import Names
+from cpt_fx.ir.layer_state import add_range, ranges
+from cpt_fx.ir.meta import QUANTIZER, SITE, Site
+from cpt_fx.ir.result import PART
+from cpt_fx.ir.state import Precision
+from cpt_fx.ir.subgraphs import state_of
 from cpt_fx.operators import OPENED
 from cpt_fx.overrides import SELECTED, Selected
 from cpt_fx.pipeline import no_collection
-from cpt_fx.result import PART
-from cpt_fx.runtime import Precision
-from cpt_fx.widths import is_free
+from cpt_fx.quantizers.widths import is_free
 
 if TYPE_CHECKING:
-    from cpt_fx.session import Session
+    from cpt_fx.capture.session import Session
 
 LAGGING = 4
-"""The width up to which evaluation with running statistics of batch norm may say something else than with new ones."""
+"""Bit-width up to which training may leave batch norm's running statistics too far behind for evaluation."""
 
 
 @no_collection()
 def expect_ranges(session: Session) -> None:
-    """Make the ranges of all layers that the model has, by a graph that calls each of them.
+    """Create the running ranges of all layers of the model, by a graph that calls each of them.
 
-    What the code multiplies by itself, and what is inside recurrent layers and attention, only a call can tell.
+    Ranges of products in the model's own code, in recurrent layers and in attention are created at the first call.
     """
     view = over(session.root, Precision(session.root), Names())
     view.meta[SELECTED] = Selected()
     graph = fx.Graph()
-    x, called, places = graph.placeholder("x"), [], Places(session.root)
+    x, called, places = graph.placeholder("x"), [], TreePlaces(session.root)
     for path, layer in session.root.named_modules():
         if isinstance(layer, OPENED) and path and PART in layer.__dict__:
             called.append(graph.call_module(path, (x, x) if isinstance(layer, nn.Bilinear) else (x,)))
@@ -54,12 +54,12 @@ def expect_ranges(session: Session) -> None:
                 break
             step.apply(view)
     except TransformError as error:
-        # Perhaps a pass of the user's own that wants the whole model: the first call makes what there is to make.
+        # For example a custom pass that needs the whole model: the first call creates the ranges instead.
         LOGGER.warning("%s: running ranges are made at the first call, not before: %s", session.kind, error)
 
 
 def _add_ranges(view: fx.GraphModule) -> None:
-    """Make the ranges that the quantizers decided about will have."""
+    """Create the running ranges that the quantization decisions of a graph need."""
     sites: list[Site] = [node.meta[SITE] for node in view.graph.nodes if SITE in node.meta]
     for site in sites:
         for operand in site.operands:
@@ -69,9 +69,9 @@ def _add_ranges(view: fx.GraphModule) -> None:
 
 
 def look_at_ranges(session: Session) -> None:
-    """Warn where evaluation is about to use ranges that have learned nothing, or a NaN, where looking is free."""
+    """Warn if evaluation is about to use untrained or non-finite ranges; skip those that need a device sync to read."""
     if session.frontend == "dynamo":
-        expect_ranges(session)  # those of a layer that is new
+        expect_ranges(session)  # creates those of new layers
     known = session.graphs()
     widths = session.state.now()
     used = {
@@ -91,7 +91,7 @@ def look_at_ranges(session: Session) -> None:
             f"{session.kind} is evaluated before {_some(unlearned)} learned anything: each batch's own range is used "
             "there. Train a step, or load a checkpoint that has ranges"
         )
-        # Who has loaded weights expects to evaluate them; before any training there is little to be wrong about.
+        # Loaded weights are meant to be evaluated; before any training little can go wrong.
         if session.has_lost_ranges:
             warnings.warn(text, stacklevel=2)
         else:
@@ -106,14 +106,14 @@ def look_at_ranges(session: Session) -> None:
 
 
 def look_at_norms(session: Session) -> None:
-    """Warn, once, where evaluation is about to use statistics of batch norm that low widths have left behind."""
+    """Warn once if evaluation follows training at low bit-widths, where batch norm's running statistics lag behind."""
     if session.trained_at is None or session.told_norms:
         return
     dials = session.state.dials
     widths = [width for name, width in session.trained_at.values.items() if width and dials[name].role != "gradient"]
     if min(widths, default=FULL_PRECISION) > LAGGING:
         return
-    from cpt_fx.recalibrating import learns_statistics  # which needs sessions
+    from cpt_fx.capture.recalibrating import learns_statistics  # deferred: it imports sessions
 
     if learns_statistics(session.root):
         session.told_norms = True

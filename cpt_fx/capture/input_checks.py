@@ -1,6 +1,6 @@
-"""The way into and out of one graph: arguments as the model's forward takes them, outputs as it returns them.
+"""The interface of a single graph: arguments as the model's forward takes them, outputs as it returns them.
 
-What the graph takes for granted about its inputs is checked when it runs: a graph of another case is wrong.
+What the graph assumes about its inputs is checked at run time: for other inputs its results would be wrong.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.numbers import int_oo
 
-from cpt_fx.bodies import free_name
 from cpt_fx.capture.base import CaptureError
-from cpt_fx.capture.guards import PLAIN
-from cpt_fx.capture.tracer import expect
+from cpt_fx.capture.symbolic.guards import PLAIN
+from cpt_fx.capture.symbolic.tracer import expect
+from cpt_fx.ir.subgraphs import free_name
 
 Expression = Any
 """A number; `("size", input, dim)`; or `(name of an operator, operand, ...)`: plain data that compilers can read."""
 
 Fact = tuple[str, Expression]
-"""A condition as people read it, and as an expression."""
+"""A condition as readable text, and as an expression."""
 
 Input = tuple[str, str, tuple[tuple[int, int] | int, ...]]
-"""A tensor as the graph was made for it: its name, its dtype, and for each dim its size or the bounds of its size."""
+"""A tensor that the graph was made for: its name, its dtype, and for each dim its size or the bounds of its size."""
 
 _OPERATORS: dict[str, Callable[..., Any]] = {
     "Add": operator.add, "Sub": operator.sub, "Mult": operator.mul, "FloorDiv": operator.floordiv,
@@ -45,7 +45,7 @@ def check_inputs(
     tensors: tuple[Any, ...], inputs: tuple[Input, ...], facts: tuple[Fact, ...],
     made: str = _MADE, advice: str = _ADVICE,
 ) -> None:  # fmt: skip
-    """Refuse inputs that the graph was not made for: another dtype or rank, a size that took another path."""
+    """Raise for inputs that the graph was not made for: another dtype or rank, or sizes that it does not hold for."""
     for tensor, (name, dtype, sizes) in zip(tensors, inputs, strict=True):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{made} for a tensor {name}, got {type(tensor).__name__}")
@@ -76,14 +76,14 @@ def _value(expression: Expression, tensors: tuple[Any, ...]) -> Any:
 def check_form(
     given: object, form: Any, name: str, made: str = _MADE, advice: str = _ADVICE, ordered: bool = False
 ) -> None:
-    """Refuse an argument of other keys, or of another length, than the graph was made for."""
+    """Raise if an argument has other types, lengths or keys than the graph was made for."""
     found = form_of(given, ordered=ordered)
     if found != form:
         raise ValueError(f"{made} for {name} in the form {_form(form)}, got {_form(found)}. {advice}")
 
 
 def form_of(value: Any, *, ordered: bool = False) -> Any:
-    """Return types, lengths and keys of nested containers as plain data; None for what is in them."""
+    """Return types, lengths and keys of nested containers as plain data, with None for leaves."""
     if isinstance(value, (tuple, list)):
         return (type(value).__name__, *(form_of(item, ordered=ordered) for item in value))
     if isinstance(value, dict):
@@ -102,7 +102,7 @@ def _form(form: Any) -> str:
 
 
 def expression_of(text: str, places: dict[str, int], what: str) -> Expression:
-    """Turn a condition in Python into plain data; `what` holds only there, as is said where that cannot be done."""
+    """Parse a condition in Python into an expression; `what` begins the error message if that fails."""
     try:
         return _parse(ast.parse(text, mode="eval").body, places)
     except (KeyError, ValueError, SyntaxError) as error:
@@ -110,7 +110,7 @@ def expression_of(text: str, places: dict[str, int], what: str) -> Expression:
 
 
 def bounds_of(bounds: Any) -> tuple[int, int]:
-    """Return the least and the largest size of a dim, -1 where there is no largest."""
+    """Return the smallest and the largest size of a dim, -1 if there is no largest."""
     if bounds is None:
         return 0, -1
     return int(bounds.lower), -1 if bounds.upper is int_oo else int(bounds.upper)
@@ -140,22 +140,22 @@ def _parse(tree: ast.expr, places: dict[str, int]) -> Expression:
 
 _ABSENT = inspect.Parameter.empty
 _STARS: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-"""How torch.fx writes arguments that take whatever is left."""
+"""How torch.fx marks variadic arguments."""
 _EMPTY: dict[Any, Any] = {inspect.Parameter.VAR_POSITIONAL: (), inspect.Parameter.VAR_KEYWORD: {}}
 CONSTANTS = (*PLAIN, torch.dtype, torch.device)
-"""Values that a graph has one of, and that can be compared when it runs."""
+"""Types of values that become constants of a graph, which compares them at run time."""
 _OUTPUT_FORM = "_cpt_fx_output_form"
-"""Attribute that holds the form of outputs that are neither tuples, lists nor dicts."""
+"""Attribute that holds the pytree spec of outputs that are neither tuples, lists nor dicts."""
 
 
 Way = tuple[Any, ...]
-"""The keys that lead from the arguments by name to a value in one of them."""
+"""The pytree keys that lead from the arguments by name to a value in one of them."""
 
 
-class Entry:
-    """Builds the first nodes of a graph: from arguments to the values in them, and checks of both.
+class EntryBuilder:
+    """Builds the first nodes of a graph, which unpack its arguments and check them.
 
-    `words` is what the checks say of the graph and how to get another one.
+    `words` are the parts of the error messages that name the graph, and say how to get another one.
     """
 
     def __init__(self, graph: fx.Graph, arguments: Iterable[inspect.Parameter], *words: str) -> None:
@@ -170,7 +170,7 @@ class Entry:
         self.used: dict[str, Any] = {}
 
     def check_forms(self, given: Mapping[str, Any], *, ordered: bool = False) -> None:
-        """Check that arguments have the types, lengths and keys that those given have."""
+        """Add checks that arguments have the types, lengths and keys of those given."""
         with self.graph.inserting_before(self.start):
             for name, item in self.arguments.items():
                 form = form_of(given.get(name, _EMPTY.get(item.kind)), ordered=ordered)
@@ -179,13 +179,13 @@ class Entry:
                     self.graph.call_function(check_form, (self.made[name], form, name, *last))
 
     def check_tensors(self, nodes: Sequence[fx.Node], inputs: Sequence[Input], facts: Sequence[Fact]) -> None:
-        """Check what the graph takes for granted about tensors, before anything else runs."""
+        """Add checks of what the graph assumes about tensors, before anything else runs."""
         if nodes:
             with self.graph.inserting_before(self.start):
                 self.graph.call_function(check_inputs, (tuple(nodes), tuple(inputs), tuple(facts), *self.words))
 
     def value(self, value: Any, way: Way) -> fx.Node:
-        """Return the node for a value inside an argument; a plain one is checked to be what it was."""
+        """Return the node for a value inside an argument; add a check that a plain value is what it was."""
         name, keys = way[0].key, way[1:]
         with self.graph.inserting_before(self.start):
             node: fx.Node = pytree.key_get(fx.Proxy(self.made[name]), keys).node
@@ -197,9 +197,9 @@ class Entry:
         return node
 
     def finish(self) -> None:
-        """Give arguments their defaults; what the capture did not get is the default, and nothing else.
+        """Give arguments their defaults; one that was not given at capture must keep its default at run time.
 
-        The flat inputs are gone by now: inputs are called what the model calls them.
+        Called after the flat inputs are erased, so that arguments can have the names that the model gives them.
         """
         optional = False
         for name, item in self.arguments.items():
@@ -215,7 +215,7 @@ class Entry:
             elif item.default is not _ABSENT and isinstance(item.default, PLAIN):
                 node.args = (item.default,)
             elif optional:
-                # Python wants one after the first default; the check says that a tensor is missing.
+                # Python needs a default after the first one; the check reports a missing tensor.
                 node.args = (None,)
             optional = optional or bool(node.args)
         taken = {node.name for node in self.graph.nodes}
@@ -225,12 +225,12 @@ class Entry:
 
 
 def said(way: Way) -> str:
-    """Write a way as Python does."""
+    """Return a key path as Python code."""
     return f"{way[0].key}{pytree.keystr(way[1:])}"
 
 
 def formed(spec: pytree.TreeSpec, values: Sequence[Any], module: nn.Module, graph: fx.Graph) -> Any:
-    """Put values into a form as outputs of a graph; one not made of tuples, lists and dicts is kept in the module."""
+    """Arrange outputs of a graph as `spec` says; one of more than tuples, lists and dicts is stored in the module."""
     if _is_plain(spec):
         return _assembled(spec, iter(values))
     name = free_name(_OUTPUT_FORM, module)
@@ -240,13 +240,13 @@ def formed(spec: pytree.TreeSpec, values: Sequence[Any], module: nn.Module, grap
 
 
 def _is_plain(spec: pytree.TreeSpec) -> bool:
-    """Whether a form is made of tuples, lists and dicts only."""
+    """Whether a spec is made of tuples, lists and dicts only."""
     known = spec.is_leaf() or spec.type in (tuple, list, dict)
     return known and all(map(_is_plain, spec.children()))
 
 
 def _assembled(spec: pytree.TreeSpec, values: Iterator[Any]) -> Any:
-    """Put values into a form made of tuples, lists and dicts."""
+    """Return values in the structure of a spec made of tuples, lists and dicts."""
     if spec.is_leaf():
         return next(values)
     items = [_assembled(child, values) for child in spec.children()]

@@ -1,4 +1,4 @@
-"""What a model's code may change besides what it returns, kept and put back: attributes, hooks, classes, globals."""
+"""Snapshot and restore of what a model's code may change as a side effect: attributes, hooks, classes, globals."""
 
 from __future__ import annotations
 
@@ -24,16 +24,19 @@ from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from cpt_fx.layer_state import PREFIX
-from cpt_fx.regions import ModesOf
-from cpt_fx.result import PART
+from cpt_fx.ir.contexts import ModesOf
+from cpt_fx.ir.layer_state import PREFIX
+from cpt_fx.ir.result import PART
 
 _FOREIGN = frozenset({*sys.stdlib_module_names, "torch", "numpy", "cpt_fx"})
-"""Packages whose classes and objects are not looked into, but for what holds things of others."""
+"""Packages whose classes and objects are not searched, except instances of `_HOLDERS`."""
 _MOST_ITEMS, _DEPTH, _LARGEST_ARRAY = 1000, 8, 1 << 24
-"""Larger containers are put back, but not looked into; a trainer that a module holds leads to whole datasets."""
+"""Limits: items of a container to search, depth of the search, bytes of an array to restore.
+
+Larger containers are restored but not searched: a module that refers to its trainer leads to whole datasets.
+"""
 _HOLDERS = (nn.Module, SimpleNamespace, Namespace, UserDict, UserList, ChainMap, threading.local, Optimizer)
-"""Objects of these that hold what a user puts there."""
+"""Library classes whose instances hold what a user puts there."""
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _ABSENT = object()
 _Undo = Callable[[], object]
@@ -41,11 +44,11 @@ _Undo = Callable[[], object]
 
 @contextmanager
 def unchanged(model: nn.Module, *, values: bool = False) -> Iterator[None]:
-    """Undo what code of a model does inside the block; what it does to the values of tensors in place, for `values`.
+    """Undo the side effects of a model's code in the block; with `values`, also in-place changes of tensor values.
 
-    It covers modules, plain objects and containers that they lead to, closures, the classes of the modules and the
-    globals that their methods name, with the functions among these, random numbers and modes of the process. What is
-    ours stays.
+    It covers modules, plain objects and containers that they lead to, closures, the classes of the modules, the globals
+    that their methods name, with the functions among these, random state, and modes of the process. State of cpt_fx is
+    kept.
     """
     memory = _Memory(values)
     memory.keep(model)
@@ -59,12 +62,12 @@ def unchanged(model: nn.Module, *, values: bool = False) -> Iterator[None]:
 
 
 def run_aside(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call code of a model in a context of its own: what it sets in context variables ends with the call."""
+    """Call a function in a copy of the context, so that changes of context variables end with the call."""
     return copy_context().run(function, *args, **kwargs)
 
 
 class _Memory:
-    """Everything that was seen, and how it is put back."""
+    """All objects found, and the functions that restore them."""
 
     def __init__(self, values: bool) -> None:
         self.values = values
@@ -72,7 +75,7 @@ class _Memory:
         self.known: dict[int, Any] = {}
 
     def keep(self, model: nn.Module) -> None:
-        """Walk over all that a model leads to; keep the generators of random numbers that everybody uses."""
+        """Take a snapshot of all that a model leads to, and of the global random number generators."""
         self.undo += [
             functools.partial(random.setstate, random.getstate()),
             functools.partial(numpy.random.set_state, numpy.random.get_state()),
@@ -81,14 +84,14 @@ class _Memory:
         rows = deque((value, 0) for key, value in vars(torch_module).items() if key.startswith("_global_"))
         rows.extend((module, 0) for module in model.modules())
         while rows:
-            value, depth = rows.popleft()  # the nearest first: what is known is not met again on a shorter way
+            value, depth = rows.popleft()  # breadth first: each object is reached on a shortest path
             if id(value) in self.known or depth > _DEPTH:
                 continue
             self.known[id(value)] = value
             rows.extend((inner, depth + 1) for inner in self._one(value))
 
     def _one(self, value: Any) -> Iterable[Any]:
-        """Keep one thing, and return what it leads to."""
+        """Take a snapshot of one object, and return what it leads to."""
         if isinstance(value, (str, bytes, int, float, complex, ModuleType, CodeType)) or value is None:
             return ()
         if isinstance(value, Tensor):
@@ -163,7 +166,7 @@ class _Memory:
         names = _names(value.__code__)
         held, named = value.__globals__, list[tuple[dict[str, Any], str, Any]]()
         for space in (held, *(vars(item) for item in map(held.get, names) if _is_users(item))):
-            # Attributes go by names of code, too: what is no global is none later, either.
+            # The names of code include attributes: a name that is no global now must be none afterwards, either.
             named += [(space, name, space.get(name, _ABSENT)) for name in names]
         named = [each for each in named if not isinstance(each[2], (ModuleType, type))]
 
@@ -172,7 +175,7 @@ class _Memory:
                 if item is not _ABSENT and _content(cell) is not item:
                     cell.cell_contents = item
             for space, name, item in named:
-                # What was imported or defined meanwhile stays: Python remembers in other places that it is there.
+                # What was imported or defined meanwhile stays: Python also keeps track of it elsewhere.
                 now = space.get(name, _ABSENT)
                 if now is not item and not isinstance(now, (ModuleType, type, FunctionType)):
                     space.pop(name) if item is _ABSENT else space.__setitem__(name, item)
@@ -185,7 +188,7 @@ class _Memory:
         before = value.cache_info().currsize
 
         def undo() -> None:
-            # What a trial has put there may be one of its copies. It is computed again.
+            # Entries of a dry run may be copies that it made; the next call computes them again.
             if value.cache_info().currsize != before:
                 value.cache_clear()
 
@@ -203,18 +206,18 @@ class _Memory:
 
 
 def keep_container(value: Any) -> Callable[[], bool]:
-    """Return what lets a container hold again what it holds now, and says whether it held anything else."""
+    """Return a function that restores the content of a container, and returns whether it had changed."""
     before = _copied(value)
 
     def put_back() -> bool:
         now, wanted = _copied(value), before
-        if not now and not wanted:  # as most are
+        if not now and not wanted:  # the most frequent case
             return False
         if isinstance(now, dict):
             wanted = before | {key: item for key, item in now.items() if _is_ours(key) and key not in before}
         if _same(now, wanted, operator.is_):
             return False
-        # The base's own methods: a subclass may do more.
+        # By the methods of the base class: those of a subclass may do more.
         kind: Any = next(base for base in (OrderedDict, dict, list, deque, set) if isinstance(value, base))
         kind.clear(value)
         (kind.extend if isinstance(value, (list, deque)) else kind.update)(value, wanted)
@@ -224,11 +227,14 @@ def keep_container(value: Any) -> Callable[[], bool]:
 
 
 def keep_tensor(value: Tensor, *, values: bool = False) -> Callable[[], str]:
-    """Return what puts a tensor back, and says what of `{}` was something else; its values in place for `values`."""
+    """Return a function that restores a tensor and returns what had changed, with `{}` for the tensor's name.
+
+    With `values`, its values are restored in place, too.
+    """
     is_wrapper = is_traceable_wrapper_subclass(value)
     if value.layout is not torch.strided or isinstance(value, FakeTensor) or is_wrapper:
         return lambda: ""
-    # The same memory under another counter of changes: a backward pass that is to come may rely on the tensor's.
+    # The same memory with another version counter: a pending backward pass may rely on the tensor's own.
     memory = value.detach() if value.is_inference() else value.data
     wanted, is_leaf = value.requires_grad, value.is_leaf
     copy = memory.clone() if values and not value.is_meta else None
@@ -258,7 +264,7 @@ def keep_tensor(value: Tensor, *, values: bool = False) -> Callable[[], str]:
 
 
 def memory_of(tensor: Tensor) -> tuple[object, ...]:
-    """Return which memory a tensor stands on, and how, without asking for an address, which not every tensor has."""
+    """Return what identifies a tensor's memory and layout, without `data_ptr()`, which not every tensor has."""
     return (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
 
 
@@ -267,7 +273,7 @@ def _is_ours(key: object) -> bool:
 
 
 def _is_users(value: object) -> bool:
-    """Whether a value is a module of Python, and none of the standard library or of torch."""
+    """Whether a value is a Python module outside of the packages in `_FOREIGN`."""
     return isinstance(value, ModuleType) and value.__name__.partition(".")[0] not in _FOREIGN
 
 
@@ -286,7 +292,7 @@ def _same(now: Any, before: Any, test: Callable[[Any, Any], bool]) -> bool:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Compare plain values by value, everything else by identity: tensors do not compare."""
+    """Compare plain values by value, everything else by identity: tensors do not compare to a bool."""
     if isinstance(one, tuple) and isinstance(other, tuple):
         return _same(one, other, _equal)
     return one is other or (type(one) is type(other) and isinstance(one, (bool, int, float, str)) and one == other)
@@ -295,19 +301,19 @@ def _equal(one: Any, other: Any) -> bool:
 def _content(cell: CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # not filled yet
+    except ValueError:  # an empty cell
         return _ABSENT
 
 
 @functools.cache
 def _names(code: CodeType) -> frozenset[str]:
-    """Return the names that code, and what it defines, look up."""
+    """Return the names that a code object, and the functions it defines, look up."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     return frozenset(code.co_names).union(*map(_names, inner))
 
 
 def keep_generator(value: Any) -> _Undo | None:
-    """Return what puts a generator of random numbers back; None for anything else."""
+    """Return a function that restores a random number generator; None for anything else."""
     if isinstance(value, torch.Generator):
         return functools.partial(value.set_state, value.get_state())
     if isinstance(value, random.Random):

@@ -1,8 +1,8 @@
-"""A program that torch.export made, as a module of torch.fx: the form in which a user could have handed it in.
+"""Convert an `ExportedProgram` to a `torch.fx.GraphModule`, in the form in which a user could have passed one.
 
-Regions under `torch.no_grad` or `torch.autocast`, which torch.export keeps as graphs of their own, are opened. Flags
-that hold one mode become switches; what cannot be switched is refused or said. Inputs and outputs, flat in the
-program's graph, are the model's own afterwards.
+Regions under `torch.no_grad` or `torch.autocast`, which torch.export keeps as subgraphs, are inlined. Training flags
+frozen in one mode follow `train()` and `eval()` again; where they cannot, the program is refused, or a note says so.
+Inputs and outputs, flat in the program's graph, become the model's own.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from torch import fx
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.utils import _pytree as pytree
 
-from cpt_fx.aten import arguments_of, name_of, take_first, to_torch
 from cpt_fx.capture.base import CaptureError, holder_at
-from cpt_fx.capture.input_checks import Entry, Fact, Input, bounds_of, expression_of, formed, said
-from cpt_fx.graph_module import blank, take_tensors
-from cpt_fx.meta import get_attribute, module_path, module_stack, read_before
+from cpt_fx.capture.input_checks import EntryBuilder, Fact, Input, bounds_of, expression_of, formed, said
+from cpt_fx.ir.meta import get_attribute, module_path, module_stack, read_before
+from cpt_fx.ir.module import blank, take_tensors
 from cpt_fx.operators.around import FLAGS, ONE_MODE
+from cpt_fx.operators.aten import arguments_of, name_of, take_first, to_torch
 
 _DEAD = ("aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.sym_constrain_range.default",
          "aten.sym_constrain_range_for_size.default")  # fmt: skip
-"""What an export asserts of values inside the graph: the dtype under another autocast, the sizes that are checked."""
+"""Assertions that an export adds: on dtypes, which another autocast changes, and on sizes, checked for all inputs."""
 
 
 def program_module(program: torch.export.ExportedProgram) -> tuple[fx.GraphModule, tuple[str, ...]]:
-    """Return a module that does what a program does, in the program's tensors, and what to know about it.
+    """Return a module that does what a program does, with the program's tensors, and notes for the user.
 
     It calls functions of torch, follows `train()` and `eval()`, takes the arguments that the program was exported with
-    and refuses those it was not made for.
+    and raises for those it does not hold for.
     """
     if any(map(torch._C._functorch.is_functorch_wrapped_tensor, program.constants.values())):
         raise CaptureError("the program holds values of torch.func's, frozen when it was exported: capture the module")
@@ -50,13 +50,13 @@ def program_module(program: torch.export.ExportedProgram) -> tuple[fx.GraphModul
         if not node.users:
             graph.erase_node(node)
     to_torch(graph)
-    # Inputs and outputs are nodes now, not something that happens around the graph.
+    # Inputs and outputs are converted by nodes now, not by the code generator.
     graph.set_codegen(fx.graph.CodeGen())
     return _owning(graph, exported), notes
 
 
 def _owning(graph: fx.Graph, exported: fx.GraphModule) -> fx.GraphModule:
-    """Move a graph to a module that can be copied, pickled and switched, which those of torch.export cannot."""
+    """Move a graph to a module that can be copied, pickled and switched between modes, unlike torch.export's."""
     module = blank()
     take_tensors(module, exported)
     module._modules.update(exported._modules)
@@ -69,11 +69,11 @@ def _owning(graph: fx.Graph, exported: fx.GraphModule) -> fx.GraphModule:
 
 
 def _convert_stack(node: fx.Node) -> None:
-    """Write the modules that an operator comes from as tracers do: call -> (path, class)."""
+    """Write the modules that a node comes from in the form of tracers: call -> (path, class)."""
     stack = node.meta.pop("nn_module_stack", None) or {}
     converted = {}
     for key, (path, kind) in stack.items():
-        # Operators that the export made on its own carry a name that is no path.
+        # Operators that the export added itself carry a name that is no path.
         if path and not path.startswith("_empty_nn_module_stack"):
             call = str(key).partition("@")[2]
             converted[f"{path}@{call}" if call else path] = (path, _class_of(kind))
@@ -82,7 +82,7 @@ def _convert_stack(node: fx.Node) -> None:
 
 
 def _class_of(kind: Any) -> type | None:
-    """Return a class by its full name, if its module is loaded: a name out of a file must not import anything."""
+    """Return a class by its full name, if its module is loaded: a name read from a file must not import anything."""
     if isinstance(kind, type):
         return kind
     module, _, name = str(kind).rpartition(".")
@@ -91,7 +91,7 @@ def _class_of(kind: Any) -> type | None:
 
 
 def _fixed_sizes(graph: fx.Graph) -> tuple[str, ...]:
-    """Say which sizes a program holds for alone."""
+    """Return notes on the input sizes that the export fixed."""
     found = []
     for node in graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
@@ -107,7 +107,7 @@ _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 
 
 def inline_regions(module: fx.GraphModule) -> None:
-    """Replace every region by what it holds, between nodes that enter and leave it; refuse other graphs in graphs."""
+    """Inline every region, between nodes that enter and leave it; refuse all other subgraphs."""
     for node in list(module.graph.nodes):
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             _inline(module, node)
@@ -127,7 +127,7 @@ def _inline(module: fx.GraphModule, node: fx.Node) -> None:
             before = graph.call_function(torch.is_grad_enabled)
             graph.call_function(torch._C._set_grad_enabled, (enabled,))
             results = _copy(module, node, body, inputs)
-            # What it was, not what it was when the model was captured: the result may run under no_grad itself.
+            # Restore the mode at run time, not that of the capture: the model may run under no_grad itself.
             graph.call_function(torch._C._set_grad_enabled, (before,))
     elif node.target is _AUTOCAST:
         device, dtype, enabled, cache, body, *inputs = node.args
@@ -151,7 +151,7 @@ def _inline(module: fx.GraphModule, node: fx.Node) -> None:
 
 
 def _copy(module: fx.GraphModule, node: fx.Node, body: Any, inputs: list[Any]) -> Any:
-    """Copy the nodes of a region's body in front of it and return its results."""
+    """Copy the nodes of a region's subgraph in front of it and return its results."""
     inner = get_attribute(module, str(body.target))
     inline_regions(inner)
     tensor = next((item.target for item in inner.graph.nodes if item.op == "get_attr"), None)
@@ -170,7 +170,7 @@ _COUNTER = "num_batches_tracked"
 
 
 def restore_switches(module: fx.GraphModule) -> tuple[str, ...]:
-    """Turn the flags of a program into switches, in the mode it was exported in; return what to know about them."""
+    """Make the training flags of a program follow the mode, and set the exported mode; return notes for the user."""
     switches = _Switches(module)
     for node in list(module.graph.nodes):
         name = name_of(node)
@@ -192,7 +192,7 @@ def restore_switches(module: fx.GraphModule) -> tuple[str, ...]:
             with module.graph.inserting_before(node):
                 _set(node, "dropout_p", module.graph.call_function(operator.mul, (probability, flag)))
         elif _counts_batches(node):
-            # A flag is a number to the operator: True is one.
+            # The operator adds the flag as a number: one in training.
             _set(node, "other", switches.read(node))
     training = any(switches.modes.values())
     for path, child in module.named_modules():
@@ -203,7 +203,7 @@ def restore_switches(module: fx.GraphModule) -> tuple[str, ...]:
 
 
 class _Switches:
-    """Makes the nodes that read a module's mode, one for each module, and remembers which mode was exported."""
+    """Creates one node for each module that reads its mode, and records the mode it was exported in."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         self.module = module
@@ -212,16 +212,16 @@ class _Switches:
         self._made: dict[str, fx.Node] = {}
 
     def read(self, node: fx.Node) -> fx.Node:
-        """Return what is True in training, for the module that `node` belongs to."""
+        """Return the node that reads the mode of the module that `node` belongs to."""
         path, _ = module_path(node)
         if path not in self._made:
-            holder_at(self.module, path)  # a module without tensors is not in a program, but it has a mode
+            holder_at(self.module, path)  # a program has no modules without tensors, but these have a mode
             first = next(item for item in self.graph.nodes if item.op not in ("placeholder", "get_attr"))
             self._made[path] = read_before(first, f"{path}.training" if path else "training")
         return self._made[path]
 
     def note(self, node: fx.Node, value: bool) -> None:
-        """Remember the mode of a module; refuse one that is in both."""
+        """Record the exported mode of a module; refuse a module that is in both modes."""
         path, _ = module_path(node)
         if self.modes.setdefault(path, value) is not value:
             raise CaptureError(
@@ -230,7 +230,7 @@ class _Switches:
             )
 
     def restore(self, node: fx.Node) -> None:
-        """Let an operator with a flag follow the mode of its module."""
+        """Make the training flag of an operator follow the mode of its module."""
         given = arguments_of(node)
         name = FLAGS[name_of(node)]
         value = given[name]
@@ -244,7 +244,7 @@ class _Switches:
             self._count_batches(node, given["running_mean"])
 
     def _count_batches(self, node: fx.Node, mean: Any) -> None:
-        """Count batches in training where the program, exported in evaluation, does not."""
+        """Add the count of batches in training, which a program exported in evaluation mode lacks."""
         path = str(mean.target).rpartition(".")[0] if isinstance(mean, fx.Node) and mean.op == "get_attr" else None
         counter = f"{path}.{_COUNTER}" if path else _COUNTER
         if path is None or counter not in dict(self.module.named_buffers()):
@@ -276,15 +276,15 @@ def _counts_batches(node: fx.Node) -> bool:
 
 
 def restore_interface(program: torch.export.ExportedProgram, module: fx.GraphModule) -> None:
-    """Replace the flat inputs and outputs of a program's module by those it was exported with."""
+    """Replace the flat inputs and outputs of a program's module by the structures it was exported with."""
     graph = module.graph
     flat = graph.find_nodes(op="placeholder")
     values = pytree.tree_unflatten([node.meta.get("val") for node in flat], program.call_spec.in_spec)
-    entry = Entry(graph, _arguments(program))
+    entry = EntryBuilder(graph, _arguments(program))
     given = dict(zip(entry.arguments, (*values[0], *values[1].values()), strict=True))
     entry.check_forms(given)
     tensors: dict[str, fx.Node] = {}
-    """By the name that the guards of an export have for an input: `L['x']`."""
+    """By the name of an input in the export's guards: `L['x']`."""
     inputs = []
     for node, (way, value) in zip(flat, pytree.tree_flatten_with_path(given)[0], strict=True):
         read = entry.value(value, way)
@@ -302,7 +302,7 @@ def restore_interface(program: torch.export.ExportedProgram, module: fx.GraphMod
 
 
 def _arguments(program: torch.export.ExportedProgram) -> list[inspect.Parameter]:
-    """Return the arguments that a program was exported with, by the names it keeps."""
+    """Return the arguments that a program was exported with, under the names it keeps."""
     signature = program.module_call_graph[0].signature
     args, kwargs = program.call_spec.in_spec.children()
     known = list(signature.forward_arg_names or ()) if signature is not None else []
@@ -311,7 +311,7 @@ def _arguments(program: torch.export.ExportedProgram) -> list[inspect.Parameter]
 
 
 def _input(program: torch.export.ExportedProgram, name: str, value: Any) -> Input:
-    """Return what a program says of one tensor: its name, its dtype, and the sizes it holds for."""
+    """Return what a program requires of one input tensor: its name, its dtype, and the sizes it holds for."""
     sizes: list[tuple[int, int] | int] = []
     for size in value.shape:
         fixed = fixed_size(size)
@@ -320,20 +320,20 @@ def _input(program: torch.export.ExportedProgram, name: str, value: Any) -> Inpu
 
 
 def fixed_size(size: Any) -> int | None:
-    """Return a size that a program holds for alone, or None for one that is open."""
+    """Return the value of a fixed size, None for a dynamic one."""
     if isinstance(size, int):
         return size
     return int(size.node.expr) if size.node.expr.is_number else None
 
 
 def _facts(program: torch.export.ExportedProgram, tensors: list[str]) -> tuple[Fact, ...]:
-    """Return the conditions under which a program holds."""
+    """Return the guards of a program, as conditions to check."""
     found = []
     for text in dict.fromkeys(program._guards_code):
         places = {name: place for place, name in enumerate(tensors)}
         expression = expression_of(text, places, f"the export holds only where {text}")
         kind, *sides = expression
-        # That one dim has one size is what the check of the input itself says.
+        # The check of the input itself covers dims of one fixed size.
         says_one_size = kind == "Eq" and any(isinstance(side, int) for side in sides)
         if not (says_one_size and any(isinstance(side, tuple) and side[0] == "size" for side in sides)):
             short = text.count("L[") == 1

@@ -1,4 +1,4 @@
-"""A copy of a model's modules that runs on its own, and the names of what is in it."""
+"""Copies of a model's module tree that run on their own, and the paths of modules and tensors in a tree."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import torch
 from torch import Tensor, nn
 
 from cpt_fx.capture.base import EVERY, MODULE_OWN, clone_tree, refuse_taken_names
-from cpt_fx.result import plain_class
-from cpt_fx.watched import is_own_method, plain_function
+from cpt_fx.ir.result import plain_class
+from cpt_fx.ir.watched import is_own_method, plain_function
 
 
 class Inlined(nn.Module):
-    """Stands for a module that `torch.compile` wrapped: the same names, without a compiler of its own."""
+    """Replaces the wrapper of `torch.compile`: the same names, without a compiler of its own."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the wrapped module: it is captured together with what is around it."""
+        """Call the wrapped module, which is captured together with its caller."""
         return self.get_submodule("_orig_mod")(*args, **kwargs)
 
 
 def own_tree(model: nn.Module, session: object = None) -> nn.Module:
     """Copy a model so that running the copy changes nothing in the original; parameters and buffers are shared.
 
-    Python attributes that lead back into the model (lists of modules, bound methods, closures) lead into the copy. A
-    result of `session` is copied as the plain model it was.
+    Python attributes that lead back into the model (lists of modules, bound methods, closures) lead into the copy.
+    Modules transformed by `session` are copied as the plain modules they were.
     """
     clones: dict[int, nn.Module] = {}
     root = clone_tree(model, clones, session)
@@ -44,7 +44,7 @@ def own_tree(model: nn.Module, session: object = None) -> nn.Module:
             if key == "_modules":
                 continue
             if key in MODULE_OWN:
-                # Hooks may be methods of a module.
+                # Hooks may be bound methods of a module.
                 for name, hook in list(value.items()) if isinstance(value, dict) else ():
                     value[name] = rebound(hook)
             else:
@@ -54,7 +54,7 @@ def own_tree(model: nn.Module, session: object = None) -> nn.Module:
 
 
 def plain_tree(model: nn.Module) -> nn.Module:
-    """Copy a model with everything in it that is transformed as the plain modules it was, without our state."""
+    """Copy a model with all transformed modules in it as the plain modules they were, without our state."""
     return own_tree(model, EVERY)
 
 
@@ -70,10 +70,10 @@ def _inline_compiled(root: nn.Module) -> None:
 
 
 class _Rebinding:
-    """Rewrites attribute values: what refers to a module of the original refers to its copy.
+    """Rewrites attribute values: references to modules of the original become references to their copies.
 
-    Containers that a module holds become the copy's own, since running it may fill them. What functions close over is
-    somebody else's as well: it stays the same object unless it leads to a module.
+    Containers that a module holds are copied, since running the copy may fill them. What closures, partials and other
+    objects hold may be shared, and is copied only if it leads to a module of the model.
     """
 
     def __init__(self, clones: dict[int, nn.Module]) -> None:
@@ -91,12 +91,12 @@ class _Rebinding:
         key = (id(value), self.own)
         if key not in self.done:
             self.kept.append(value)
-            self.done[key] = value  # what refers to itself
+            self.done[key] = value  # for values that refer to themselves
             self.done[key] = change(self, value)
         return self.done[key]
 
     def items(self, value: Any) -> Any:
-        """Rewrite a list, a set or a tuple."""
+        """Rewrite a list, deque, set or tuple."""
         new = [self(item) for item in value]
         owned = self.own and not isinstance(value, tuple)
         if not owned and not _changed(new, value):
@@ -111,15 +111,15 @@ class _Rebinding:
         return new if self.own or _changed(new.values(), value.values()) or _changed(new, value) else value
 
     def method(self, value: MethodType) -> Any:
-        """Bind a method to the copy."""
+        """Rebind a bound method to the copy of its owner."""
         owner = self(value.__self__)
         if owner is value.__self__:
             return value
-        # That of a derived class becomes that of the user's.
+        # The method of a derived class becomes that of the user's class.
         return MethodType(getattr(type(owner), value.__name__) if is_own_method(value) else value.__func__, owner)
 
     def partial(self, value: functools.partial[Any]) -> Any:
-        """Rebind what a partial call holds."""
+        """Rewrite the function and the arguments of a `functools.partial`."""
         if plain_function(value) is not value:
             return self(plain_function(value))
         parts = (value.func, value.args, value.keywords)
@@ -127,10 +127,10 @@ class _Rebinding:
         return functools.partial(function, *args, **keywords) if _changed(rebound, parts) else value
 
     def function(self, value: FunctionType) -> Any:
-        """Give a function that closes over a module a closure over the copy."""
+        """Copy a function whose closure or defaults lead to a module, so that they lead to its copy."""
         try:
             contents = [cell.cell_contents for cell in value.__closure__ or ()]
-        except ValueError:  # a cell that is not filled yet
+        except ValueError:  # an empty cell
             return value
         defaults = (value.__defaults__, value.__kwdefaults__)
         rebound, others = self.foreign(contents), self.foreign(defaults)
@@ -153,7 +153,7 @@ class _Rebinding:
         return made
 
     def foreign(self, values: Iterable[Any]) -> list[Any]:
-        """Rewrite what is held by somebody else than a module."""
+        """Rewrite values that no module holds directly, and that may be shared."""
         own, self.own = self.own, False
         try:
             return [self(value) for value in values]
@@ -162,7 +162,7 @@ class _Rebinding:
 
 
 def is_plain_object(value: Any) -> bool:
-    """Whether a value is an instance of somebody's class that may hold modules."""
+    """Whether a value is an instance of a class outside of `_SHARED`, with attributes that may hold modules."""
     package = type(value).__module__.partition(".")[0]
     return hasattr(value, "__dict__") and not isinstance(value, (type, Tensor, ModuleType)) and package not in _SHARED
 
@@ -189,8 +189,8 @@ _REBUILD: dict[type, Callable[[_Rebinding, Any], Any]] = {
 }
 
 
-class Places:
-    """Where the tensors and modules of a tree are, at this moment."""
+class TreePlaces:
+    """The paths of the tensors and modules of a tree at the time of construction."""
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
@@ -202,11 +202,11 @@ class Places:
                 self.tensors.setdefault(id(tensor), f"{path}.{name}" if path else name)
 
     def tensor(self, value: object) -> str | None:
-        """Return the name of a parameter or buffer."""
+        """Return the path of a parameter or buffer; None for any other value."""
         return self.tensors.get(id(value)) if isinstance(value, torch.Tensor) else None
 
     def ancestors(self, path: str) -> list[tuple[str, type[nn.Module]]]:
-        """Return the modules from below the root down to `path`, as (path, class)."""
+        """Return the modules on the way from the root (excluded) to `path` (included), as (path, class)."""
         found: list[tuple[str, type[nn.Module]]] = []
         module, parts = self.root, path.split(".") if path else []
         for place, part in enumerate(parts):

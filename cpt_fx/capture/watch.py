@@ -1,4 +1,4 @@
-"""What the code of a traced module has read besides tensors, so that a change of it is noticed at the next call."""
+"""Detect, at the next call, changes of what a traced graph depends on besides tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.nn.modules import module as torch_module
 
 from cpt_fx.capture.tree import is_plain_object
-from cpt_fx.result import CONTAINERS, derived, plain_class
+from cpt_fx.ir.result import CONTAINERS, derived, plain_class
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -20,13 +20,13 @@ _NEEDED = ("module", "outside", "looks_at_hooks", "names")
 
 
 class Watch:
-    """The modules whose code became part of a graph, as they were: classes, children, hooks, attributes."""
+    """Snapshot of the modules whose code was traced: classes, children, hooks, attributes."""
 
     def __init__(self, entry: nn.Module, called: set[int], names: frozenset[str] | None = None) -> None:
-        """Look at everything below `entry`, but for what is inside modules that the graph calls as they are.
+        """Take the snapshot of everything below `entry`, except inside modules that the graph calls.
 
-        `names` are those that the code has in it: an attribute of another name, such as a counter of the loop around
-        the model, it cannot have read. None stands for any name.
+        `names` are the names that occur in the traced code: it cannot have read attributes of other names, such as a
+        counter of the training loop. None means any name.
         """
         self.names = names
         self.seen: list[_Seen] = []
@@ -45,7 +45,7 @@ class Watch:
                 self._walk(child, called, known)
 
     def changed(self) -> bool:
-        """Whether anything is no longer as it was."""
+        """Whether anything differs from the snapshot."""
         if self.hooked is not has_global_hooks():
             self._why = "hooks for all modules came or went"
             return True
@@ -57,21 +57,21 @@ class Watch:
         return False
 
     def said(self) -> str:
-        """Say what was found to be different."""
+        """Return the change that was found, as text."""
         return f"there is a change in {self._why}" if self._why else "something changed"
 
 
 def has_global_hooks() -> bool:
-    """Whether hooks are set that run for every module."""
+    """Whether global module hooks are set."""
     return bool(torch_module._has_any_global_hook())
 
 
 class _Seen:
-    """One module as it was."""
+    """Snapshot of one module."""
 
     def __init__(self, module: nn.Module, names: frozenset[str] | None, *, is_entry: bool, outside: bool) -> None:
         self.module, self.outside, self.looks_at_hooks = module, outside, not is_entry
-        # The code of torch's layers was not looked at.
+        # The code of torch's layers is not inspected: it may have read any attribute.
         self.names = names if _is_of_the_model(plain_class(type(module))) else None
         self._look()
 
@@ -87,7 +87,7 @@ class _Seen:
         keys = () if outside else tuple(filter(self._may_be_read, vars(module)))
         self.count = len(vars(module))
         contents = [(key, vars(module)[key], content_of(vars(module)[key])) for key in keys]
-        # What may change without being replaced is compared by what is in it.
+        # Mutable values are compared by their content.
         self.plain = tuple((key, value) for key, value, content in contents if content is value)
         self.deep = tuple((key, content) for key, value, content in contents if content is not value)
 
@@ -95,20 +95,20 @@ class _Seen:
         return key not in _OWN and (self.names is None or key in self.names or key == "forward")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Go along with a copy of the module, naming the user's class and not the one derived from it."""
-        # The copy of a GraphModule has a class and a graph of its own: it is looked at anew.
+        """Leave out the derived class and its forward, which `__setstate__` finds again from the user's class."""
+        # The copy of a GraphModule has a class and a graph of its own: its snapshot is taken later.
         known = _NEEDED if isinstance(self.module, fx.GraphModule) else self.__dict__.keys() - {"kind", "forward"}
         return {key: self.__dict__[key] for key in known}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Expect of the copy what was seen of the module."""
+        """Restore the snapshot, for the copy of the module."""
         self.__dict__.update(state)
         if "plain_kind" in state:
             self.kind = derived(self.plain_kind) if self.is_derived else self.plain_kind
             self.forward = self.plain_kind.forward
 
     def changed(self) -> str:
-        """Say what is different; nothing where all is as it was."""
+        """Return what differs, as text; empty if nothing does."""
         module = self.module
         if "kind" not in self.__dict__:
             self._look()
@@ -144,27 +144,27 @@ class _Seen:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether hooks of its own wait for a module to be called."""
+    """Whether a module has forward or backward hooks of its own."""
     held = module.__dict__
     return any(held[hooks] for hooks in _HOOKS)
 
 
 def _presence(module: nn.Module) -> tuple[Any, ...]:
-    """Return which tensors there are: code asks whether it has a bias."""
+    """Return which parameters and buffers are None: code branches on `self.bias is None`."""
     held = module.__dict__
     tensors = (*held["_parameters"].items(), *held["_buffers"].items())
     return tuple((name, value is None) for name, value in tensors if not name.startswith("cpt_fx_"))
 
 
 def _is_of_the_model(kind: type[nn.Module]) -> bool:
-    """Whether all code of a class is the user's, but for what every module has."""
+    """Whether a class inherits no code from torch, except from nn.Module and containers."""
     return all(
         base in (object, nn.Module, *CONTAINERS) or not base.__module__.startswith("torch.") for base in kind.__mro__
     )
 
 
 def _held(value: Any) -> dict[str, Any] | None:
-    """Return the attributes of an object of somebody's class; None for functions and what else has none."""
+    """Return the attributes of an instance of a user's class, slots included; None for functions and plain values."""
     held = getattr(value, "__dict__", None) if not callable(value) or is_plain_object(value) else None
     names = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
     if held is None and (not names or callable(value)):
@@ -173,7 +173,7 @@ def _held(value: Any) -> dict[str, Any] | None:
 
 
 def content_of(value: Any, depth: int = 4) -> Any:
-    """Return what is in a container, or in an object of somebody's class, so that it can be compared later."""
+    """Return the content of a container, or of an instance of a user's class, in a form to compare later."""
     if depth == 0 or isinstance(value, (*_PLAIN, Tensor, nn.Module, type)):
         return value
     if isinstance(value, dict):

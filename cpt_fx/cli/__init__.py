@@ -1,4 +1,4 @@
-"""The command `cpt-fx`. Planning a run starts at once: torch is imported by the subcommands that need a model."""
+"""The command `cpt-fx`; torch is imported only by the subcommands that need it, so that the others start at once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    # Read where the package has it: its top layer is above this one and cannot be imported from here.
+    # From sys.modules: the package's top layer is above this one and cannot be imported from here.
     top.add_argument("--version", action="version", version=f"cpt-fx {vars(sys.modules['cpt_fx'])['__version__']}")
     top.add_argument("--traceback", action="store_true", help="show where an error came from")
     commands = top.add_subparsers(title="commands", metavar="COMMAND")
@@ -40,13 +40,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code: 0, 1 for a failure, 2 for a wrong call."""
+    """Run the command and return the exit code: 0, 1 for a failure, 2 for wrong usage, 130 if interrupted."""
     made = parser()
     options = made.parse_args(arguments)
     if not hasattr(options, "run"):
         made.print_help(sys.stderr)
         return 2
-    # A warning is a sentence for the person at the terminal, not a line of somebody's source.
+    # Show a warning as a sentence, without the file and source line that Python adds.
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: print(f"cpt-fx: warning: {_indented(message)}", file=sys.stderr)
         try:
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except UsageError as error:
             return _fail(error, 2, options.traceback)
         except BrokenPipeError:
-            # The reader, such as `head`, has seen enough. Nothing more may be written, not even on exit.
+            # The reader, such as `head`, has closed the pipe. Nothing more may be written, not even on exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 1
         except (ImportError, OSError, TypeError, ValueError, RuntimeError) as error:

@@ -18,12 +18,12 @@ Commands = Any  # argparse has no public name for what add_subparsers returns
 
 
 class UsageError(Exception):
-    """The command was called wrongly: exit code 2."""
+    """Wrong usage of the command: exit code 2."""
 
 
 @contextmanager
 def told_as_usage() -> Iterator[None]:
-    """Turn what a function says of its arguments into a wrong call of the command."""
+    """Turn errors that a function raises about its arguments into `UsageError`."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -31,13 +31,13 @@ def told_as_usage() -> Iterator[None]:
 
 
 def check_folder(flag: str, path: Path | None) -> None:
-    """Refuse a file where a folder is wanted."""
+    """Raise `UsageError` if a path that should be a directory is a file."""
     if path is not None and path.exists() and not path.is_dir():
         raise UsageError(f"{flag} must be a directory, {path} is a file")
 
 
 def command(commands: Commands, name: str, run: Callable[[argparse.Namespace], None]) -> argparse.ArgumentParser:
-    """Declare a subcommand. The docstring of `run` is its help: a summary for the list, a text and an example."""
+    """Declare a subcommand; the docstring of `run` is its help: a summary for the list, a text and an example."""
     summary, text, example = (*cleandoc(run.__doc__ or "").split("\n\n"), "", "")[:3]
     made: argparse.ArgumentParser = commands.add_parser(
         name, help=summary[:1].lower() + summary[1:].rstrip("."), description=text, epilog=example,
@@ -48,7 +48,7 @@ def command(commands: Commands, name: str, run: Callable[[argparse.Namespace], N
 
 
 def print_json(data: object) -> None:
-    """Print data for a program to read."""
+    """Print data as JSON, for a program to read."""
     print(json.dumps(data, indent=2, allow_nan=False))
 
 
@@ -67,7 +67,7 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], words: i
 
 
 def answer(options: argparse.Namespace, data: Callable[[], object], shown: object) -> None:
-    """Print data with --json, else something of rich."""
+    """Print data with --json, else an object that rich renders."""
     if options.json:
         print_json(data())
     else:
@@ -75,14 +75,14 @@ def answer(options: argparse.Namespace, data: Callable[[], object], shown: objec
 
 
 def show(renderable: object) -> None:
-    """Print something of rich. In a pipe, lines are as long as they need to be: nobody wraps them there."""
+    """Print an object that rich renders; outside of a terminal it is 160 columns wide."""
     from rich.console import Console
 
     Console(width=None if sys.stdout.isatty() else 160).print(renderable)
 
 
 def schedule_name(text: str) -> str:
-    """Check a schedule's name as argparse wants it checked."""
+    """Check the name of a schedule, as a type for argparse."""
     try:
         return check_choice("schedule", text.upper() if text.upper() in NAMES else text, NAMES)
     except ValueError as error:
@@ -110,7 +110,7 @@ def add_range(parser: argparse.ArgumentParser) -> None:
 
 
 def build_schedule(name: str, options: argparse.Namespace) -> Schedule:
-    """Build the schedule that the options describe; "static" is q_max throughout."""
+    """Return the schedule that the options describe; "static" is q_max throughout."""
     with told_as_usage():
         if name == "static":
             return Static(options.q_max, options.q_grad, total_steps=options.steps)

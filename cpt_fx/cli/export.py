@@ -1,4 +1,4 @@
-"""`cpt-fx export`: a model as ONNX, as QDQ, or as a directory that ONNX Runtime trains; and whether that works here."""
+"""`cpt-fx export`: a model as ONNX, as QDQ, or as a directory that ONNX Runtime trains; checks the environment, too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cpt_fx.schedules.bits import Bits, as_bits
 if TYPE_CHECKING:
     from torch import nn
 
-    from cpt_fx.export.manifest import Manifest
+    from cpt_fx.ort.manifest import Manifest
 
 MODEL = """The callable takes no arguments and returns (model, example_inputs): inputs are a tuple of the model's
 arguments, or a dict of them by name. A model that is not transformed yet is transformed first."""
@@ -54,7 +54,7 @@ def add(commands: Commands) -> None:
 
 
 def _bits(text: str) -> Bits:
-    """Read widths as argparse wants them read."""
+    """Read widths, as a type for argparse."""
     try:
         numbers = tuple(int(part) for part in text.split(","))
         return as_bits("bits", numbers[0] if len(numbers) == 1 else numbers)
@@ -72,11 +72,11 @@ _FLAGS = {
     r"\bexport\.(onnx|qdq)\b": r"`cpt-fx export \1`",
     r"\bexport\.ort_training\b": "`cpt-fx export ort-training`",
 }
-"""What errors call an argument, as a pattern, and what it is called here."""
+"""Pattern of an argument in error messages -> the command line option for it."""
 
 
 def _with_flags(run: Callable[[argparse.Namespace], None]) -> Callable[[argparse.Namespace], None]:
-    """Let what a command raises name its own options."""
+    """Wrap a command so that its errors name command line options instead of arguments."""
 
     @functools.wraps(run)
     def told(options: argparse.Namespace) -> None:
@@ -102,7 +102,7 @@ def _model_command(
     return made
 
 
-# Exports are imported before the model is made, which may take its time: the import says which packages are missing.
+# Exports are imported before the model is made, which may take long: the import tells which packages are missing.
 
 
 def run_export(options: argparse.Namespace) -> None:
@@ -188,8 +188,8 @@ def run_doctor(options: argparse.Namespace) -> None:
     example:
       cpt-fx export doctor --json
     """
-    from cpt_fx.export.doctor import RUN, WRITE, examine
-    from cpt_fx.export.environment import PackageError
+    from cpt_fx.cli.doctor import RUN, WRITE, examine
+    from cpt_fx.ort.environment import PackageError
 
     found = examine()
     common.answer(options, found.to_dict, found)
@@ -210,7 +210,7 @@ def run_inspect(options: argparse.Namespace) -> None:
 
 
 def _transformed(options: argparse.Namespace) -> tuple[nn.Module, Any]:
-    """Return the transformed model that a reference leads to, and its example inputs."""
+    """Return the transformed model that a reference names, and its example inputs."""
     schedule = build_schedule(options.schedule, options)
     made = load(options.model)
     named = isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], dict)
@@ -239,7 +239,7 @@ def _common(options: argparse.Namespace) -> dict[str, bool]:
 
 
 def _optimizer(options: argparse.Namespace, result: nn.Module) -> Any:
-    """Return an optimizer with the settings that were given; torch's own defaults stand for the others."""
+    """Return an optimizer with the given settings, and torch's defaults for the others."""
     settings = {"lr": options.lr, "momentum": options.momentum, "weight_decay": options.weight_decay}
     given = {name: value for name, value in settings.items() if value is not None}
     if not given:
@@ -260,7 +260,7 @@ def _print_file(options: argparse.Namespace, **more: Any) -> None:
 
 
 def _print_directory(directory: Path, as_json: bool) -> None:
-    from cpt_fx.export.manifest import read
+    from cpt_fx.ort.manifest import read
 
     manifest = read(directory)
     files = _files(directory, manifest)
@@ -292,8 +292,8 @@ def _print_directory(directory: Path, as_json: bool) -> None:
 
 
 def _files(directory: Path, manifest: Manifest) -> dict[str, dict[str, Any]]:
-    """Compare every file with what the manifest says of it."""
-    from cpt_fx.export.directory import digest as digest_of
+    """Compare every file with its digest in the manifest."""
+    from cpt_fx.common.files import digest as digest_of
 
     found: dict[str, dict[str, Any]] = {}
     for name, digest in manifest.digests.items():

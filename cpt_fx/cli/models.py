@@ -1,4 +1,4 @@
-"""`cpt-fx demo`, and what is said about a model that a Python reference leads to: `inspect` and `range-test`."""
+"""`cpt-fx demo`, and the subcommands for a model given by a Python reference: `inspect` and `range-test`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FAST_STEPS = 80
 
 
 def add_demo(commands: Commands) -> None:
-    """Declare the subcommand that needs no model of yours."""
+    """Declare `demo`, which needs no model of the user's."""
     made = command(commands, "demo", run_demo)
     made.add_argument("--fast", action="store_true", help=f"{FAST_STEPS} steps: a few seconds, to see that it runs")
     folder = Path("cpt-fx-demo")
@@ -32,7 +32,7 @@ def add_demo(commands: Commands) -> None:
 
 
 def add(commands: Commands) -> None:
-    """Declare the others."""
+    """Declare `inspect` and `range-test`."""
     made = command(commands, "inspect", run_inspect)
     add_model(made)
     made.add_argument("--html", type=Path, metavar="FILE", help="write a page on which the graph can be explored")
@@ -74,12 +74,12 @@ def run_demo(options: argparse.Namespace) -> None:
     common.check_folder("--output", options.output)
     from cpt_fx import demo
     from cpt_fx.inspection import inspect
-    from cpt_fx.range_test import bar
+    from cpt_fx.study.range_test import bar
 
-    steps = FAST_STEPS if options.fast else demo.Settings.steps
+    steps = FAST_STEPS if options.fast else demo.DemoSettings.steps
     steps = steps if options.steps is None else options.steps
     with common.told_as_usage():
-        settings = demo.Settings(schedule=options.schedule, seed=options.seed, steps=steps)
+        settings = demo.DemoSettings(schedule=options.schedule, seed=options.seed, steps=steps)
     with bar("demo", 2 * steps) as advance:
         runs = demo.run_demo(settings, advance)
     inspection = inspect(runs[0].model)
@@ -139,7 +139,7 @@ def run_range_test(options: argparse.Namespace) -> None:
     low, high = options.widths
     if low > high:
         raise UsageError(f"--widths takes the lowest width first, got {low} {high}")
-    from cpt_fx.range_test import check_settings, default_loss, range_test
+    from cpt_fx.study.range_test import check_settings, default_loss, range_test
 
     widths = range(low, high + 1)
     with common.told_as_usage():
@@ -159,13 +159,13 @@ def run_range_test(options: argparse.Namespace) -> None:
 
 
 def load(reference: str) -> Any:
-    """Return what a reference leads to: a model as it is, anything else called."""
+    """Return what a reference names; anything callable that is not a model is called."""
     if not all(reference.rpartition(":")):
         raise UsageError(f"a reference looks like file.py:callable or package.module:callable, got {reference!r}")
     found, _ = find(reference)
     from torch import nn
 
-    # Of a module every instance is callable; only its class is meant to be called.
+    # Instances of modules are callable, but only their classes are meant to be called here.
     if isinstance(found, nn.Module) or not callable(found):
         return found
     try:
@@ -175,7 +175,7 @@ def load(reference: str) -> Any:
 
 
 def model_and_inputs(reference: str, made: Any) -> tuple[nn.Module, tuple[Any, ...] | None]:
-    """Return the model, and the inputs where there are any, that the callable of a reference returned."""
+    """Return the model, and the inputs if there are any, from what the callable of a reference returned."""
     from torch import Tensor, nn
 
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)

@@ -1,4 +1,4 @@
-"""`cpt-fx schedules`, `plot` and `cost`: all that can be said before there is a model. None of it imports torch."""
+"""`cpt-fx schedules`, `plot` and `cost`: what can be said without a model. None of them imports torch."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _answer(
     options: argparse.Namespace, data: dict[str, Any], headings: Sequence[str], lines: Sequence[Sequence[str]],
     note: str, words: int = 1,
 ) -> None:  # fmt: skip
-    """Print data with --json, else a table and a note, with what was asked for."""
+    """Print data with --json, else a table and a note, together with the requested schedule settings."""
     low, high, steps, cycles = options.q_min, options.q_max, options.steps, options.cycles
     if options.json:
         gradient = high if options.q_grad is None else options.q_grad

@@ -1,4 +1,4 @@
-"""`cpt-fx study`: run a comparison of schedules, or of critical learning periods; look at one; report on it."""
+"""`cpt-fx study`: run a comparison of schedules, or of critical learning periods; show its status; report on it."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def run_critical(options: argparse.Namespace) -> None:
 
 
 def _carry_out(options: argparse.Namespace, planner: Callable[..., list[Cell]], **more: Any) -> None:
-    """Run a study, write its report, and fail where cells did."""
+    """Run a study, write its report, and raise an error if cells failed."""
     common.check_folder("--out", options.out)
     names = [name for name, _ in options.options]
     repeated = [name for name, count in Counter(names).items() if count > 1]
@@ -173,7 +173,7 @@ def run_status(options: argparse.Namespace) -> None:
 
 
 def _show(options: argparse.Namespace, study: Study, **more: object) -> int:
-    """Print how far a study is, and return how many cells failed."""
+    """Print the status of a study, and return how many cells failed."""
     found: dict[tuple[str, str], Counter[str]] = {}
     cells = study.cells
     for cell in cells:
@@ -207,7 +207,7 @@ def _show(options: argparse.Namespace, study: Study, **more: object) -> int:
     return len(failed)
 
 
-# How options are read.
+# Parsing of options.
 
 
 def _words(text: str) -> list[str]:
@@ -234,7 +234,7 @@ def _seeds(text: str) -> int | list[int]:
 
 
 def _assignment(text: str) -> tuple[str, Any]:
-    """Read NAME=VALUE; the value is a number, True, False, None or a list where it looks like one, else a text."""
+    """Read NAME=VALUE; the value is a Python literal (a number, True, None, a list) if it looks like one, else text."""
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
         raise argparse.ArgumentTypeError(f"must look like name=value, got {text!r}")

@@ -1,14 +1,15 @@
-"""Transformed models outside PyTorch: ONNX, ONNX for deployment, and training in ONNX Runtime.
+"""Export of transformed models: ONNX, integer ONNX for deployment, and training in ONNX Runtime.
 
-Names load on first use: the packages they need are extras, and some of them exclude each other (`environment`).
+Names are imported on first use: the packages they need are extras, some of which exclude each other
+(`cpt_fx.ort.environment`).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cpt_fx.export.environment import require_onnx, require_training
-from cpt_fx.lazy import on_first_use
+from cpt_fx.common.lazy import on_first_use
+from cpt_fx.ort.environment import require_onnx, require_training
 
 if TYPE_CHECKING:
     from cpt_fx.export.artifacts import ort_artifacts as ort_artifacts
@@ -27,7 +28,7 @@ _HOMES = {
 
 __all__ = sorted(_HOMES)  # pyright: ignore
 
-# Before an import fails for its own reasons: this says what to install.
+# Checked first: its error says what to install, while the import would fail with an unrelated one.
 __getattr__, __dir__ = on_first_use(
     __name__, _HOMES, lambda name: require_training() if name.startswith("ort_") else require_onnx()
 )

@@ -1,7 +1,7 @@
-"""`export.ort_artifacts`: an exported directory as ONNX Runtime's own API for training loads it.
+"""`export.ort_artifacts`: an exported directory in the files of ONNX Runtime's own training API.
 
-Its `Module` holds parameters and the sums of their gradients, and one node of the graph adds to a sum, or begins it
-anew. The same node writes running state, which goes along as parameters that nothing trains.
+The API's `Module` holds the parameters and their accumulated gradients, and one node type of the graph adds to an
+accumulator or resets it. The same node type writes running state, which is stored as non-trainable parameters.
 """
 
 from __future__ import annotations
@@ -18,21 +18,20 @@ import onnx_ir as ir
 from onnx import numpy_helper
 from onnx_ir.passes import common
 
+from cpt_fx.common.files import new_directory
 from cpt_fx.errors import ExportError
-from cpt_fx.export import manifest as files
-from cpt_fx.export.directory import new_directory
-from cpt_fx.export.environment import check_training, require
-from cpt_fx.export.manifest import Manifest, Optimizer
-from cpt_fx.export.program import GRADIENT, NEXT, SEEDS
 from cpt_fx.export.updates import value_of
+from cpt_fx.ort import manifest as files
+from cpt_fx.ort.environment import check_training, require
+from cpt_fx.ort.manifest import GRADIENT, NEXT, SEEDS, Manifest, Optimizer
 from cpt_fx.ort.memory import initial_values
 
 TRAINING, EVALUATION, OPTIMIZER = "training_model.onnx", "eval_model.onnx", "optimizer_model.onnx"
 CHECKPOINT = "checkpoint"
 _DOMAIN = "com.microsoft"
 _SUM, _DONE, _FRESH = "_grad.accumulation.buffer", "_grad.accumulation.out", "lazy_reset_grad"
-"""What the API calls the sum of a parameter's gradients, the sign that it is up to date, and the input that begins a
-new one. It keeps them to itself."""
+"""Names that the API uses internally: the suffix of gradient accumulators, the suffix of the flags that they are up to
+date, and the input that resets them."""
 _UPDATE = """<ir_version: 10, opset_import: ["" : 18, "com.microsoft" : 1]>
 update (float[1] learning_rate, int64[1] step, seq(float[]) params, seq(float[]) gradients,
         seq(float[]) first_order_moments{more}) => (bool[1] updated) {{
@@ -41,20 +40,20 @@ update (float[1] learning_rate, int64[1] step, seq(float[]) params, seq(float[])
 
 
 def ort_artifacts(directory: str | PathLike[str], target: str | PathLike[str], *, overwrite: bool = False) -> None:
-    """Write a directory of `ort_training` as `onnxruntime.training.api` loads it, in Python, C++, C# and Java.
+    """Convert a directory of `ort_training` for `onnxruntime.training.api`, in Python, C++, C# and Java.
 
-    Its `Optimizer` knows AdamW and plain SGD; `cpt_fx.ort.Trainer` trains with all others. Written are
+    The API's `Optimizer` supports AdamW and plain SGD; use `cpt_fx.ort.Trainer` for all others. The files are
     `training_model.onnx`, `eval_model.onnx`, `optimizer_model.onnx` and `checkpoint`. A step takes the model's inputs,
-    the targets, a width for each `bits...`, and `seeds` where the model draws some; `Module.input_names()` has the
-    order. Gradients of several steps are summed, not averaged.
+    the targets, a bit-width for each `bits...` input, and `seeds` if the model draws random numbers;
+    `Module.input_names()` gives the order. Gradients of several steps are summed, not averaged.
 
     Args:
-        directory: what `ort_training` wrote.
-        target: where to write. A directory that is not empty is refused.
-        overwrite: replace what `target` holds, as soon as all is written.
+        directory: a directory that `ort_training` wrote.
+        target: the directory to write. One that is not empty is refused.
+        overwrite: replace the contents of `target`, once everything is written.
 
     Raises:
-        ExportError: the optimizer is another one, or the build of ONNX Runtime that has this API is not installed.
+        ExportError: the optimizer is not supported, or the build of ONNX Runtime with this API is not installed.
     """
     source = Path(directory)
     manifest = files.read(source)
@@ -72,7 +71,7 @@ def ort_artifacts(directory: str | PathLike[str], target: str | PathLike[str], *
 
 
 def _accumulated(graph: ir.Graph, manifest: Manifest) -> list[ir.Value]:
-    """Let the graph of a step write sums of gradients and running state in place; return the places."""
+    """Make the training graph accumulate gradients and write running state in place; return the inputs for that."""
     graph.opset_imports[_DOMAIN] = 1
     held = _held(graph, manifest)
     outputs = {str(value.name): value for value in graph.outputs}
@@ -82,7 +81,7 @@ def _accumulated(graph: ir.Graph, manifest: Manifest) -> list[ir.Value]:
     sums = []
     for item in manifest.parameters:
         if item.trainable:
-            # The export chooses between the sum with earlier gradients and the gradient alone.
+            # The export returns Where(accumulate, sum + gradient, gradient): take the gradient alone.
             choice = outputs[item.name + GRADIENT + NEXT].producer()
             assert choice is not None and choice.op_type == "Where" and choice.inputs[2] is not None
             sums.append(value_of(item.name + _SUM, "float32", item.shape))
@@ -92,7 +91,7 @@ def _accumulated(graph: ir.Graph, manifest: Manifest) -> list[ir.Value]:
         graph.append(ir.node("Cast", [outputs[name + NEXT]], {"to": ir.DataType.FLOAT}))
         state[name] = graph[-1].outputs[0]
     if state:
-        # When all else is computed: something may still want to read what a state was.
+        # Last of all: other nodes may still read the old state.
         after = ir.node("Group", [*graph.outputs, *state.values()], domain=_DOMAIN)
         graph.append(after)
         for name, value in state.items():
@@ -101,7 +100,7 @@ def _accumulated(graph: ir.Graph, manifest: Manifest) -> list[ir.Value]:
 
 
 def _held(graph: ir.Graph, manifest: Manifest) -> dict[str, ir.Value]:
-    """Return an input for everything that the checkpoint holds: parameters, then state, as float32."""
+    """Return a float32 input for every tensor of the checkpoint: parameters, then state."""
     known = {str(value.name): value for value in graph.inputs}
     made = {}
     for tensor in manifest.held:
@@ -115,21 +114,21 @@ def _held(graph: ir.Graph, manifest: Manifest) -> dict[str, ir.Value]:
 
 
 def _accumulate(graph: ir.Graph, name: str, place: ir.Value, value: ir.Value, fresh: ir.Value) -> None:
-    """Add a value to what lies in a place, or write over that."""
+    """Append a node that adds `value` to `place`, or overwrites `place` if `fresh` is true."""
     done, inputs = value_of(name + _DONE, "bool", (1,)), [place, value, fresh]
     graph.append(ir.node("InPlaceAccumulatorV2", inputs, outputs=[done], domain=_DOMAIN, name=f"accumulate {name}"))
     graph.outputs.append(done)
 
 
 def _settle(model: ir.Model, manifest: Manifest, held: Iterable[ir.Value]) -> None:
-    """Let the graph take what a user passes, then what the API holds; take away what is not used any more."""
+    """Remove unused nodes, and order the inputs: what the user passes, then what the API holds."""
     common.RemoveUnusedNodesPass()(model)
     passed = {*(tensor.name for tensor in manifest.taken), *manifest.dials, SEEDS}
     model.graph.inputs[:] = [*(value for value in model.graph.inputs if value.name in passed), *held]
 
 
 def update_graph(optimizer: Optimizer) -> onnx.ModelProto:
-    """Return the graph of an update, if it is one that the API knows."""
+    """Return the graph of an update; raise an error if the API does not support the optimizer."""
     first, *others = ({name: ast.literal_eval(text) for name, text in group.items()} for group in optimizer.settings)
     adam = optimizer.name in ("adam", "adamw") and not first["amsgrad"]
     decoupled = adam and (first["decoupled_weight_decay"] or not first["weight_decay"])
@@ -152,7 +151,7 @@ def update_graph(optimizer: Optimizer) -> onnx.ModelProto:
 
 
 def _write_checkpoint(manifest: Manifest, values: dict[str, Any], path: Path) -> None:
-    """Write initial values as a checkpoint, which only ONNX Runtime itself can do."""
+    """Write the initial values as a checkpoint, a format that only ONNX Runtime itself can write."""
     from onnxruntime.training.onnxblock import save_checkpoint
 
     held = {

@@ -1,7 +1,7 @@
-"""Backward passes that PyTorch has as one operator and ONNX does not have, written in operators that both have.
+"""Decompositions of PyTorch's backward operators into operators that ONNX has.
 
-Entries of a decomposition table: what autograd calls in the backward pass while a training step is traced. Linear maps
-along each dim (average pooling, interpolation) go back through the transposed matrix of each dim.
+Entries of the decomposition table for tracing a training step. Operators that are linear along each dim (average
+pooling, interpolation) multiply the gradient by one matrix per dim.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
     training: bool, momentum: float, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Write out batch norm: the exporter takes it for that of evaluation, its schema hides that it writes buffers."""
+    """Decompose batch norm: the exporter assumes evaluation mode, and the schema hides that it writes buffers."""
     dims = [0, *range(2, x.ndim)]
     shape = [1, -1, *(1,) * (x.ndim - 2)]
     if training:
@@ -51,7 +51,7 @@ def convolution_backward(
     gradient: Tensor, x: Tensor, weight: Tensor, bias_sizes: Sizes | None, stride: Sizes, padding: Sizes,
     dilation: Sizes, transposed: bool, output_padding: Sizes, groups: int, output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Write the gradients of a convolution as convolutions."""
+    """Express the gradients of a convolution as convolutions."""
     dims = x.ndim - 2
     stride, padding, dilation = (each(value, dims) for value in (stride, padding, dilation))
     to_x = to_weight = to_bias = None
@@ -60,7 +60,7 @@ def convolution_backward(
     elif output_mask[0]:
         to_x = _back_through(gradient, weight, x.shape[2:], stride, padding, dilation, groups)
     if output_mask[1]:
-        # A transposed convolution is the way back of one that takes its gradient and gives its input.
+        # A transposed convolution is the backward pass of a convolution from `gradient` to `x`: swap the two.
         given, taken = (gradient, x) if transposed else (x, gradient)
         to_weight = _weight_gradient(given, taken, weight.shape[2:], stride, padding, dilation, groups)
     if output_mask[2]:
@@ -76,11 +76,11 @@ def _convolution(x: Tensor, weight: Tensor, *options: Any) -> Tensor:
 def _back_through(
     gradient: Tensor, weight: Tensor, sizes: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes, groups: int
 ) -> Tensor:
-    """Return the gradient of the input of a convolution, which is a transposed one."""
+    """Return the input gradient of a convolution, which is a transposed convolution."""
     dims = len(sizes)
     reach = [dilation[dim] * (weight.shape[2 + dim] - 1) for dim in range(dims)]
     if all(step == 1 for step in stride) and all(reach[dim] >= padding[dim] for dim in range(dims)):
-        # The same with a filter that is turned around, for which runtimes have their fastest kernels.
+        # Equal to a convolution with the flipped filter, for which runtimes have their fastest kernels.
         own = weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1).flip(list(range(2, 2 + dims)))
         left = [reach[dim] - padding[dim] for dim in range(dims)]
         return _convolution(gradient, own, stride, left, dilation, False, [0] * dims, groups)
@@ -90,7 +90,7 @@ def _back_through(
 def transposed_convolution(
     x: Tensor, weight: Tensor, sizes: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes, groups: int
 ) -> Tensor:
-    """Return a transposed convolution of given sizes, which may vary."""
+    """Return a transposed convolution with given output sizes, which may be dynamic."""
     dims = len(sizes)
     none = [0] * dims
     reach = [dilation[dim] * (weight.shape[2 + dim] - 1) for dim in range(dims)]
@@ -98,7 +98,7 @@ def transposed_convolution(
     missing = [sizes[dim] + 2 * padding[dim] - whole[dim] for dim in range(dims)]
     if all(isinstance(size, int) for size in missing):
         return _convolution(x, weight, stride, padding, dilation, True, missing, groups)
-    # Where sizes vary, so does what the last step of the stride left over.
+    # With dynamic sizes the output padding is dynamic, too, which the operator does not take: pad and crop instead.
     made = _convolution(x, weight, stride, none, dilation, True, none, groups)
     for dim in range(dims):
         made = aten.constant_pad_nd.default(made, [0, 0] * (dims - 1 - dim) + [0, missing[dim]])
@@ -109,7 +109,7 @@ def transposed_convolution(
 def _weight_gradient(
     x: Tensor, gradient: Tensor, sizes: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes, groups: int
 ) -> Tensor:
-    """Return the gradient of a filter: the input convolved with the gradient, channels and batch exchanged."""
+    """Return the gradient of a filter: the input convolved with the gradient, with channel and batch dims swapped."""
     dims = len(sizes)
     place = list(range(3, 3 + dims))
     given = x.unflatten(1, (groups, -1)).permute(2, 1, 0, *place).flatten(1, 2)
@@ -157,12 +157,12 @@ def adaptive(size: int, out: int) -> Tensor:
 
 
 def spans(size: int, out: int) -> list[tuple[int, int]]:
-    """Return where each window of an adaptive pooling begins and ends."""
+    """Return the start and the end of each window of an adaptive pooling."""
     return [(place * size // out, -((-(place + 1) * size) // out)) for place in range(out)]
 
 
 def _matrix(rows: Sequence[tuple[int, int, float]], size: int) -> Tensor:
-    """Return a matrix whose rows hold one number from a place to another, and zeros elsewhere."""
+    """Return a matrix with one constant span per row, given as (start, end, value), and zeros elsewhere."""
     with _disable_current_modes():
         made = torch.zeros(len(rows), size)
         for row, (low, high, value) in zip(made, rows, strict=True):
@@ -171,7 +171,7 @@ def _matrix(rows: Sequence[tuple[int, int, float]], size: int) -> Tensor:
 
 
 def _antialias_backward(forward: Any) -> Callable[..., Tensor]:
-    """Return the backward pass of an interpolation: each dim's matrix is what the operator does to unit vectors."""
+    """Return the backward pass of an interpolation; each dim's matrix is the operator applied to unit vectors."""
 
     def backward(
         gradient: Tensor, output_size: Sizes, input_size: Sizes, corners: bool, *scales: float | None
@@ -179,7 +179,7 @@ def _antialias_backward(forward: Any) -> Callable[..., Tensor]:
         matrices = []
         for dim in range(2):
             size, out = fixed(input_size[2 + dim]), fixed(output_size[dim])
-            # Two elements along the other dim, which stay as they are: with one, torch mixes dims up.
+            # Size 2 along the other dim, which stays as it is: with size 1, torch mixes up the dims.
             place, shape, sizes = [1, 1], [2, 2], [2, 2]
             place[dim], shape[dim], sizes[dim] = size, size, out
             factors = [scale if other == dim else None for other, scale in enumerate(scales)]
@@ -193,7 +193,7 @@ def _antialias_backward(forward: Any) -> Callable[..., Tensor]:
 
 
 def _by_autograd(forward: Any, count: int = 1) -> Callable[..., Any]:
-    """Return the backward pass that autograd makes of torch's own decomposition of a forward pass."""
+    """Return a backward pass: autograd applied to torch's own decomposition of the forward operator."""
 
     def backward(gradient: Tensor, *arguments: Any) -> Any:
         with enable_reentrant_dispatch(), torch.enable_grad():
@@ -206,7 +206,7 @@ def _by_autograd(forward: Any, count: int = 1) -> Callable[..., Any]:
 
 
 def _masked_scatter_backward(gradient: Tensor, mask: Tensor, sizes: Sizes) -> Tensor:
-    """Send each element back to the one that was taken for it: they are taken one after the other."""
+    """Scatter each gradient element to the source element that it came from; those are taken in order."""
     mask = mask.expand(gradient.shape).flatten()
     places = (mask.to(torch.int64).cumsum(0) - 1).clamp_min(0)
     taken = torch.where(mask, gradient.flatten(), 0.0)
@@ -214,7 +214,7 @@ def _masked_scatter_backward(gradient: Tensor, mask: Tensor, sizes: Sizes) -> Te
 
 
 def through(gradient: Tensor, matrices: Sequence[Tensor]) -> Tensor:
-    """Send a gradient back through a matrix for each of the last dims."""
+    """Multiply a tensor by one matrix along each of its last dims."""
     for number, matrix in enumerate(matrices):
         dim = number - len(matrices)
         gradient = torch.matmul(gradient.transpose(dim, -1), matrix).transpose(dim, -1)
@@ -222,12 +222,12 @@ def through(gradient: Tensor, matrices: Sequence[Tensor]) -> Tensor:
 
 
 def fixed(size: Any) -> int:
-    """Return a size that the graph is made for: one that would vary is fixed to that of the examples."""
+    """Return a size as an int; a dynamic size is specialized to its value in the examples."""
     return int(size)
 
 
 def each(values: Sizes, dims: int) -> list[Any]:
-    """Return one number for each dim, where one may stand for all."""
+    """Return one number per dim; a single number is repeated for all."""
     return list(values) * dims if len(values) == 1 else list(values)
 
 
@@ -260,7 +260,7 @@ BACKWARD: dict[Any, Callable[..., Any]] = {
     aten.replication_pad2d_backward.default: _by_autograd(aten.replication_pad2d.default),
     aten.replication_pad3d_backward.default: _by_autograd(aten.replication_pad3d.default),
     aten.grid_sampler_2d_backward.default: lambda *a: _by_autograd(aten.grid_sampler_2d.default, 2)(*a[:-1]),
-    # Torch itself writes out all other interpolations.
+    # Torch itself decomposes all other interpolations.
     aten._upsample_bilinear2d_aa_backward.default: _antialias_backward(aten._upsample_bilinear2d_aa.default),
     aten._upsample_bicubic2d_aa_backward.default: _antialias_backward(aten._upsample_bicubic2d_aa.default),
 }

@@ -1,4 +1,4 @@
-"""Bags of embeddings and their gradients in operators that ONNX has: the exporter writes a loop over bags."""
+"""Decompositions of embedding bags and of their gradients; the exporter itself would write a loop over the bags."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def embedding_bag(
     sparse: bool = False, per_sample_weights: Tensor | None = None, include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return what each bag holds, the bag of each index, the sizes of bags, and whose row is the largest."""
+    """Return the output of each bag, the bag of each index, the bag sizes, and the row that each maximum is from."""
     starts = offsets[:-1] if include_last_offset else offsets
     begun = offsets.new_zeros(indices.shape[0] + 1).index_put((starts,), torch.ones_like(starts), accumulate=True)
     bags = begun[:-1].cumsum(0) - 1
@@ -41,7 +41,7 @@ def embedding_bag(
 
 
 def embedding_bag_of_backward(weight: Tensor, indices: Tensor, offsets: Tensor, *options: Any) -> tuple[Tensor, ...]:
-    """Return the same for the operator that autograd knows: no padding is -1 there."""
+    """Return the same for the operator that autograd calls, where padding_idx=-1 means none."""
     if options and options[0]:
         reason = "with scale_grad_by_freq=True PyTorch divides gradients by the counts of other rows: leave it out"
         raise UnsupportedError("aten._embedding_bag", reason)
@@ -54,7 +54,7 @@ def embedding_bag_backward(
     gradient: Tensor, indices: Tensor, offsets: Tensor, bags: Tensor, counts: Tensor, largest: Tensor, num_weights: Any,
     scale_grad_by_freq: bool, mode: int, sparse: bool, per_sample_weights: Tensor | None, padding_idx: int = -1,
 ) -> Tensor:  # fmt: skip
-    """Return the gradient of the table."""
+    """Return the gradient of the embedding table."""
     made = gradient.new_zeros(num_weights, gradient.shape[1])
     if mode == MAX:
         return made.scatter_add(0, largest, torch.where((counts > 0).unsqueeze(-1), gradient, 0.0))
@@ -68,5 +68,5 @@ def embedding_bag_backward(
 def per_sample_weights_backward(
     gradient: Tensor, weight: Tensor, indices: Tensor, offsets: Tensor, bags: Tensor, mode: int, padding_idx: int = -1
 ) -> Tensor:
-    """Return the gradient of the weights that each index of a bag has."""
+    """Return the gradient of the per-sample weights."""
     return (gradient[bags] * weight[indices]).sum(1) * (indices != padding_idx)

@@ -1,8 +1,8 @@
-"""The bodies of our ONNX functions: traces of torch operators for vectors, which serve tensors of any number of dims.
+"""The bodies of our ONNX functions, traced from torch operators on vectors so that they serve tensors of any rank.
 
-Quantizers work on each element for itself. What depends on dims, and what ONNX Runtime has no kernel for on CUDA, is
-said here: ranges and places of elements by operators that ask for no dims, bits of integers by products, quotients and
-tables. All of it gives the numbers of PyTorch, bit for bit.
+Quantizers are elementwise. What depends on the rank, or has no CUDA kernel in ONNX Runtime, is rewritten here: ranges
+and element indices by operators that work at any rank, bit operations on integers by products, quotients and tables.
+All results equal PyTorch's, bit for bit.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 from torch.onnx import ops as onnx_ops
 
-from cpt_fx import numerics, ops
 from cpt_fx.export.local_functions import as_function, in_place_of
 from cpt_fx.export.recording import OPSET, Table
-from cpt_fx.numerics import Extent
+from cpt_fx.quantizers import numerics, ops
+from cpt_fx.quantizers.numerics import Extent
 
 SEED = ("seeds", "draw")
-"""The inputs of a function that draws: the seeds of a step, and which of them is its own."""
+"""Inputs of a function that draws random numbers: the seeds of a step, and the index of its own seed."""
 RANGE = ("zero_point", "range", "weight")
-"""The inputs with a running range. Where it learns, outputs called `new_zero_point` and so on hold the next one."""
+"""Inputs with a running range. A function that updates it returns `new_zero_point` and so on."""
 _EXAMPLES: dict[str, Callable[[], Tensor]] = {
     **dict.fromkeys(("x", "dy"), lambda: torch.ones(7)),
     **dict.fromkeys(("low", "span", *RANGE), lambda: torch.ones(())),
@@ -32,11 +32,11 @@ _EXAMPLES: dict[str, Callable[[], Tensor]] = {
     "seeds": lambda: torch.zeros(3, 2, dtype=torch.int32),
     "draw": lambda: torch.zeros(1, dtype=torch.int64),
 }
-"""What a function is traced with."""
+"""Example inputs for tracing, by input name."""
 
 
 def traced(name: str, run: Callable[[Trace], Any], inputs: list[str], outputs: list[str]) -> ir.Function:
-    """Trace what a function does with inputs of these names."""
+    """Trace `run` as a function with inputs and outputs of these names."""
     trace = Trace()
 
     def call(*given: Tensor) -> Any:
@@ -54,7 +54,7 @@ def traced(name: str, run: Callable[[Trace], Any], inputs: list[str], outputs: l
 
 
 class Trace:
-    """The inputs of a function while it is traced, and how some operators are said of them."""
+    """The inputs of a function while it is traced, and replacements of operators that depend on them."""
 
     def __init__(self) -> None:
         self.inputs: dict[str, Tensor] = {}
@@ -68,7 +68,7 @@ class Trace:
         return _node("GatherND", (seeds, self["draw"]), seeds, (2,))
 
     def measured(self, x: Tensor, axes: Tensor | None = None) -> Extent:
-        """Return the range of every group, or of the whole tensor."""
+        """Return the range of a tensor over `axes`, or over all of it."""
         inputs, shape, keeps = ((x,), (), 0) if axes is None else ((x, axes), (1,), 1)
         low, high = (
             _node(name, inputs, x, shape, keepdims=keeps, noop_with_empty_axes=keeps)
@@ -77,23 +77,23 @@ class Trace:
         return Extent(low, high - low, high)
 
     def extent(self, x: Tensor, percentile: float) -> Extent:
-        """Return the range of a whole tensor, or of its central part, in place of `ops._extent`."""
+        """Replace `ops._extent`: return the range of a whole tensor, or of its central part."""
         low, _, high = self.measured(x) if percentile >= 100 else _without_tails(x, percentile)
         assert high is not None
-        # ONNX does not say whether a minimum sees a NaN: zero times each element does.
+        # ONNX does not define whether ReduceMin propagates NaN: adding zero times every element does.
         poison = (x * 0).sum()
         low, high = low + poison, high + poison
         return Extent(low, high - low, high)
 
     def places(self, *_: Any, **__: Any) -> Tensor:
-        """Return the place of every element, in a tensor of its shape."""
+        """Return the flat index of every element, in the shape of `x`."""
         x = self["x"]
         count = _node("Size", (x,), self["draw"], ())
         line = _node("Range", (torch.full((), 0), count, torch.full((), 1)), count, (1,))
         return _node("Reshape", (line, _node("Shape", (x,), count, (1,))), count, x.shape)
 
     def table(self) -> Table:
-        """Return how operators are said: places as integers, and bits by sums, products and quotients."""
+        """Return the decomposition table: element indices, the function's seed, and bit operations as arithmetic."""
         aten = torch.ops.aten
         return {
             **dict.fromkeys((aten.as_strided.default, aten.view.default), lambda x, *_: x.detach()),
@@ -118,7 +118,7 @@ def _node(name: str, inputs: tuple[Tensor, ...], like: Tensor, shape: Any, **att
 
 
 def constant(values: Sequence[int] | Sequence[float]) -> Tensor:
-    """Trace a vector of numbers."""
+    """Trace a constant vector."""
     if not values:
         return torch.zeros(0, dtype=torch.int64)
     key, dtype = ("value_ints", torch.int64) if isinstance(values[0], int) else ("value_floats", torch.float32)
@@ -129,38 +129,38 @@ def constant(values: Sequence[int] | Sequence[float]) -> Tensor:
 
 
 def _vector(x: Tensor) -> Tensor:
-    """Return a tensor without its dims, of however many it has."""
+    """Flatten a tensor of any rank."""
     return _node("Reshape", (x, constant([-1])), x, x.shape or (1,))
 
 
 def _shifted(_: Tensor, places: Tensor) -> Tensor:
-    """Return 1 << places from a table."""
+    """Look up 1 << places in a table."""
     table = constant([1 << place for place in range(33)])
     return _node("GatherND", (table, _vector(places)), table, ())
 
 
 def _power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return 2**exponent from a table, for all exponents of normal numbers."""
+    """Look up 2**exponent in a table, for all exponents of normal float32 numbers."""
     assert dtype == torch.float32
     table = constant([2.0**power for power in range(-126, 128)])
     return _node("GatherND", (table, _vector(exponent + 126)), table, ())
 
 
 def _quotient(x: Tensor, places: int) -> Tensor:
-    """Return x >> places, for an x that is not negative."""
+    """Return x >> places for a non-negative x, as a division."""
     return _node("Div", (x, torch.full((), 1 << places)), x, x.shape)
 
 
 def _remainder(x: Tensor, mask: int) -> Tensor:
-    """Return x & mask, for a mask of ones."""
+    """Return x & mask for a mask of low bits, as a remainder."""
     assert mask & (mask + 1) == 0, mask
     return torch.remainder(x, mask + 1)
 
 
 def _floor_to_power_of_two(x: Tensor) -> Tensor:
-    """Return 2**floor(log2(abs(x))) by sums and products, exactly: the unit in the first place (Rump).
+    """Return 2**floor(log2(abs(x))) exactly, by sums and products: Rump's "unit in the first place".
 
-    It is that of subnormal numbers, too, which are zero in `numerics`: what takes it is bounded by normal numbers.
+    Subnormal numbers give their power of two, not zero as in `numerics`; callers clamp the result to normal numbers.
     """
     wide = x.abs().to(torch.float64)
     large = wide * 2.0**52 + wide
@@ -168,9 +168,9 @@ def _floor_to_power_of_two(x: Tensor) -> Tensor:
 
 
 def _without_tails(x: Tensor, percentile: float) -> Extent:
-    """Return the range of the central part of a tensor: `numerics.percentile_extent`, with a count that is a tensor."""
+    """Return `numerics.percentile_extent`, with the number of elements as a tensor."""
     size = _node("Size", (x,), torch.zeros((), dtype=torch.int64), ())
-    share = torch.tensor(1 - percentile / 100, dtype=torch.float64)  # a number would be rounded to float32
+    share = torch.tensor(1 - percentile / 100, dtype=torch.float64)  # a Python number would be rounded to float32
     cut = (size.to(torch.float64) * share / 2).to(torch.int64)
     line, count = _vector(x), _vector(cut + 1)
     ends = []

@@ -1,4 +1,4 @@
-"""The graph of a transformed model in each mode, with the model left as it was."""
+"""Graphs of a transformed model in training or evaluation mode; the model itself is not changed."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from cpt_fx.api import single_graph
+from cpt_fx.capture.dry_run import trial
 from cpt_fx.errors import ExportError
 from cpt_fx.export.program import Call
-from cpt_fx.trial import trial
 
 _OLD_HOOKS = ("torch.nn.utils.spectral_norm", "torch.nn.utils.weight_norm")
 
 
 def call_of(example_inputs: Any) -> Call:
-    """Return how a model is called: a tuple of its arguments, or a dict of them by name."""
+    """Return the call for `example_inputs`: a tuple of the model's arguments, or a dict of them by name."""
     given = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else example_inputs
     if not isinstance(given, (tuple, list, dict)):
         raise ExportError(
@@ -29,7 +29,7 @@ def call_of(example_inputs: Any) -> Call:
     seen: set[int] = set()
 
     def own(value: Any) -> Any:
-        """Let a tensor that is passed twice be two: inputs and labels, say, which are fed one by one later."""
+        """Clone a tensor that is passed twice (as inputs and labels, say): the graph has two inputs for it."""
         again = isinstance(value, torch.Tensor) and id(value) in seen
         seen.add(id(value))
         return value.clone() if again else value
@@ -40,9 +40,9 @@ def call_of(example_inputs: Any) -> Call:
 
 @contextmanager
 def in_mode(result: nn.Module, training: bool, call: Call) -> Iterator[fx.GraphModule]:
-    """Give the graph of a model in a mode; afterwards every part of the model is in the mode it was in.
+    """Yield the graph of a model in training or evaluation mode; restore the mode of every module afterwards.
 
-    Into training go the parts that the model itself has in training now, if any are: a frozen batch norm stays so.
+    A model that is in training mode already keeps the modes of its parts: a frozen batch norm stays frozen.
     """
     _check_hooks(result)
     modes = {module: module.training for module in result.modules()}
@@ -50,7 +50,7 @@ def in_mode(result: nn.Module, training: bool, call: Call) -> Iterator[fx.GraphM
         result.train(training)
     try:
         graph = single_graph(result, call.args, call.kwargs or None)
-        # One that was captured anew knows only the mode it was captured in.
+        # The graph may be newly captured, and not among the modules above.
         modes.setdefault(graph, graph.training)
         graph.training = training
         yield graph
@@ -60,28 +60,28 @@ def in_mode(result: nn.Module, training: bool, call: Call) -> Iterator[fx.GraphM
 
 
 def run(module: fx.GraphModule, call: Call) -> Any:
-    """Return what a model returns on the examples; leave no trace in it."""
+    """Return what a model returns on the examples, without side effects on the model."""
     try:
         with torch.no_grad(), trial(module):
-            # Not by its call, which prints the code of the graph where the model refuses an input.
+            # Not by `__call__`, which prints the generated code when the model raises an error.
             return module.forward(*call.args, **call.kwargs)
     except Exception as error:
         raise ExportError(f"the model does not run on example_inputs: {type(error).__name__}: {error}") from error
 
 
 def accepts(module: fx.GraphModule, call: Call) -> bool:
-    """Whether a model and its loss, if it has one, take a call."""
+    """Return whether a model, and its loss if there is one, accept a call."""
     try:
         outputs = run(module, call)
         if call.loss is not None:
             call.loss(outputs, *call.targets)
-    except Exception:  # of whatever kind: it is the model's own answer
+    except Exception:  # of any type: the model's own code raises it
         return False
     return True
 
 
 def _check_hooks(result: nn.Module) -> None:
-    """Refuse torch's old hooks that put another weight into a layer in each call: no graph holds them."""
+    """Refuse torch's old hooks that set a layer's weight in each call: no graph contains them."""
     for name, module in result.named_modules():
         for hook in module._forward_pre_hooks.values():
             old = type(hook).__module__

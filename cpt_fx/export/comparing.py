@@ -1,22 +1,19 @@
-"""An exported file in the runtimes that are installed, against what PyTorch returned on the same examples."""
+"""Comparison of an exported file, run in the installed runtimes, with PyTorch's outputs on the same examples."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch.overrides import TorchFunctionMode
 
-from cpt_fx.arrays import array_of
-from cpt_fx.export.environment import CPU
+from cpt_fx.capture.dry_run import tensors_in
+from cpt_fx.common.arrays import array_of
 from cpt_fx.export.program import Call, Graph
 from cpt_fx.export.sizes import tensors_of
 from cpt_fx.formats import FULL_PRECISION
-from cpt_fx.ops import QUANTIZERS
-from cpt_fx.trial import tensors_in
+from cpt_fx.ort.environment import CPU
 
 _WITHOUT = "session.disable_quant_qdq"
 Feed = dict[str, np.ndarray[Any, Any]]
@@ -24,7 +21,7 @@ Feed = dict[str, np.ndarray[Any, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One output of the file in a runtime against PyTorch at the same widths, on the examples."""
+    """How far an output of a file in one runtime is from PyTorch at the same bit-widths, on the examples."""
 
     output: str
     runtime: str
@@ -33,17 +30,17 @@ class Difference:
     largest: float
     """Largest magnitude of the output itself."""
     agreement: float | None = None
-    """Part of the rows whose largest element is the same one, for outputs of two dims."""
+    """Share of rows with the same argmax, for outputs of two dims."""
 
     def __str__(self) -> str:
-        """Say it in one line."""
+        """Return a one-line summary."""
         same = "" if self.agreement is None else f", the same class for {self.agreement:.1%} of the rows"
         off = f"differs by {self.maximum:.3g} at most, {self.mean:.3g} on average"
         return f"{self.output} in {self.runtime}: {off}, of {self.largest:.3g}{same}"
 
 
 def compared(path: Path, graph: Graph, call: Call, outputs: Any) -> dict[str, Any]:
-    """Run a file on the examples; return how far each output is off, and what to know about where it ran."""
+    """Run a file in every installed runtime; return the differences of the outputs, and remarks on the runtimes."""
     feed = _feed(graph, call)
     differences: list[Difference] = []
     remarks = []
@@ -62,18 +59,8 @@ def compared(path: Path, graph: Graph, call: Call, outputs: Any) -> dict[str, An
     return {"outputs": tuple(differences), "runtime": "; ".join(remarks) or nowhere}
 
 
-class Unquantized(TorchFunctionMode):
-    """Runs a graph without its quantizers, whatever their widths are."""
-
-    def __torch_function__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run one function."""
-        return args[0] if func in QUANTIZERS else func(*args, **(kwargs or {}))
-
-
 def at_full_precision(path: Path, graph: Graph, call: Call) -> dict[str, np.ndarray[Any, Any]]:
-    """Return what a file whose widths are open computes on the examples, by name."""
+    """Return the outputs by name of a file with bit-width inputs, on the examples at full precision."""
     widths = dict.fromkeys(graph.dials, np.array(FULL_PRECISION))
     return dict(zip(graph.outputs, _in_onnxruntime(path, _feed(graph, call) | widths, graph.outputs)[2], strict=True))
 
@@ -83,7 +70,7 @@ def _feed(graph: Graph, call: Call) -> Feed:
 
 
 def _in_onnxruntime(path: Path, feed: Feed, names: tuple[str, ...]) -> tuple[str, str, list[Any]]:
-    """Run a file. Some versions make integer products of opset 21 for which they have no kernel."""
+    """Run a file in ONNX Runtime; some versions fuse integer products of opset 21 that they have no kernel for."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -103,7 +90,7 @@ def _in_onnxruntime(path: Path, feed: Feed, names: tuple[str, ...]) -> tuple[str
 
 
 def _in_openvino(path: Path, feed: Feed, names: tuple[str, ...]) -> tuple[str, str, list[Any]]:
-    """Run a file, in floating point where it says so: on some processors the default is of 16 bits."""
+    """Run a file in OpenVINO with float32 arithmetic: on some processors the default is 16 bits."""
     import openvino
 
     runtime = f"OpenVINO {openvino.__version__.partition('-')[0]}"
@@ -112,13 +99,13 @@ def _in_openvino(path: Path, feed: Feed, names: tuple[str, ...]) -> tuple[str, s
         read = {name for value in made.inputs for name in value.names}
         found = made({name: value for name, value in feed.items() if name in read})
     except RuntimeError as error:
-        # What it has no operator for is no fault of the file.
+        # An operator that OpenVINO lacks is not the file's fault.
         return runtime, f": {str(error).strip().splitlines()[-1]}", []
     return runtime, "", [found[name] for name in names]
 
 
 def _difference(name: str, runtime: str, theirs: Any, ours: Any) -> Difference:
-    # Where both are the same infinity (a mask that is returned), there is no difference.
+    # Equal infinities (a mask that is returned, say) are no difference.
     far = np.abs(np.where(theirs == ours, 0.0, theirs - ours))
     same = float((theirs.argmax(1) == ours.argmax(1)).mean()) if ours.ndim == 2 and ours.shape[1] > 1 else None
     maximum, mean, largest = float(far.max()), float(far.mean()), float(np.abs(ours).max())

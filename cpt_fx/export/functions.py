@@ -1,9 +1,9 @@
 """Quantizers as ONNX local functions in the domain `cpt_fx`.
 
-Each call is one node, whose width is an input: `FakeQuantize(x, bits, axes)`. What differs from the defaults of the
-torch operator of that name is said by the function's name, since a function cannot branch on an attribute:
-`FakeQuantizeSymmetric`, `FakeQuantizeAffineIntegerObserved`. The numbers are equal to PyTorch's, noise of stochastic
-rounding included: it is the same hash, of a seed that is an input, too.
+Each call is one node with the bit-width as an input: `FakeQuantize(x, bits, axes)`. A function cannot branch on an
+attribute, so what differs from the defaults of the torch operator is part of the function's name:
+`FakeQuantizeSymmetric`, `FakeQuantizeAffineIntegerObserved`. The results equal PyTorch's, noise of stochastic
+rounding included: it is the same hash of a seed, and the seed is an input.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ import onnx
 import onnx_ir as ir
 import torch
 
-from cpt_fx import noise, numerics, ops
 from cpt_fx.export.bodies import RANGE, SEED, Trace, traced
 from cpt_fx.export.local_functions import DOMAIN
 from cpt_fx.formats import Rounding, Scheme, Specials
-from cpt_fx.numerics import Extent, Grid
+from cpt_fx.quantizers import noise, numerics, ops
+from cpt_fx.quantizers.numerics import Extent, Grid
 
 if TYPE_CHECKING:
     from cpt_fx.export.program import Graph
 
 LEARNED = "LearnedRangeGradient"
-"""The gradients of a tensor, as a vector, and of its learned range."""
+"""Function that returns the gradients of a tensor, as a vector, and of its learned range."""
 UNIFORM = "Uniform"
-"""Noise of a seed in [0, 1), shaped like a tensor: what dropout draws."""
+"""Function that returns noise in [0, 1) from a seed, shaped like a tensor; dropout uses it."""
 
 
-class Kind(NamedTuple):
-    """Which quantizer a function is. Its name is made of what differs from the defaults.
+class QuantizerKind(NamedTuple):
+    """The static options of a quantizer function. Those that differ from the defaults make up its name.
 
-    `source` is where the range comes from: "" (the tensor at hand, over dims that are an input), "Observed" (all of the
-    tensor, while a running range learns), "Recalled" (the running range) or "Learned" (parameters).
+    `source` is where the range comes from: "" (the tensor, over axes that are an input), "Observed" (the whole tensor,
+    which also updates the running range), "Recalled" (the running range) or "Learned" (parameters).
     """
 
     grid: Grid = Grid(floored=False)
     source: str = ""
     options: tuple[tuple[str, Any], ...] = ()
-    """Those of the torch operator that keeps a running range, where they differ from its defaults."""
+    """Options of `fake_quantize_observed` that differ from its defaults."""
 
     @property
     def draws(self) -> bool:
-        """Whether it draws at random."""
+        """Whether it draws random numbers."""
         return self.grid.rounding is Rounding.STOCHASTIC
 
     @property
@@ -61,8 +61,8 @@ class Kind(NamedTuple):
         return "".join(word[:1].upper() + word[1:] for word in words).replace(".", "_")
 
 
-def kind_of(grid: Grid, source: str = "", **options: Any) -> Kind:
-    """Return the kind of a quantizer, without what its numbers do not depend on."""
+def kind_of(grid: Grid, source: str = "", **options: Any) -> QuantizerKind:
+    """Return the kind of a quantizer, without options that do not affect its results."""
     floored = grid.floored and grid.scheme is Scheme.AFFINE and source != "Learned"
     block = int(grid.block > 0 and grid.scheme is Scheme.FLOAT)
     usual = {
@@ -71,11 +71,11 @@ def kind_of(grid: Grid, source: str = "", **options: Any) -> Kind:
     }
     read = {"Observed": ("momentum", "when_off", "percentile"), "Recalled": ("corrected", "percentile")}.get(source, ())
     other = tuple((name, options[name]) for name in read if options.get(name, usual[name]) != usual[name])
-    return Kind(grid._replace(keep=(), over=None, block=block, floored=floored), source, other)
+    return QuantizerKind(grid._replace(keep=(), over=None, block=block, floored=floored), source, other)
 
 
-def _quantize(trace: Trace, kind: Kind) -> Any:
-    """Run a quantizer of some kind on the inputs of its trace."""
+def _quantize(trace: Trace, kind: QuantizerKind) -> Any:
+    """Run a quantizer on the inputs of its trace."""
     x, bits, grid = trace["x"], trace["bits"], kind.grid
     if kind.source in ("Observed", "Recalled"):
         state = [trace[name].clone() for name in RANGE]
@@ -94,10 +94,10 @@ def _learned_gradient(trace: Trace) -> Any:
 
 
 @cache
-def function(kind: Kind | str) -> onnx.FunctionProto:
-    """Return the function of a kind of quantizer, or `UNIFORM`, or `LEARNED`."""
+def function(kind: QuantizerKind | str) -> onnx.FunctionProto:
+    """Return the function of a quantizer kind, `UNIFORM` or `LEARNED`."""
     outputs = ["y"]
-    if isinstance(kind, Kind):
+    if isinstance(kind, QuantizerKind):
         sources = {"": ["x", "bits", "axes"], "Learned": ["x", "low", "span", "bits"]}
         inputs = sources.get(kind.source, ["x", "bits", *RANGE]) + [*SEED] * kind.draws
         outputs += [f"new_{name}" for name in RANGE] if kind.source == "Observed" else []
@@ -115,7 +115,7 @@ def add_functions(graph: Graph) -> None:
     """Add the functions that a graph's nodes call."""
     model = graph.model
     called = {node.op_type for node in model.graph if node.domain == DOMAIN}
-    kinds: dict[str, Kind | str] = {UNIFORM: UNIFORM, LEARNED: LEARNED, **graph.kinds}
+    kinds: dict[str, QuantizerKind | str] = {UNIFORM: UNIFORM, LEARNED: LEARNED, **graph.kinds}
     for kind in (kind for name, kind in kinds.items() if name in called):
         added = ir.serde.deserialize_function(function(kind))
         model.functions[added.identifier()] = added

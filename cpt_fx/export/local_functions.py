@@ -1,4 +1,4 @@
-"""Any function of tensors as a local function of ONNX."""
+"""Tracing of tensor functions as ONNX local functions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DOMAIN = "cpt_fx"
 def as_function(
     name: str, run: Callable[..., Any], given: tuple[Tensor, ...], table: Table, *, exact: bool = False
 ) -> ir.Function:
-    """Trace a function of tensors as a local function of ONNX: for their sizes, or for tensors of as many dims."""
+    """Trace a tensor function as an ONNX local function for tensors of the same rank or, if `exact`, sizes."""
     varying = tuple(value.ndim > 0 and not exact for value in given)
     recorded, *_ = record(run, given, varying, table)
     model = normalize(convert(recorded, given)[0])
@@ -32,14 +32,14 @@ def as_function(
     common.RemoveUnusedNodesPass()(model)
     for node in graph:
         for value in node.outputs:
-            value.type = value.shape = None  # those of the examples
+            value.type = value.shape = None  # they are those of the examples
     common.NameFixPass()(model)
     strip(model)
     return ir.Function(DOMAIN, name, graph=graph, attributes=[])
 
 
 def _write_constants(graph: ir.Graph) -> None:
-    """Make nodes of initializers, which functions cannot have."""
+    """Replace initializers, which functions cannot have, by Constant nodes."""
     for value in list(graph.initializers.values()):
         node = ir.node("Constant", [], {"value": value.const_value})
         graph.insert_before(graph[0], node)
@@ -49,7 +49,7 @@ def _write_constants(graph: ir.Graph) -> None:
 
 @contextmanager
 def in_place_of(*changes: tuple[Any, str, Any]) -> Iterator[None]:
-    """Let attributes of modules be others, while something is traced."""
+    """Replace attributes of modules inside a `with` block."""
     before = [(module, name, getattr(module, name)) for module, name, _ in changes]
     try:
         for module, name, other in changes:

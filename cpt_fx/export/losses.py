@@ -1,4 +1,4 @@
-"""Losses by name, by module or by function, and the targets they are given."""
+"""Losses by name, module or function, and example targets for them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _ALIKE = (
     F.mse_loss, F.binary_cross_entropy_with_logits, F.binary_cross_entropy, F.l1_loss, F.smooth_l1_loss, F.huber_loss,
     nn.MSELoss, nn.BCEWithLogitsLoss, nn.BCELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss,
 )  # fmt: skip
-"""Known losses, whose targets are labels, or are like the outputs."""
+"""Losses whose targets are class labels, and losses whose targets have the shape of the outputs."""
 INSIDE = "the model's own"
 
 
 def resolve(loss: LossLike) -> tuple[Callable[..., Tensor], str]:
-    """Return what computes the loss from the model's outputs and the targets, and what it is called."""
+    """Return the function that computes the loss from the model's outputs and the targets, and its name."""
     if loss is None:
         return own_loss, INSIDE
     if isinstance(loss, str):
@@ -47,7 +47,7 @@ def resolve(loss: LossLike) -> tuple[Callable[..., Tensor], str]:
 
 
 def example_targets(loss: LossLike, outputs: Any) -> tuple[Tensor, ...]:
-    """Return targets of the kind that a known loss takes for a model's outputs."""
+    """Return example targets that a known loss accepts for a model's outputs."""
     function, name = resolve(loss)
     if loss is None:
         return ()

@@ -1,8 +1,8 @@
-"""Run a rewritten model so that an exporter sees its quantizers, and what it draws at random, as nodes.
+"""Trace a transformed model so that its quantizers and random draws become nodes of our own domain.
 
-The model's code is not touched. While it is traced, a mode stands between it and torch: where it calls a quantizer, a
-node of our own is traced, and running ranges become values that are handed back. Backward, a quantizer passes the
-gradient on, and the quantizer of a gradient is a node in the backward pass.
+The model's code is not changed. A torch function mode intercepts each call of a quantizer and traces a node
+instead; running ranges become values that are returned. In the backward pass a quantizer passes the gradient on, and
+a gradient quantizer becomes a node of the backward pass.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch.overrides import TorchFunctionMode
 
 from cpt_fx.errors import ExportError
 from cpt_fx.export.bodies import constant
-from cpt_fx.export.functions import LEARNED, UNIFORM, Kind, kind_of
+from cpt_fx.export.functions import LEARNED, UNIFORM, QuantizerKind, kind_of
 from cpt_fx.export.local_functions import DOMAIN
-from cpt_fx.numerics import in_blocks, reduced_dims
-from cpt_fx.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_LEARNED, FAKE_QUANTIZE_OBSERVED, QUANTIZE_GRADIENT, QUANTIZERS
-from cpt_fx.straight_through import grid_of
+from cpt_fx.quantizers import ops
+from cpt_fx.quantizers.numerics import in_blocks, reduced_dims
+from cpt_fx.quantizers.straight_through import grid_of
 
 QUANTIZER = "quantizer"
-"""Attribute of a traced node: the quantizer's name."""
+"""Attribute of a traced node: the name of the quantizer."""
 
 
 class _Apart(torch.autograd.Function):
-    """A function forward, another one backward, of the gradient and of what was passed forward."""
+    """An autograd function made of a forward and a backward function; the latter also gets the forward inputs."""
 
     @staticmethod
     def forward(function: Callable[..., Tensor], backward: Callable[..., Sequence[Any]], *given: Tensor) -> Tensor:
@@ -54,25 +54,25 @@ def _learned_gradients(gradient: Tensor, x: Tensor, low: Tensor, span: Tensor, b
 
 
 class Lowering(TorchFunctionMode):
-    """The mode. It collects which quantizers were met."""
+    """The torch function mode. It collects the kinds of quantizers that it meets."""
 
     def __init__(self, seeds: Tensor, names: Mapping[int, str], *, gradients: bool, plain: bool) -> None:
         super().__init__()
         self.seeds = seeds
         self.names = names
-        """Identity of a quantizer's record -> the quantizer's name."""
+        """`id` of a quantizer's counters -> the quantizer's name."""
         self.gradients = gradients
         self.plain = plain
-        """Nodes say which quantizer they are: what it does is decided elsewhere."""
-        self.kinds: dict[str, Kind] = {}
-        """Those that were met, by the names of their functions."""
+        """Trace nodes that hold only a quantizer's name; the caller replaces them."""
+        self.kinds: dict[str, QuantizerKind] = {}
+        """Kinds that were met, by function name."""
         self.draws = 0
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Trace one call."""
-        if func in QUANTIZERS:
+        if func in ops.QUANTIZERS:
             return self._quantizer(func, *args, **(kwargs or {}))
         if func in (F.affine_grid, torch.affine_grid_generator) and self.gradients:
             return _affine_grid(*args, **(kwargs or {}))
@@ -85,20 +85,20 @@ class Lowering(TorchFunctionMode):
         if x.dtype != torch.float32:
             kind = str(x.dtype).removeprefix("torch.")
             raise ExportError(f"{name} quantizes {kind}: only models in float32 can be exported (model.float())")
-        if func is QUANTIZE_GRADIENT:
+        if func is ops.QUANTIZE_GRADIENT:
             if not (self.gradients and x.requires_grad):
                 return x
             return _apart(torch.clone, lambda gradient, _: (self._operand(name, bits, options, gradient, True),), x)
         if self.plain:
-            return self._call(Kind(), name, (x, bits), x)[0]
-        if func is FAKE_QUANTIZE_LEARNED:
+            return self._call(QuantizerKind(), name, (x, bits), x)[0]
+        if func is ops.FAKE_QUANTIZE_LEARNED:
             return self._learned(name, x, bits, *args, **options)
-        if func is FAKE_QUANTIZE:
+        if func is ops.FAKE_QUANTIZE:
             if options.get("zero_point") is not None:
                 raise ExportError(f"{name} quantizes over a range that it is given: that has no form in ONNX")
             forward = partial(self._operand, name, bits, options)
         else:
-            assert func is FAKE_QUANTIZE_OBSERVED
+            assert func is ops.FAKE_QUANTIZE_OBSERVED
             forward = partial(self._observed, name, bits, *args, **options)
         return _apart(forward, lambda gradient, _: (gradient,), x) if x.requires_grad else forward(x)
 
@@ -128,7 +128,7 @@ class Lowering(TorchFunctionMode):
         self, name: str, x: Tensor, bits: Tensor, zero_point: Tensor, range: Tensor, weight: Tensor, training: bool,
         trains: Tensor | None = None, **options: Any,
     ) -> Tensor:  # fmt: skip
-        """Quantize over parameters. They have their first values by now: see `check_learned`."""
+        """Quantize over a learned range, which has a value by now: see `program._check_learned`."""
         kind = kind_of(grid_of(options, "nearest"), "Learned")
 
         def quantized(x: Tensor, low: Tensor, span: Tensor, bits: Tensor) -> Tensor:
@@ -136,23 +136,23 @@ class Lowering(TorchFunctionMode):
 
         return _apart(quantized, _learned_gradients, x, zero_point, range, bits)
 
-    def _call(self, kind: Kind, name: str, inputs: tuple[Tensor, ...], *like: Tensor) -> Sequence[Tensor]:
-        """Trace a quantizer, with its seed where it draws."""
+    def _call(self, kind: QuantizerKind, name: str, inputs: tuple[Tensor, ...], *like: Tensor) -> Sequence[Tensor]:
+        """Trace a quantizer, with a seed if it draws random numbers."""
         self.kinds[kind.name] = kind
         return call(kind.name, (*inputs, *(self.seed() if kind.draws else ())), *like, **{QUANTIZER: name})
 
     def seed(self) -> tuple[Tensor, Tensor]:
-        """Return the seeds of the step, and which of them is the next draw's."""
+        """Return the seeds of the step, and the index of the next one."""
         self.draws += 1
         return self.seeds, constant([self.draws - 1])
 
     def uniform(self, like: Tensor) -> Tensor:
-        """Return noise in [0, 1) of the shape of a tensor, from the seeds of the step."""
+        """Return noise in [0, 1) in the shape of a tensor, from the seeds of the step."""
         return call(UNIFORM, (like, *self.seed()), like)[0]
 
 
 def _affine_grid(theta: Tensor, size: Sequence[Any], align_corners: bool | None = None) -> Tensor:
-    """Write out an operator before autograd, since its backward pass takes sizes that do not vary only."""
+    """Decompose an operator above autograd, since its backward operator takes static sizes only."""
     made: Tensor = decomposition_table[torch.ops.aten.affine_grid_generator.default](theta, size, bool(align_corners))
     return made
 
@@ -163,7 +163,7 @@ def _apart(*given: Any) -> Tensor:
 
 
 def call(name: str, inputs: tuple[Any, ...], *like: Tensor, **attributes: Any) -> Sequence[Tensor]:
-    """Trace a node of our own domain, whose outputs are like these tensors."""
+    """Trace a node of our domain, with outputs of the dtypes and shapes of `like`."""
     return onnx_ops.symbolic_multi_out(
         f"{DOMAIN}::{name}", inputs, attrs=attributes, dtypes=[x.dtype for x in like], shapes=[x.shape for x in like],
         version=1,

@@ -1,4 +1,4 @@
-"""ONNX as the exporter writes it, made simple."""
+"""Simplification of the ONNX graphs that torch's exporter writes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from onnxscript import optimizer
 
 
 def normalize(model: ir.Model) -> ir.Model:
-    """Simplify a traced model in place, and complete it."""
+    """Simplify a traced model in place, and return it."""
     returned = [(value.type, value.shape) for value in model.graph.outputs]
     optimizer.fold_constants(model)
     _drop_straight_transposes(model)
@@ -19,13 +19,13 @@ def normalize(model: ir.Model) -> ir.Model:
     common.RemoveUnusedNodesPass()(model)
     common.NameFixPass()(model)
     for value, (kind, shape) in zip(model.graph.outputs, returned, strict=True):
-        # Of two values that are the same, one of a kind that nobody knows may have been left.
+        # Of two equal values, the one that was kept may have no type or shape.
         value.type, value.shape = kind, shape
     return model
 
 
 def _drop_straight_transposes(model: ir.Model) -> None:
-    """Take away transposes that leave every dim where it is: ONNX Runtime fuses them into Gemm as if they did not."""
+    """Remove transposes that keep the order of the dims: ONNX Runtime would fuse them into Gemm as real ones."""
     for node in model.graph:
         if node.op_type == "Transpose" and node.domain == "" and "perm" in node.attributes:
             perm = node.attributes["perm"].as_ints()
@@ -35,7 +35,7 @@ def _drop_straight_transposes(model: ir.Model) -> None:
 
 
 def _make_columns(model: ir.Model) -> None:
-    """Multiply by a vector as by a column: ONNX Runtime forgets to transpose a matrix before one."""
+    """Multiply by a column instead of a vector: before a vector, ONNX Runtime drops the transpose of the matrix."""
     for node in list(model.graph):
         if node.op_type != "MatMul" or node.domain or node.inputs[1] is None or node.inputs[1].shape is None:
             continue
@@ -50,7 +50,7 @@ def _make_columns(model: ir.Model) -> None:
 
 
 def strip(model: ir.Model) -> None:
-    """Take away where on somebody's disk a node comes from: two exports of a model are equal, byte for byte."""
+    """Remove metadata such as source paths: two exports of a model are equal, byte for byte."""
     common.ClearMetadataAndDocStringPass()(model)
     model.metadata_props.clear()
     for value in (*model.graph.inputs, *model.graph.outputs):

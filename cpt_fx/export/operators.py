@@ -1,6 +1,6 @@
-"""Operators that ONNX does not have, or that its exporter gets wrong, written in operators that both have.
+"""Decompositions of operators that ONNX lacks or that torch's exporter translates wrongly.
 
-Entries of a decomposition table, met below autograd: gradients stay what PyTorch's own backward passes make them.
+They apply below autograd: gradients are still those of PyTorch's own backward passes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _average_pool(
     operator: Any, dims: int, x: Tensor, kernel: Sizes, stride: Sizes = (), padding: Sizes = (0,),
     ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
 ) -> Any:  # fmt: skip
-    """Divide by a number of the user's own, which the exporter forgets."""
+    """Apply `divisor_override`, which the exporter ignores."""
     if divisor_override is None:
         return NotImplemented
     kernel, padding = each(kernel, dims), each(padding, dims)
@@ -59,7 +59,7 @@ def _average_pool(
 
 
 def _adaptive_max_pool(operator: Any, x: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
-    """Look at each window as a row: torch's own decomposition knows windows of one size only."""
+    """Gather each window as a row: torch's own decomposition needs windows of equal size."""
     made = decomposition_table[operator](x, sizes)
     if made is not NotImplemented:
         return made  # type: ignore[no-any-return]
@@ -68,7 +68,7 @@ def _adaptive_max_pool(operator: Any, x: Tensor, sizes: Sizes) -> tuple[Tensor, 
         for size, out in zip(x.shape[-len(sizes) :], sizes, strict=True):
             ends = spans(fixed(size), out)
             longest = max(high - low for low, high in ends)
-            # A shorter window has its last element several times.
+            # A shorter window repeats its last element.
             own = torch.tensor([[min(low + step, high - 1) for step in range(longest)] for low, high in ends])
             places = (places[:, None, :, None] * fixed(size) + own[:, None, :]).flatten(2).flatten(0, 1)
     values, chosen = x.flatten(-len(sizes))[..., places].max(-1)
@@ -87,7 +87,7 @@ def _kth(x: Tensor, k: Any, dim: int = -1, keepdim: bool = False) -> tuple[Tenso
 
 
 def _median(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the lower of two medians; one that is not a number comes first."""
+    """Return the lower median, or the first NaN if there is one."""
     missing = x.isnan()
     indices = x.argsort(dim).narrow(dim, (x.shape[dim] - 1) // 2, 1)
     first = missing.to(torch.int64).argmax(dim, keepdim=True)
@@ -114,7 +114,7 @@ def _diagonal_scatter(x: Tensor, source: Tensor, offset: int = 0, dim1: int = 0,
 
 
 def _by_places(operator: Any, x: Tensor, indices: Sequence[Tensor | None], *more: Any) -> Any:
-    """Write masks beside other indices as the places where they are true, and all places in 64 bits."""
+    """Replace masks among other indices by the positions of their true elements, and cast indices to int64."""
     places: list[Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype == torch.bool and len(indices) > 1:
@@ -127,7 +127,7 @@ def _by_places(operator: Any, x: Tensor, indices: Sequence[Tensor | None], *more
 
 
 def _first(operator: Any, x: Tensor, *dim: Any, **options: Any) -> Any:
-    """Compare truth values as numbers: ONNX Runtime looks for no largest among them."""
+    """Compute a maximum or minimum of bools on int32: ONNX Runtime has no kernels for bools."""
     if x.dtype != torch.bool:
         return NotImplemented
     made = operator(x.to(torch.int32), *dim, **options)
@@ -156,14 +156,14 @@ def _convolution(
 
 
 def _arange(start: Any, end: Any, step: Any = 1, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
-    """Count whole steps, where it is known that they are whole: torch would round up a size that nothing else has."""
+    """Compute the length without rounding up, if the steps are known to fit: a ceiling would be a new symbolic size."""
     if not statically_known_true((end - start) % step == 0):
         return NotImplemented
     return torch.arange((end - start) // step, dtype=dtype) * step + start
 
 
 def _places_in_rows(rows: Tensor, size: int, *, out_int32: bool = False) -> Tensor:
-    """Return where each row of a sparse matrix begins, from the sorted row of each element."""
+    """Return where each row of a sparse matrix begins (CSR), from the sorted row index of each element (COO)."""
     counts = rows.new_zeros(size + 1).index_put((rows + 1,), torch.ones_like(rows), accumulate=True)
     return counts.cumsum(0, dtype=torch.int32 if out_int32 else torch.int64)
 
@@ -174,7 +174,7 @@ def _distances(x: Tensor, y: Tensor, p: float, mode: int | None) -> Tensor:
 
 
 def _distances_backward(gradient: Tensor, x: Tensor, y: Tensor, p: float, distance: Tensor) -> Tensor:
-    """Return the gradient of the first points: zero where two are the same, in a dim or altogether."""
+    """Return the gradient of `x`: zero where two points are equal, in a dim or altogether."""
     apart, far = x.unsqueeze(-2) - y.unsqueeze(-3), distance.unsqueeze(-1)
     share = (apart.abs() == far).to(x.dtype) if p == math.inf else (apart.abs() / far) ** (p - 1)
     share = torch.where(apart == 0, 0.0, share * apart.sign()) if p else torch.zeros_like(apart)
@@ -182,7 +182,7 @@ def _distances_backward(gradient: Tensor, x: Tensor, y: Tensor, p: float, distan
 
 
 def _varying(written: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Write out an operator one of whose numbers comes from the size of a tensor: the exporter knows constants only."""
+    """Decompose an operator if a scalar argument depends on a size: the exporter takes constants only."""
     leaves = pytree.tree_leaves((args, kwargs))
     return written(*args, **kwargs) if any(isinstance(leaf, _VARYING) for leaf in leaves) else NotImplemented
 
@@ -202,7 +202,7 @@ _WRITTEN: dict[Any, Callable[..., Any]] = {
 }  # fmt: skip
 EVERYWHERE: dict[Any, Callable[..., Any]] = {
     **{name: partial(_varying, written) for name, written in _WRITTEN.items()},
-    # What ONNX sorts keeps its order where elements are equal.
+    # Sorting in ONNX is always stable.
     aten.sort.stable: lambda x, *, stable, dim=-1, descending=False: aten.sort.default(x, dim, descending),
     aten._convert_indices_from_coo_to_csr.default: _places_in_rows,
     aten._cdist_forward.default: _distances,
@@ -212,7 +212,7 @@ EVERYWHERE: dict[Any, Callable[..., Any]] = {
 """For graphs with and without a backward pass."""
 
 OPERATORS: dict[Any, Callable[..., Any]] = {
-    # A number that varies is a tensor in the graph.
+    # A scalar that depends on a size is a tensor in the graph.
     aten.mul.Scalar: lambda x, factor: aten.mul.Tensor(x, factor),
     aten.prod.default: lambda x, *, dtype=None: torch.prod(x.flatten(), 0, dtype=dtype),
     prims.prod.default: _product,
@@ -229,7 +229,7 @@ OPERATORS: dict[Any, Callable[..., Any]] = {
     aten.kthvalue.default: _kth,
     aten.median.dim: _median,
     aten.median.default: lambda x: _median(x.flatten(), 0)[0],
-    # ONNX Runtime has no kernel of Col2Im for CUDA.
+    # ONNX Runtime has no CUDA kernel of Col2Im.
     aten.col2im.default: decomposition_table[aten.col2im.default],
     aten.put.default: _put,
     **{name: partial(_first, name) for name in (aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default)},

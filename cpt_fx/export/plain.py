@@ -1,6 +1,6 @@
-"""`export.onnx`: a transformed model in evaluation as one ONNX file that any ONNX Runtime runs, quantizers and all.
+"""`export.onnx`: a transformed model in evaluation mode as one ONNX file with quantizers, for any ONNX Runtime.
 
-What makes a graph in evaluation ready to be read by anyone, state and widths inside, serves `export.qdq` too.
+`evaluation_of`, `finish` and `write` serve `export.qdq`, too.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ from onnxscript import optimizer
 from torch import fx, nn
 
 from cpt_fx.api import history_of
-from cpt_fx.arrays import array_of
+from cpt_fx.capture.dry_run import tensors_in
+from cpt_fx.capture.standalone import precision_of
+from cpt_fx.common.arrays import array_of
+from cpt_fx.common.files import new_file
 from cpt_fx.export.capture_modes import call_of, in_mode, run
-from cpt_fx.export.comparing import Unquantized, at_full_precision
-from cpt_fx.export.directory import new_file
-from cpt_fx.export.environment import check_runtime
+from cpt_fx.export.comparing import at_full_precision
 from cpt_fx.export.functions import add_functions
 from cpt_fx.export.normalize import strip
 from cpt_fx.export.program import Call, Graph, drop_unused, name_outputs, states_of, trace
 from cpt_fx.export.sizes import settle_sizes, with_several
 from cpt_fx.export.verify import TOLERANCE, check
-from cpt_fx.history import LOGGER
+from cpt_fx.formats import FULL_PRECISION
+from cpt_fx.ir.history import LOGGER
+from cpt_fx.ort.environment import check_runtime
 from cpt_fx.schedules.bits import Bits, as_bits
-from cpt_fx.standalone import precision_of
-from cpt_fx.trial import tensors_in
 
 INLINE_LIMIT = 1_900_000_000
-"""Bytes of weights that one ONNX file holds. A protobuf message ends at 2 GiB, and the graph needs room, too."""
+"""Largest size in bytes of weights inside an ONNX file. A protobuf message ends at 2 GiB, graph included."""
 
 
 def onnx(
@@ -46,29 +47,27 @@ def onnx(
     dynamic_batch: bool = True,
     overwrite: bool = False,
 ) -> Path:
-    """Write a transformed model as ONNX, as it evaluates: every quantizer is one node of the domain `cpt_fx`.
+    """Write a transformed model in evaluation mode as ONNX: every quantizer is one node of the domain `cpt_fx`.
 
-    The nodes are functions that the file defines, of standard operators: nothing has to be installed where it runs.
-    What the model has learned, its running ranges included, is in the file. Where ONNX Runtime is installed, outputs at
-    32 bits are compared with PyTorch's before the file appears. For integers in the file and integer kernels where it
-    runs see `export.qdq`.
+    The nodes call functions that the file defines in standard operators: nothing has to be installed to run it.
+    Parameters, buffers and running ranges are in the file. If ONNX Runtime is installed, outputs at 32 bits are
+    compared with PyTorch's before the file appears. For integer weights and integer kernels see `export.qdq`.
 
     Args:
-        result: what `transform` returned. It is left as it is, whatever mode it is in.
+        result: a model that `transform` returned. It is not modified, and may be in either mode.
         example_inputs: a tuple of the model's arguments, or a dict of them by name.
-        path: the file to write. One that exists is refused. Weights of more than 1.9 GB go to a file beside it.
-        bits: None leaves widths open as inputs of the file, int64 without dims, called `bits.weight`,
-            `bits.activation` and so on. A number of bits, or `Bits`, fixes them; layers that follow the schedule at
-            a distance, or not at all, do so from there, and those with a schedule of their own have its evaluation
-            bits at the model's position.
-        dynamic_batch: let sizes vary from call to call, as far as the model does; else they are those of the examples.
-        overwrite: replace the file, as soon as the new one is complete.
+        path: the file to write. An existing one is refused. Weights of more than 1.9 GB go to a file beside it.
+        bits: None makes the bit-widths inputs of the file (int64, 0-dim), called `bits.weight`, `bits.activation` and
+            so on. An int, or `Bits`, fixes them: layers with an offset from the schedule, or with a fixed bit-width,
+            keep it; those with a schedule of their own use its evaluation bits at the model's position.
+        dynamic_batch: keep sizes dynamic, as far as the model allows; otherwise fix them to those of the examples.
+        overwrite: replace an existing file, once the new one is complete.
 
     Returns:
         The path of the file.
 
     Raises:
-        ExportError: where the model cannot be exported, the file cannot be written, or it computes something else.
+        ExportError: the model cannot be exported, the file cannot be written, or its outputs differ from PyTorch's.
     """
     fixed = None if bits is None else as_bits("bits", bits)
     call = call_of(example_inputs)
@@ -89,12 +88,12 @@ def onnx(
 
 
 def _verify(graph: Graph, module: fx.GraphModule, call: Call, path: Path) -> None:
-    """Refuse a file that computes something else than PyTorch at full precision, where that can be compared."""
+    """Compare a file with PyTorch at full precision, if that is possible, and refuse one that differs."""
     if graph.draws or not check_runtime().works:
         why = "it draws at random" if graph.draws else "there is no ONNX Runtime here"
         LOGGER.info("%s was not compared with PyTorch: %s", path.name, why)
         return
-    with Unquantized():
+    with precision_of(module).at(FULL_PRECISION):
         outputs = tensors_in(run(module, call))
     ours = {name: array_of(value) for name, value in zip(graph.outputs, outputs, strict=True)}
     check("output", ours, at_full_precision(path, graph, call), TOLERANCE)
@@ -103,7 +102,7 @@ def _verify(graph: Graph, module: fx.GraphModule, call: Call, path: Path) -> Non
 def evaluation_of(
     module: fx.GraphModule, call: Call, bits: Bits | None = None, *, dynamic_batch: bool = True, plain: bool = False
 ) -> Graph:
-    """Trace a model in evaluation, with what it has learned inside, at given widths or any, for all sizes it takes."""
+    """Trace a model in evaluation mode with its state inside; without `bits`, the bit-widths stay inputs."""
     run(module, call)
     call = with_several(call, module) if dynamic_batch else call
     graph = trace(module, call, dynamic_batch=dynamic_batch, plain=plain)
@@ -124,10 +123,10 @@ def evaluation_of(
 
 
 def finish(graph: Graph) -> ir.Model:
-    """Simplify a graph whose state is inside, and drop what only training has a use for."""
+    """Simplify a graph whose state is inside, and drop what only training needs."""
     model = graph.model
     for value in list(model.graph.outputs):
-        # State is inside: what it would be after a run is of no use.
+        # The state is inside: its new values are of no use.
         if value.name not in graph.outputs:
             model.graph.outputs.remove(value)
     strip(model)
@@ -142,7 +141,7 @@ def finish(graph: Graph) -> ir.Model:
 
 
 def write(model: ir.Model, result: nn.Module, bits: object, path: Path) -> None:
-    """Write and check a file that says where it comes from. Many weights go to a file `<name>.data` beside it."""
+    """Write a file with its provenance as metadata, and check it. Large weights go to `<name>.data` beside it."""
     model.producer_name, model.producer_version = "cpt_fx", str(vars(sys.modules["cpt_fx"])["__version__"])
     model.metadata_props.update(
         {
@@ -154,5 +153,5 @@ def write(model: ir.Model, result: nn.Module, bits: object, path: Path) -> None:
     )
     weights = sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value)
     ir.save(model, path, external_data=None if weights <= INLINE_LIMIT else f"{path.name}.data")
-    # By its path: a model with weights in another file cannot be checked otherwise.
+    # By path: a model with external weights cannot be checked otherwise.
     checker.check_model(str(path), full_check=True)

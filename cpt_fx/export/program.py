@@ -1,4 +1,4 @@
-"""A transformed model as an ONNX graph: widths, seeds and running state are inputs, new state is an output."""
+"""A transformed model as an ONNX graph: bit-widths, seeds and running state are inputs, new state is an output."""
 
 from __future__ import annotations
 
@@ -14,33 +14,27 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
+from cpt_fx.capture.standalone import precision_of
 from cpt_fx.errors import ExportError
-from cpt_fx.export.functions import Kind
+from cpt_fx.export.functions import QuantizerKind
 from cpt_fx.export.lowering import QUANTIZER, Lowering
 from cpt_fx.export.normalize import normalize
 from cpt_fx.export.randomness import drawing
 from cpt_fx.export.recording import choices, convert, record
 from cpt_fx.export.refusals import UnsupportedError, check_modules, layer_of
-from cpt_fx.layer_state import ranges
-from cpt_fx.meta import STATE, Dial
-from cpt_fx.standalone import precision_of
+from cpt_fx.ir.layer_state import ranges
+from cpt_fx.ir.meta import STATE, Dial
+from cpt_fx.ort.manifest import GRADIENT, LOSS, MORE, NEXT, OUTPUT, SEEDS, TARGET
 
 Loss = Callable[..., Tensor]
 _WIDTHS, _RECORDS, _PRODUCTS = f"{STATE}.bits.", f"{STATE}.records.", f"{STATE}.products."
 BITS = "bits."
-"""Prefix of the inputs that hold widths: `bits.weight`."""
-SEEDS = "seeds"
-"""The input with a seed for each random draw of a step: int32, one row of two numbers each."""
-LOSS, OUTPUT, TARGET = "loss", "output", "target"
-NEXT = ".next"
-"""Suffix of the outputs that hold what an input of the name without it is after a step."""
-GRADIENT, MORE = ".grad", "accumulate"
-"""Suffix of the inputs with the gradients of earlier steps, and the input that says whether to add to them: a bool."""
+"""Prefix of the inputs that hold bit-widths: `bits.weight`."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """What a model is called with, and what its loss is computed from."""
+    """The arguments of a model, and the targets and the function of its loss."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -50,45 +44,41 @@ class Call:
 
 @dataclass(frozen=True)
 class Graph:
-    """An ONNX graph of a model in one mode, and the names of what goes in and comes out."""
+    """An ONNX graph of a model in one mode, and the names of its inputs and outputs."""
 
     model: ir.Model
     inputs: tuple[str, ...]
     targets: tuple[str, ...]
     outputs: tuple[str, ...]
     parameters: dict[str, tuple[str, ...]]
-    """Parameters by the name of their input -> all names that each has in the model."""
+    """Parameters by input name -> all names that each has in the model."""
     gradients: tuple[str, ...]
-    """The parameters that the loss sends a gradient to."""
+    """The parameters that receive a gradient from the loss."""
     states: dict[str, str]
-    """Buffers that the graph reads -> the output with their new value, or "" where they stay as they are."""
+    """Buffers that the graph reads or writes -> the output with the new value, or "" if it does not change."""
     draws: int
-    """How many seeds a run takes."""
-    kinds: dict[str, Kind]
-    """The kinds of quantizers that are called, by the names of their functions."""
+    """Number of seeds that a run takes."""
+    kinds: dict[str, QuantizerKind]
+    """The kinds of quantizers that are called, by function name."""
     still: frozenset[tuple[str, int]]
-    """Sizes that the graph is made for: the name of an input, and a dim."""
+    """Dims that the graph is specialized for: the name of an input, and a dim."""
     least: dict[tuple[str, int], int]
-    """The smallest size that it is right for, where that is more than two."""
+    """The smallest valid size of a dim, if that is more than two."""
     dials: dict[str, Dial]
-    """Inputs that hold a width, and what each follows."""
+    """Inputs that hold a bit-width, and the source that each follows."""
     choices: dict[str, tuple[int, ...]]
-    """What a call passes that chooses by number: from how many, and a number that chooses nothing, if there is one."""
+    """Inputs that are indices: the size of the indexed dim, then the index that is ignored, if there is one."""
 
 
 class _Step:
-    """A model's call with everything that changes from step to step passed in and handed back."""
+    """A model's call as a pure function: everything that changes from step to step is passed in and returned."""
 
     def __init__(self, model: fx.GraphModule, call: Call, *, gradients: bool, plain: bool) -> None:
         self.model, self.loss, self.gradients, self.plain = model, call.loss, gradients, plain
         self.outputs: tuple[str, ...] = ()
         self.reached: tuple[str, ...] = ()
         self.lowering: Lowering
-        self.names = {
-            id(buffer): name.removeprefix(_RECORDS)
-            for name, buffer in model.named_buffers()
-            if name.startswith(_RECORDS)
-        }
+        self.names = {id(buffer): name for name, buffer in precision_of(model).records.named_buffers()}
         self.trains = [name for name, value in model.named_parameters() if value.requires_grad]
         first: dict[int, str] = {}
         self.places = {
@@ -97,16 +87,16 @@ class _Step:
             for key, value in (*layer._parameters.items(), *layer._buffers.items())
             if value is not None
         }
-        """Where each tensor stands -> its name. A layer counts once: `functional_call` would not give back what it
-        exchanges in one that has two names."""
+        """Path of each tensor -> its first path. A shared layer counts once: `functional_call` would not restore what
+        it replaces in a layer that has two names."""
 
     def __call__(
         self, parameters: dict[str, Tensor], state: dict[str, Tensor], bits: dict[str, Tensor], seeds: Tensor,
         sums: dict[str, Tensor], more: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any],
         targets: tuple[Tensor, ...],
     ) -> tuple[Any, ...]:  # fmt: skip
-        """Return the loss if there is one, the outputs, the new state, and the gradients added up."""
-        # Copies: what the model writes to a buffer becomes a value, and inputs stay what they are.
+        """Return the loss if there is one, the outputs, the new state, and the accumulated gradients."""
+        # Copies, which the model may write to: the inputs must not change.
         new = {name: value.clone() for name, value in state.items()}
         tensors = {_WIDTHS + name: width for name, width in bits.items()} | new | parameters
         if self.gradients:
@@ -138,13 +128,13 @@ class _Step:
 
 
 def states_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers of a transformed model that its numbers depend on: not its widths, not its records."""
+    """Return the buffers of a transformed model that affect its results: all but bit-widths and counters."""
     ours = (_WIDTHS, _RECORDS, _PRODUCTS)
     return {name: buffer for name, buffer in model.named_buffers() if not name.startswith(ours)}
 
 
 def widths_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors that hold the widths of a transformed model, by the names of their dials."""
+    """Return the bit-width tensors of a transformed model, by the names of their sources."""
     return {name.removeprefix(_WIDTHS): width for name, width in model.named_buffers() if name.startswith(_WIDTHS)}
 
 
@@ -152,10 +142,10 @@ def trace(
     model: fx.GraphModule, call: Call, *, gradients: bool = False, trained: Container[str] | None = None,
     dynamic_batch: bool = True, plain: bool = False,
 ) -> Graph:  # fmt: skip
-    """Trace a transformed graph in the mode it is in, with its backward pass or without.
+    """Trace a transformed graph in the mode it is in, with or without its backward pass.
 
-    `trained` are the parameters that gradients are wanted of: by default all that require one.
-    `plain` makes quantizers nodes that say which one they are: for a caller that replaces them.
+    `trained` are the parameters to compute gradients of: by default all that require one. `plain` traces each
+    quantizer as a node that holds only its name, for a caller that replaces it.
     """
     _check_execution(model)
     _check_learned(model)
@@ -180,7 +170,7 @@ def trace(
     targets = _numbered(TARGET, len(call.targets))
     taken = {*parameters, *state, *targets, SEEDS, MORE, LOSS, OUTPUT}
     inputs = tuple(f"{name}_input" if name in taken else name for name in _input_names(model, call))
-    # A layer of the model may be called bits, too.
+    # A layer of the model may be called `bits`, too.
     prefix = BITS if taken.isdisjoint(BITS + name for name in bits) else f"{STATE}.{BITS}"
     widths = tuple(prefix + name for name in bits)
     names = (*parameters, *state, *widths, SEEDS,
@@ -199,7 +189,7 @@ def trace(
     drop_unused(graph, (*inputs, *targets))
     used = {str(value.name): value for value in graph.graph.inputs}
     if SEEDS in used:
-        used[SEEDS].shape = ir.Shape([step.lowering.draws, 2])  # known only when all is traced
+        used[SEEDS].shape = ir.Shape([step.lowering.draws, 2])  # known only after tracing
     known: dict[Tensor, list[str]] = {}
     for name, value in model.named_parameters(remove_duplicate=False):
         known.setdefault(value, []).append(name)
@@ -231,7 +221,7 @@ def _check_execution(model: nn.Module) -> None:
 
 
 def _check_learned(model: nn.Module) -> None:
-    """Refuse ranges that are to be learned and have no value yet: a graph cannot give them one."""
+    """Refuse learned ranges that have no value yet: a graph cannot initialize them."""
     for name, low, _, weight in ranges(model):
         if isinstance(low, nn.Parameter) and not float(weight):
             raise ExportError(f"{name} is learned and has no value yet: run one batch in training first")
@@ -242,10 +232,10 @@ def _numbered(name: str, count: int) -> tuple[str, ...]:
 
 
 def _input_names(model: fx.GraphModule, call: Call) -> tuple[str, ...]:
-    """Name tensors as the arguments of `forward` are called; those inside one argument are numbered."""
+    """Name input tensors after the arguments of `forward`; those inside one argument are numbered."""
     names: list[str] = []
     positional = inspect.signature(model.forward).bind_partial(*call.args).arguments
-    # In the order of the call, which is that of the inputs: arguments by name may come in any.
+    # In the order of the call, which is that of the inputs: keyword arguments may come in any.
     for name, value in (*positional.items(), *call.kwargs.items()):
         leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
         names += [name] if isinstance(value, Tensor) else [f"{name}_{index}" for index in range(len(leaves))]
@@ -253,7 +243,7 @@ def _input_names(model: fx.GraphModule, call: Call) -> tuple[str, ...]:
 
 
 def _check_names(names: tuple[str, ...]) -> None:
-    """Refuse a model with a name that the graph has for something else."""
+    """Refuse a model with a name that the graph uses for something else."""
     for name, times in Counter(names).items():
         if times > 1:
             raise ExportError(
@@ -263,9 +253,9 @@ def _check_names(names: tuple[str, ...]) -> None:
 
 
 def named_outputs(value: Any, name: str = OUTPUT) -> Iterator[tuple[str, Tensor]]:
-    """Give the tensors that a model returns, by the model's own names where it has some, else by number.
+    """Yield the tensors that a model returns, named after keys and fields where there are some, else by number.
 
-    What is no tensor, such as None or a number, is not the graph's to return.
+    Values that are not tensors, such as None or numbers, are skipped.
     """
     if isinstance(value, Tensor):
         yield name, value
@@ -286,16 +276,16 @@ def named_outputs(value: Any, name: str = OUTPUT) -> Iterator[tuple[str, Tensor]
 
 
 def drop_unused(model: ir.Model, called_with: Container[str | None]) -> None:
-    """Take away inputs that nothing reads; what the model is called with stays."""
+    """Remove unused inputs, except those that the model is called with."""
     for value in list(model.graph.inputs):
         if value.name not in called_with and not value.uses() and value not in model.graph.outputs:
             model.graph.inputs.remove(value)
 
 
 def name_outputs(model: ir.Model, names: tuple[str, ...], *, apart_from: str = "") -> None:
-    """Name the outputs, each a value of its own: a model may return one twice, or an input as it is.
+    """Name the outputs, each a value of its own: a model may return a value twice, or an input unchanged.
 
-    Values that an operator of the type `apart_from` reads are kept apart from the outputs, too.
+    Values that an operator of the type `apart_from` reads are kept separate from the outputs, too.
     """
     graph = model.graph
     assert len(graph.outputs) == len(names), (len(graph.outputs), names)
@@ -312,14 +302,14 @@ def name_outputs(model: ir.Model, names: tuple[str, ...], *, apart_from: str = "
 
 
 def _name_quantizers(model: ir.Model) -> None:
-    """Call the nodes of quantizers as they are called in the rewritten graph."""
+    """Name the nodes of quantizers as in the rewritten graph."""
     for node in model.graph:
         if QUANTIZER in node.attributes:
             node.name = node.attributes.pop(QUANTIZER).as_string()
 
 
 def _drop_unchanged(model: ir.Model, states: tuple[str, ...]) -> set[str]:
-    """Take away outputs that hand back a state as it came; return the states that change."""
+    """Remove outputs that return a state unchanged; return the states that change."""
     outputs = {str(value.name): value for value in model.graph.outputs}
     changed = set(states)
     for state in states:

@@ -1,4 +1,4 @@
-"""What QuantizeLinear and DequantizeLinear can say of a trained format, by what quantizers see on examples."""
+"""How QuantizeLinear and DequantizeLinear express each trained quantizer, given what it sees on examples."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
-from cpt_fx.bodies import graphs_of
+from cpt_fx.capture.standalone import precision_of
 from cpt_fx.errors import ExportError
 from cpt_fx.formats import Format, Range, Rounding, Scheme
-from cpt_fx.meta import QUANTIZER, Quantizer
-from cpt_fx.numerics import Extent, amplitude, extent_of, percentile_extent, reduced_dims
+from cpt_fx.ir.meta import QUANTIZER, Quantizer
+from cpt_fx.ir.subgraphs import graphs_of
 from cpt_fx.operators import ROWS
-from cpt_fx.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_OBSERVED, QUANTIZE_GRADIENT, QUANTIZERS
-from cpt_fx.standalone import precision_of
+from cpt_fx.quantizers.numerics import Extent, amplitude, extent_of, percentile_extent, reduced_dims
+from cpt_fx.quantizers.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_OBSERVED, QUANTIZE_GRADIENT, QUANTIZERS
 
 EXACT, CONVERTED, FLOAT = "exact", "converted", "float"
 MOST_BITS = 8
@@ -26,31 +26,31 @@ _ARGUMENTS = ("x", "bits", "zero_point", "range", "weight", "training")
 
 @dataclass
 class Watched:
-    """A quantizer, its width, and what it saw on the examples."""
+    """A quantizer, its bit-width, and what it saw on the examples."""
 
     quantizer: Quantizer
     bits: int
     constant: bool = False
     """Whether it quantizes a weight or a bias that is the same in every run."""
     call: tuple[Tensor, Tensor, dict[str, Any]] | None = None
-    """Input, output and options, of a constant."""
+    """Input, output and options of the call, for a constant."""
     extent: Extent | None = None
     """The range over all calls."""
     learned: bool = False
-    """The range is one that the model has learned, not that of the examples."""
+    """Whether the range is one that the model has learned, not that of the examples."""
     difference: float = 0.0
-    """Sum of the squares of what the file's nodes do to it."""
+    """Sum of the squared differences between the file's nodes and the quantizer."""
     reference: float = 0.0
-    """Sum of the squares of what it returns."""
+    """Sum of the squares of what the quantizer returns."""
 
     @property
     def label(self) -> str:
-        """What to call it."""
+        """The layer and the operand, for names and messages."""
         return f"{self.quantizer.layers[0]}.{self.quantizer.operand}".strip(".")
 
     def see(self, func: Any, values: dict[str, Any], y: Tensor) -> None:
-        """Note a call."""
-        # A layer may be called with one constant, then with another: for these there is one grid, as for what changes.
+        """Note the range of a call, and of a constant the call itself."""
+        # A layer may be called with different constants: they get one grid, as activations do.
         self.constant = self.constant and (self.call is None or torch.equal(self.call[0], values["x"]))
         self.call = (values["x"].detach(), y.detach(), values) if self.constant else None
         extent, self.learned = _extent_used(func, values)
@@ -60,14 +60,14 @@ class Watched:
         self.extent = Extent(low, high - low, high)
 
     def compare(self, nodes: Callable[[Tensor], Tensor], func: Any, values: dict[str, Any], y: Tensor) -> None:
-        """Note what the nodes in its place make of a call."""
+        """Add up the error that the nodes in place of the quantizer make in a call."""
         difference, reference = squares(nodes(values["x"]), y)
         self.difference += difference
         self.reference += reference
 
 
 def watched_in(module: fx.GraphModule) -> dict[str, Watched]:
-    """Return the quantizers of the forward pass by the names of their records, which no two of them share."""
+    """Return the quantizers of the forward pass by the names of their counters, which are unique."""
     state = precision_of(module)
     made = [node.meta[QUANTIZER] for inner in graphs_of(module) for node in inner.graph.nodes if QUANTIZER in node.meta]
     return {
@@ -77,8 +77,8 @@ def watched_in(module: fx.GraphModule) -> dict[str, Watched]:
     }
 
 
-class Watch(TorchFunctionMode):
-    """Runs quantizers, at their widths and to the nearest code, and shows their calls to functions, by name."""
+class WatchQuantizers(TorchFunctionMode):
+    """Mode that runs quantizers with nearest rounding and passes their calls to functions, by name."""
 
     def __init__(self, module: fx.GraphModule, shows: Mapping[str, Callable[..., None]]) -> None:
         super().__init__()
@@ -89,14 +89,14 @@ class Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Watch one call."""
+        """Run one function, and pass on the call of a quantizer."""
         kwargs = kwargs or {}
         if func not in QUANTIZERS or func is QUANTIZE_GRADIENT:
             return func(*args, **kwargs)
         options = dict(kwargs) | {"record": None, "rounding": Rounding.NEAREST.value}
         y = func(*args, **options)
         if not self.names:
-            # Not before the run: it may go on copies of the buffers.
+            # Only now: the run may use copies of the buffers.
             self.names = {id(record): name for name, record in self.records.named_buffers()}
         show = self.shows.get(self.names[id(kwargs["record"])])
         if show is not None:
@@ -105,7 +105,7 @@ class Watch(TorchFunctionMode):
 
 
 def squares(value: Tensor, reference: Tensor) -> tuple[float, float]:
-    """Return the squares of a difference and of what it is compared with, each summed up."""
+    """Return the sum of the squared differences, and that of the squares of the reference."""
     difference = (value.double() - reference.double()).square().sum()
     return float(difference), float(reference.double().square().sum())
 
@@ -123,23 +123,23 @@ def _extent_used(func: Any, values: dict[str, Any]) -> tuple[Extent, bool]:
 
 @dataclass(frozen=True)
 class Constant:
-    """A quantized constant: whole numbers of `bits` bits around zero, and what one step of them is worth."""
+    """A quantized constant: signed integer codes of `bits` bits, and their scale."""
 
     codes: Tensor
     scale: Tensor
     axis: int | None
-    """The dim along which scales differ; None where there is one for all."""
+    """The dim with a scale for each index; None if there is one for all."""
     bits: int
 
     def values(self, x: Tensor) -> Tensor:
-        """Return what DequantizeLinear makes of it."""
+        """Return what DequantizeLinear computes."""
         shape = [-1 if dim == self.axis else 1 for dim in range(x.ndim)]
         return self.codes * self.scale.reshape(shape)
 
 
 @dataclass(frozen=True)
 class Activation:
-    """One range for a tensor, on unsigned codes of 8 bits. `lowest` and `highest` are the codes of a narrower width."""
+    """One range for a tensor, in unsigned 8-bit codes. `lowest` and `highest` bound those of a narrower bit-width."""
 
     scale: Tensor
     zero_point: int
@@ -147,51 +147,51 @@ class Activation:
     highest: int
     bits: int
     low: float | None = None
-    """Where a range above zero begins: the codes reach down to zero, so that values have to be clipped before."""
+    """Lower end of a range above zero: codes extend down to zero, so values are clipped before."""
     high: float | None = None
-    """Where a range below zero ends."""
+    """Upper end of a range below zero, likewise."""
 
     def values(self, x: Tensor) -> Tensor:
-        """Return what the nodes make of a tensor."""
+        """Return what the nodes compute."""
         x = x if self.low is None and self.high is None else x.clamp(self.low, self.high)
         codes = (x.to(torch.float32) / self.scale).round() + self.zero_point
         return (codes.clamp(self.lowest, self.highest) - self.zero_point) * self.scale
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What becomes of a quantizer. `form` is None where the tensor stays in floating point, as it is."""
+class QdqPlan:
+    """How a quantizer is exported. `form` is None if the tensor stays in floating point, unchanged."""
 
     form: Constant | Activation | Tensor | None
-    """Codes; a grid; or a constant's quantized values, in floating point."""
+    """A constant's codes, the grid of an activation, or a constant's quantized values in floating point."""
     status: str
     notes: tuple[str, ...] = ()
 
     def values(self, x: Tensor) -> Tensor:
-        """Return what the nodes make of a tensor."""
+        """Return what the nodes compute."""
         if isinstance(self.form, (Constant, Activation)):
             return self.form.values(x).to(x.dtype)
         return x if self.form is None else self.form
 
 
-def plan_of(item: Watched) -> Plan:
-    """Decide what becomes of a quantizer."""
+def plan_of(item: Watched) -> QdqPlan:
+    """Decide how a quantizer is exported."""
     if item.bits in (0, 32):
-        return Plan(None, EXACT, ("full precision",))
+        return QdqPlan(None, EXACT, ("full precision",))
     if item.bits > MOST_BITS:
-        return Plan(None, FLOAT, (f"{item.bits} bits are more than the {MOST_BITS} of the integers in the file",))
+        return QdqPlan(None, FLOAT, (f"{item.bits} bits are more than the {MOST_BITS} of the integers in the file",))
     format = item.quantizer.format
     drawn = format.rounding is Rounding.STOCHASTIC
     notes = ("rounds to the nearest code, not at random",) if drawn else ()
     return _constant(item, format, notes) if item.constant else _activation(item, format, notes)
 
 
-def _constant(item: Watched, format: Format, notes: tuple[str, ...]) -> Plan:
-    """Decide for a constant: codes where it is a weight, quantized values in floating point where it is a bias."""
+def _constant(item: Watched, format: Format, notes: tuple[str, ...]) -> QdqPlan:
+    """Plan a constant: codes for a weight, quantized values in floating point for a bias."""
     assert item.call is not None
     x, y, options = item.call
     if item.quantizer.role == "bias":
-        return Plan(y, EXACT, ("its quantized values", *notes))
+        return QdqPlan(y, EXACT, ("its quantized values", *notes))
     if not y.isfinite().all():
         raise ExportError(f"{item.label} holds a NaN or an infinity, which no integer stands for")
     over = options.get("over")
@@ -201,16 +201,16 @@ def _constant(item: Watched, format: Format, notes: tuple[str, ...]) -> Plan:
     axis = kept[0] if uniform and kept else None
     if uniform and format.scheme is Scheme.SYMMETRIC:
         form = _symmetric(x, y, item.bits, axis)
-        # Exact is said only of what is: a difference where there should be none is shown as what it is.
+        # Only what is exact is called so: an unexpected difference is reported.
         if not notes and not torch.equal(form.values(x).to(y.dtype), y):
             notes = ("float rounding",)
-        return Plan(form, CONVERTED if notes else EXACT, notes)
+        return QdqPlan(form, CONVERTED if notes else EXACT, notes)
     form = _symmetric(y, y, item.bits, _output_axis(item, x.ndim) if axis is None else axis)
-    return Plan(form, CONVERTED, (f"{_what(format)}: rounded once more, symmetric", *notes))
+    return QdqPlan(form, CONVERTED, (f"{_what(format)}: rounded once more, symmetric", *notes))
 
 
-def _activation(item: Watched, format: Format, notes: tuple[str, ...]) -> Plan:
-    """Decide for a tensor that changes from call to call."""
+def _activation(item: Watched, format: Format, notes: tuple[str, ...]) -> QdqPlan:
+    """Plan a tensor that changes from call to call."""
     assert item.extent is not None
     low, high = float(item.extent.zero_point), float(item.extent.maximum())
     if not item.learned:
@@ -221,11 +221,11 @@ def _activation(item: Watched, format: Format, notes: tuple[str, ...]) -> Plan:
         raise ExportError(f"{item.label} cannot be quantized: {whose} is from {low} to {high}")
     if format.scheme is Scheme.SYMMETRIC and not format.block:
         if item.bits == 1:
-            return Plan(None, FLOAT, ("one bit without a zero, which unsigned codes have",))
+            return QdqPlan(None, FLOAT, ("one bit without a zero, which unsigned codes have",))
         reach, middle = 2 ** (item.bits - 1) - 1, 2 ** (MOST_BITS - 1)
         scale = _safe(amplitude(item.extent) / reach)
         form = Activation(scale, middle, middle - reach, middle + reach, item.bits)
-        return Plan(form, CONVERTED if notes else EXACT, notes)
+        return QdqPlan(form, CONVERTED if notes else EXACT, notes)
     form = _affine(item.extent, item.bits)
     if format.scheme is Scheme.AFFINE and not format.block and (low > 0 or high < 0):
         form = replace(form, low=low if low > 0 else None, high=high if high < 0 else None)
@@ -233,21 +233,21 @@ def _activation(item: Watched, format: Format, notes: tuple[str, ...]) -> Plan:
         notes = (f"{reaches}: clipped, in coarser steps", *notes)
     elif format.scheme is not Scheme.AFFINE_INTEGER or format.block:
         notes = (f"{_what(format)}: one grid with a zero point that is a whole code", *notes)
-    return Plan(form, CONVERTED if notes else EXACT, notes)
+    return QdqPlan(form, CONVERTED if notes else EXACT, notes)
 
 
 def _symmetric(x: Tensor, y: Tensor, bits: int, axis: int | None) -> Constant:
     """Return the codes of `y` on the symmetric grid of the range of `x`."""
     keep = () if axis is None else (axis,)
     limit = amplitude(extent_of(x, keep, None)).to(torch.float32)
-    # At one bit the codes are -1 and 1, and one of them is worth the whole reach.
+    # At one bit the codes are -1 and 1, and the scale is the largest magnitude.
     scale = _safe(limit / max(2 ** (bits - 1) - 1, 1))
     codes = (y.to(torch.float32) / scale).round()
     return Constant(codes, scale.flatten() if keep else scale.reshape(()), axis, bits)
 
 
 def _affine(extent: Extent, bits: int) -> Activation:
-    """Return the grid of `numerics`, with its integer zero point."""
+    """Return the grid of `numerics` with an integer zero point."""
     levels = torch.tensor(2**bits - 1, dtype=torch.float32)
     low = extent.zero_point.to(torch.float32).clamp_max(0)
     high = extent.maximum().to(torch.float32).clamp_min(0)
@@ -257,12 +257,12 @@ def _affine(extent: Extent, bits: int) -> Activation:
 
 
 def _safe(scale: Tensor) -> Tensor:
-    """A range of zeros has no step: any will do that is small enough for biases in steps of the product."""
+    """Replace the scale 0 of a range of zeros by any that is small enough for biases in steps of the product."""
     return torch.where(scale > 0, scale, torch.full_like(scale, 2.0**-20))
 
 
 def _what(format: Format) -> str:
-    """Say what QDQ has no words for."""
+    """Describe what QDQ cannot express."""
     if format.block:
         return f"blocks of {format.block}"
     if format.scheme is Scheme.FLOAT:
@@ -273,7 +273,7 @@ def _what(format: Format) -> str:
 
 
 def _output_axis(item: Watched, ndim: int) -> int | None:
-    """Return the dim of a weight that is the output's, as far as there is one."""
+    """Return the dim of a weight that holds the output channels, or None."""
     channels = next((row.channels for row in ROWS if row.name == item.quantizer.op and not row.left), ())
     for _, (keep, over) in channels:
         kept = [dim for dim in range(ndim) if dim not in reduced_dims(ndim, keep, over)]

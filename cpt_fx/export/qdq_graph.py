@@ -1,4 +1,4 @@
-"""Standard nodes in the place of our own: DequantizeLinear behind constants, QuantizeLinear and it behind the rest."""
+"""Our quantizer nodes replaced by DequantizeLinear for constants, and QuantizeLinear and DequantizeLinear otherwise."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from cpt_fx.errors import ExportError
 from cpt_fx.export.local_functions import DOMAIN
 from cpt_fx.export.lowering import QUANTIZER
 from cpt_fx.export.program import name_outputs
-from cpt_fx.export.qdq_formats import MOST_BITS, Activation, Constant, Plan, squares
+from cpt_fx.export.qdq_formats import MOST_BITS, Activation, Constant, QdqPlan, squares
 
 FOUR_BITS = 4
 FOUR_BIT_OPSET = 21
-"""The first that knows integers of 4 bits."""
+"""The first opset with 4-bit integers."""
 _FORM = "form"
-"""Key in the `meta` of a node that returns quantized values: the codes or the grid that they are on."""
+"""Key in a node's `meta`: the codes or the grid of the quantized values that it returns."""
 _Array = np.ndarray[Any, Any]
 _Step = tuple[str, tuple[ir.Value | None, ...], dict[str, Any]]
-"""A standard node: its operator, what it takes besides the value before it, and its attributes."""
+"""A standard node: its operator, its inputs after the first, and its attributes."""
 
 
 def quantizers(model: ir.Model) -> dict[str, list[ir.Node]]:
-    """Return the nodes to replace, in the order they run in, by the name of the quantizer that each is."""
+    """Return the nodes to replace by the name of their quantizer, in execution order."""
     found: dict[str, list[ir.Node]] = {}
     for node in model.graph:
         if node.domain != DOMAIN:
@@ -40,18 +40,18 @@ def quantizers(model: ir.Model) -> dict[str, list[ir.Node]]:
 
 
 def constants(model: ir.Model, found: dict[str, list[ir.Node]]) -> list[str]:
-    """Return the names of those quantizers whose tensor is the same in every run."""
+    """Return the names of the quantizers whose input is the same in every run."""
     varying = {*model.graph.inputs}
     inner = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
     for node in model.graph:
-        # A graph inside a node reads what it likes.
+        # A subgraph inside a node may read anything.
         if varying & {*node.inputs} or any(attribute.type in inner for attribute in node.attributes.values()):
             varying |= {*node.outputs}
     return [name for name, nodes in found.items() if not varying & {node.inputs[0] for node in nodes}]
 
 
-def replace(model: ir.Model, nodes: list[ir.Node], plan: Plan, label: str) -> None:
-    """Put what a plan says in the place of a quantizer: of several nodes where its layer is called several times."""
+def replace(model: ir.Model, nodes: list[ir.Node], plan: QdqPlan, label: str) -> None:
+    """Replace the nodes of a quantizer (several if its layer is called several times) by those of its plan."""
     steps, start = _steps(model, plan, label)
     for node in nodes:
         old, value = node.outputs[0], node.inputs[0] if start is None else start
@@ -65,8 +65,8 @@ def replace(model: ir.Model, nodes: list[ir.Node], plan: Plan, label: str) -> No
         ir.convenience.replace_nodes_and_values(model.graph, node, [node], made, [old], [made[-1].outputs[0]])
 
 
-def _steps(model: ir.Model, plan: Plan, label: str) -> tuple[list[_Step], ir.Value | None]:
-    """Return the nodes of a plan, and the constant that they begin with, if any."""
+def _steps(model: ir.Model, plan: QdqPlan, label: str) -> tuple[list[_Step], ir.Value | None]:
+    """Return the nodes of a plan, and the constant that they start with, if any."""
     form = plan.form
 
     def held(name: str, value: Any, dtype: Any = None) -> ir.Value:
@@ -95,9 +95,9 @@ def _steps(model: ir.Model, plan: Plan, label: str) -> tuple[list[_Step], ir.Val
 
 
 def complete(model: ir.Model) -> dict[str, tuple[float, float]]:
-    """Drop what is not read any more, let biases be integers, raise the version where integers of 4 bits ask for it.
+    """Remove unused nodes, store biases as integers, and raise the opset if there are 4-bit integers.
 
-    Returned are the biases that were rounded, by name, with the squares of the difference and of their values.
+    Returned are the biases that were rounded, by name, with the sums of the squared differences and of the squares.
     """
     rounded: dict[str, tuple[float, float]] = {}
     graph = model.graph
@@ -109,7 +109,7 @@ def complete(model: ir.Model) -> dict[str, tuple[float, float]]:
         if bias is None or bias.const_value is None:
             continue
         if node.op_type == "Conv" and not np.any(bias.const_value.numpy()):
-            # A bias of zeros in floating point keeps a convolution of integers from being one.
+            # A floating point bias of zeros would keep a convolution from running on integers.
             node.resize_inputs(2)
         else:
             _settle_bias(model, node, bias, rounded)
@@ -117,14 +117,14 @@ def complete(model: ir.Model) -> dict[str, tuple[float, float]]:
     if any(value.dtype == ir.DataType.INT4 for value in graph.initializers.values()):
         version_converter.convert_version(model, FOUR_BIT_OPSET)
     common.RemoveUnusedNodesPass()(model)
-    # ONNX Runtime moves the quantizer behind a Transpose before it, and then returned the quantized value.
+    # ONNX Runtime moves the quantizer behind a Transpose in front of it, and would return the quantized value.
     name_outputs(model, names, apart_from="Transpose")
     common.NameFixPass()(model)
     return rounded
 
 
 def _initializer(model: ir.Model, name: str, values: _Array) -> ir.Value:
-    """Add a constant, under another name where that one is taken."""
+    """Add a constant; append underscores to a name that is taken."""
     while name in model.graph.initializers:
         name += "_"
     tensor = ir.tensor(np.ascontiguousarray(values).reshape(values.shape), name=name)
@@ -134,13 +134,13 @@ def _initializer(model: ir.Model, name: str, values: _Array) -> ir.Value:
 
 
 def _settle_bias(model: ir.Model, node: ir.Node, bias: ir.Value, rounded: dict[str, tuple[float, float]]) -> None:
-    """Store a bias as what runtimes that multiply on integers make of it; note what that changes, where it does.
+    """Store a bias in the form that integer runtimes use; note the rounding error in `rounded`.
 
-    They add whole steps of the product: of the input's scale times the weight's. At 8 bits these are below all other
-    rounding, and a bias that is not made of them would keep the product in floating point. Of narrower widths the steps
-    are coarse: at 2 bits they moved outputs by half of their largest. There, and where there is no integer kernel, the
-    codes are signs, and the scales are the values: newer versions of ONNX Runtime round plain biases themselves, those
-    of a DequantizeLinear they leave alone.
+    Integer kernels add whole steps of input scale times weight scale. At 8 bits these are below all other rounding, and
+    a bias in another form would keep the product in floating point. At narrower bit-widths the steps are coarse: at 2
+    bits they moved outputs by half of their largest. There, and where there is no integer kernel, signs are the codes
+    and magnitudes the scales: newer versions of ONNX Runtime round plain biases themselves, but not those of a
+    DequantizeLinear.
     """
     makers = [value.producer() for value in node.inputs[:2] if value is not None]
     forms = [maker.meta[_FORM] for maker in makers if maker is not None and _FORM in maker.meta]
@@ -165,10 +165,10 @@ def _settle_bias(model: ir.Model, node: ir.Node, bias: ir.Value, rounded: dict[s
 
 
 def _steps_of_product(node: ir.Node, x: Constant | Activation, weight: Constant | Activation) -> _Array | None:
-    """Return what a step of the sums of a product of integers is worth, for each channel or for all.
+    """Return the scale of the sums of an integer product, for each channel or for all.
 
-    None where it has none, or where it runs in floating point anyway: there are no integer kernels of transposed
-    convolutions, and those of others return codes.
+    None if there is no such scale, or if the product runs in floating point anyway: transposed convolutions have no
+    integer kernel, other convolutions only one that returns codes.
     """
     if node.op_type == "ConvTranspose" or (node.op_type == "Conv" and not _becomes_codes(node)):
         return None
@@ -182,7 +182,7 @@ def _steps_of_product(node: ir.Node, x: Constant | Activation, weight: Constant 
 
 
 def _becomes_codes(node: ir.Node) -> bool:
-    """Whether the next thing that happens to what a node returns is that it is quantized."""
+    """Return whether the only user of a node's result quantizes it, directly or behind Relu or Clip."""
     after = [user for user, _ in node.outputs[0].uses()]
     return len(after) == 1 and (
         after[0].op_type == "QuantizeLinear" or (after[0].op_type in ("Relu", "Clip") and _becomes_codes(after[0]))

@@ -1,7 +1,7 @@
-"""What a model draws at random, from the seeds of a step: entries of a decomposition table, by ATen operator.
+"""Decompositions of ATen's random operators, which draw from the seeds of a step.
 
-An exported graph has no generator. All that is random comes from one kind of noise, in [0, 1): a hash of a seed that is
-an input of the graph, the same in PyTorch and in every runtime.
+An exported graph has no generator. All random numbers are computed from one kind of noise in [0, 1): a hash of a seed
+that is an input of the graph, the same in PyTorch and in every runtime.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Uniform = Callable[[Tensor], Tensor]
 
 
 def drawing(uniform: Uniform) -> dict[Any, Callable[..., Any]]:
-    """Return how random operators are computed from noise."""
+    """Return the decompositions of random operators, given a source of noise."""
 
     def of(x: Tensor) -> Tensor:
         return uniform(x.detach().to(torch.float32))
 
     def normal(x: Tensor) -> Tensor:
-        # Box and Muller's: the noise may be 0, one minus it is not.
+        # Box-Muller: the noise may be 0, one minus it cannot.
         return torch.sqrt(torch.log(1.0 - of(x)) * -2.0) * torch.cos(of(x) * (2 * math.pi))
 
     def shaped(size: Any, dtype: torch.dtype | None) -> Tensor:

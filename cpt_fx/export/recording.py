@@ -1,7 +1,7 @@
-"""A function of tensors as one ONNX graph, with PyTorch's own backward pass where the function asks for gradients.
+"""A tensor function as one ONNX graph, with PyTorch's own backward pass if the function computes gradients.
 
-Two traces. The first runs the function with autograd on tensors without data, and records what reaches ATen: gradients
-are PyTorch's by construction. The second is torch.export's, which takes writes to tensors out of the record.
+There are two traces. `make_fx` runs the function with autograd on fake tensors and records the ATen operators, so
+that gradients are PyTorch's by construction. torch.export then removes in-place writes from the recorded graph.
 """
 
 from __future__ import annotations
@@ -22,24 +22,13 @@ import torch
 from torch import Tensor, fx, nn
 from torch._decomp import core_aten_decompositions, decomposition_table
 from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
+from torch._subclasses import fake_tensor
 from torch.export import Dim
+from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import (
-    DimDynamic,
-    GuardOnDataDependentSymNode,
-    ShapeEnv,
-    StatelessSymbolicContext,
-)
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# Which operators the exporter translates: nothing public says so.
+# Tells which operators the exporter translates; there is no public API for that.
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 from torch.utils import _pytree as pytree
 
@@ -51,9 +40,9 @@ from cpt_fx.export.refusals import UnsupportedError, check_draws, check_numbers,
 OPSET = 18
 Table = Mapping[Any, Callable[..., Any]]
 Places = frozenset[tuple[int, int]]
-"""Dims of arguments: each the number of a tensor, and the dim."""
+"""Dims of arguments: the index of a tensor, and the dim."""
 Least = dict[tuple[int, int], int]
-"""The smallest size that a record is right for, where that is more than two."""
+"""The smallest valid size of dims, where it is more than two."""
 
 _MOVES = {
     operator.getitem, *(getattr(torch.ops.aten, name) for name in (
@@ -61,19 +50,19 @@ _MOVES = {
         "slice", "split", "squeeze", "to", "_to_copy", "transpose", "unsqueeze", "view", "where",
     )),
 }  # fmt: skip
-"""Operators whose numbers are those of their first argument."""
+"""Operators that move the values of an argument without changing them."""
 
 
 @cache
 def decompositions() -> Table:
-    """Return what ONNX has no operator for, in operators that it has."""
+    """Return the decompositions for training steps: operators that ONNX lacks, in operators that it has."""
     with _quiet():
         known = ONNXRegistry.from_torchlib()
     plain = {key: entry for key, entry in core_aten_decompositions().items() if not known.is_registered(key)}
     backward = {key: entry for key, entry in decomposition_table.items() if "_backward" in str(key)}
     # ONNX has this loss, but not the sum of weights that its backward pass needs.
     backward |= {key: entry for key, entry in decomposition_table.items() if "nll_loss" in str(key)}
-    # What nobody has written to yet may as well be zeros, which ONNX has.
+    # ONNX has no uninitialized tensors: zeros will do.
     empty = {
         torch.ops.aten.empty_like.default: lambda x, *, dtype=None, **_: torch.zeros_like(x, dtype=dtype),
         torch.ops.aten.empty_permuted.default: lambda size, order, *, dtype=None, **_: torch.zeros(size, dtype=dtype),
@@ -83,11 +72,11 @@ def decompositions() -> Table:
 
 @cache
 def _taken_apart() -> Table:
-    """Return whole operators that are taken apart nevertheless."""
+    """Return the decompositions for evaluation, where most operators are exported as the model calls them."""
     aten = torch.ops.aten
-    # The exporter would leave it to runtimes what these draw.
+    # The exporter would leave their random numbers to the runtime.
     drawing = (aten.dropout, aten.feature_dropout, aten.alpha_dropout, aten.feature_alpha_dropout, aten.rrelu)
-    # Convolutions without a bias get one of zeros from it, in three dims of the wrong size; losses no label smoothing.
+    # The exporter gives convolutions without a bias one of zeros, in 3d of the wrong size, and drops label smoothing.
     others = (aten.chunk, aten.cdist, aten.cross_entropy_loss, aten.nll_loss_nd, aten.nll_loss, aten.nll_loss2d,
               aten.conv1d, aten.conv2d, aten.conv3d,
               aten.conv_transpose1d, aten.conv_transpose2d, aten.conv_transpose3d)  # fmt: skip
@@ -103,34 +92,38 @@ def _taken_apart() -> Table:
 def record(
     function: Callable[..., Any], arguments: Any, varying: Any, extra: Table, *, whole: bool = False
 ) -> tuple[fx.GraphModule, Places, Least]:
-    """Record what a function does with tensors like the given ones, autograd included.
+    """Trace what a function does with tensors like the given ones, autograd included.
 
-    `varying` has the structure of the arguments: whether the sizes of a tensor are left open. `whole` operators are
-    recorded as the model calls them, before they are taken apart: for a graph that has no way back. Returned are the
-    record, the sizes that it is made for, and the least of those that are open.
+    `varying` has the structure of the arguments: whether the sizes of a tensor are dynamic. With `whole`, operators are
+    recorded as the model calls them, before decomposition: for a graph without a backward pass. Returns the graph, the
+    dims that it is specialized for, and the smallest sizes of dynamic dims.
     """
-    # Without duck shapes: sizes that happen to be equal in the examples are not the same size.
-    mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False), allow_non_fake_inputs=True)
+    # Without duck shapes: sizes that happen to be equal in the examples are independent.
+    mode = fake_tensor.FakeTensorMode(shape_env=symbolic_shapes.ShapeEnv(duck_shape=False), allow_non_fake_inputs=True)
 
     def fake(value: Any, varies: bool) -> Any:
         if not isinstance(value, Tensor):
             return value
-        kind = DimDynamic.DYNAMIC if varies else DimDynamic.STATIC
-        context: Any = StatelessSymbolicContext(dynamic_sizes=[kind] * value.ndim)
+        kind = symbolic_shapes.DimDynamic.DYNAMIC if varies else symbolic_shapes.DimDynamic.STATIC
+        context: Any = symbolic_shapes.StatelessSymbolicContext(dynamic_sizes=[kind] * value.ndim)
         return mode.from_tensor(value.detach(), symbolic_context=context)
 
     leaves, structure = pytree.tree_flatten(arguments)
     made = [fake(value, varies) for value, varies in zip(leaves, pytree.tree_leaves(varying), strict=True)]
     table = {**(_taken_apart() if whole else decompositions()), **extra}
-    # Attention in one operator has a backward pass in one operator. Kernels in C++ read sizes as numbers.
+    # Fused attention would have a fused backward pass; without Python's dispatcher, C++ would read sizes as numbers.
     trace = make_fx(function, decomposition_table=table, tracing_mode="real", pre_dispatch=whole)
     with mode, enable_python_dispatcher(), sdpa_kernel(SDPBackend.MATH):
         try:
             recorded = trace(*pytree.tree_unflatten(made, structure))
-        except (DynamicOutputShapeException, DataDependentOutputException, UnsupportedOperatorException) as error:
+        except (
+            fake_tensor.DynamicOutputShapeException,
+            fake_tensor.DataDependentOutputException,
+            fake_tensor.UnsupportedOperatorException,
+        ) as error:
             reason = "PyTorch cannot say what it returns without the values that it is given"
             raise UnsupportedError(str(error.func).removesuffix(".default"), reason) from error
-        except GuardOnDataDependentSymNode as error:
+        except symbolic_shapes.GuardOnDataDependentSymNode as error:
             reason = "the values of a tensor decide what is computed, which is fixed in a graph"
             raise UnsupportedError("aten._local_scalar_dense", reason) from error
     if not whole:
@@ -142,10 +135,10 @@ def _is_open(size: Any) -> bool:
     return isinstance(size, torch.SymInt) and not size.node.expr.is_number
 
 
-def _relied_on(mode: FakeTensorMode, arguments: Sequence[Any]) -> Places:
-    """Return the open sizes with which equations hold that the next larger size does not fulfil.
+def _relied_on(mode: fake_tensor.FakeTensorMode, arguments: Sequence[Any]) -> Places:
+    """Return the dynamic sizes in equations that the next larger size does not satisfy.
 
-    A graph that was taken apart for one of them (windows of equal size in adaptive pooling) is wrong for others.
+    A graph that was decomposed under such a guard (equal windows in adaptive pooling) is wrong for other sizes.
     """
     env = mode.shape_env
     assert env is not None
@@ -160,8 +153,8 @@ def _relied_on(mode: FakeTensorMode, arguments: Sequence[Any]) -> Places:
     return frozenset(place for place, size in _open_sizes(arguments) if size.free_symbols & relied)
 
 
-def _least(mode: FakeTensorMode, arguments: Sequence[Any]) -> Least:
-    """Return the smallest sizes for which what was asked while recording has the same answers: x[4] asks for five."""
+def _least(mode: fake_tensor.FakeTensorMode, arguments: Sequence[Any]) -> Least:
+    """Return the smallest sizes for which all guards of the trace still hold: x[4] needs five."""
     env = mode.shape_env
     assert env is not None
     bounds = {place: env.bound_sympy(size).lower for place, size in _open_sizes(arguments)}
@@ -169,7 +162,7 @@ def _least(mode: FakeTensorMode, arguments: Sequence[Any]) -> Least:
 
 
 def _open_sizes(arguments: Sequence[Any]) -> Iterator[tuple[tuple[int, int], sympy.Expr]]:
-    """Give the sizes that are open: the number of the tensor with the dim, and what is known of it."""
+    """Yield the dynamic sizes: the index of the tensor with the dim, and the symbolic size."""
     tensors: list[Any] = [value for value in arguments if isinstance(value, Tensor)]
     for place, tensor in enumerate(tensors):
         for dim, size in enumerate(tensor.shape):
@@ -178,9 +171,9 @@ def _open_sizes(arguments: Sequence[Any]) -> Iterator[tuple[tuple[int, int], sym
 
 
 def choices(record: fx.GraphModule) -> dict[int, tuple[int, ...]]:
-    """Return the tensors that choose from a dim: from how many, and a number that chooses nothing, if there is one.
+    """Return the inputs that are indices: the size of the indexed dim, then the index that is ignored, if there is one.
 
-    Where a user's code indexes a tensor, negative numbers count from the end in torch, too: that is not looked at.
+    Only embeddings and gathers count: in a user's own indexing, negative numbers are valid in torch, too.
     """
     inputs = [node for node in record.graph.find_nodes(op="placeholder") if isinstance(node.meta.get("val"), Tensor)]
     found: dict[int, tuple[int, ...]] = {}
@@ -193,7 +186,7 @@ def choices(record: fx.GraphModule) -> dict[int, tuple[int, ...]]:
             continue
         ignored: tuple[int, ...] = ()
         while (kind := getattr(source.target, "overloadpacket", source.target)) in _MOVES:
-            if kind is torch.ops.aten.where:  # as losses leave labels out
+            if kind is torch.ops.aten.where:  # how losses ignore labels
                 test, source, _ = source.args
                 if test.target is not torch.ops.aten.ne.Scalar or test.args[0] is not source:
                     break
@@ -208,22 +201,22 @@ def choices(record: fx.GraphModule) -> dict[int, tuple[int, ...]]:
 
 
 class _Recorded(nn.Module):
-    """A record as a module, for torch.export."""
+    """A traced graph as a module, for torch.export."""
 
     def __init__(self, graph: fx.GraphModule) -> None:
         super().__init__()
-        self.recorded = graph  # not `graph`, which is something else in what torch.export makes of it
+        self.recorded = graph  # not `graph`: the module that torch.export makes has one of its own
 
     def forward(self, *arguments: Any) -> Any:
-        """Run it."""
+        """Run the graph."""
         return self.recorded(*arguments)
 
 
 def convert(graph: fx.GraphModule, arguments: tuple[Any, ...], relied: Places = frozenset()) -> tuple[ir.Model, Places]:
-    """Return a record as an ONNX graph, and the sizes that it is made for.
+    """Convert a traced graph to ONNX; return it, and the dims that it is specialized for.
 
-    Inputs are the tensors of the arguments, in their order. Sizes are open that were left open and that nothing in the
-    record has fixed, but for those that it relies on.
+    Inputs are the tensors of the arguments, in order. A size stays dynamic if it is dynamic in the trace and not in
+    `relied`.
     """
     shapes: list[Any] = []
     places = count()
@@ -242,7 +235,7 @@ def convert(graph: fx.GraphModule, arguments: tuple[Any, ...], relied: Places = 
             _Recorded(graph), still, dynamic_shapes=(pytree.tree_unflatten(shapes, structure),), strict=False
         )
         for node in program.graph.nodes:
-            # Lines of the user's files, with their paths: nothing that belongs into an export.
+            # Paths and lines of the user's files do not belong in an export.
             node.meta.pop("stack_trace", None)
         try:
             made = torch.onnx.export(program, dynamo=True, optimize=False, opset_version=OPSET, verbose=False)
@@ -251,12 +244,12 @@ def convert(graph: fx.GraphModule, arguments: tuple[Any, ...], relied: Places = 
     assert made is not None
     check_draws(made.model)
     values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
-    mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
+    mode = next(value.fake_mode for value in values if isinstance(value, fake_tensor.FakeTensor))
     return made.model, _relied_on(mode, values)
 
 
 def _untranslated(error: Exception) -> UnsupportedError:
-    """Say which operator has no translation to ONNX."""
+    """Return an error that names the operator without a translation to ONNX."""
     found = re.search(r"No ONNX function found for <OpOverload\(op='(\w+\.\w+)'", str(error))
     named = found[1] if found else operator_of(str(error.__cause__ or error)) or "an operator"
     said = "" if found else f" ({str(error.__cause__ or error).strip().splitlines()[0]})"
@@ -265,7 +258,7 @@ def _untranslated(error: Exception) -> UnsupportedError:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep to itself what the exporter says about its own insides and about packages that are not there."""
+    """Silence the exporter's warnings about its internals and about packages that are not installed."""
     logger = logging.getLogger("torch.onnx")
     before, logger.level = logger.level, logging.ERROR
     try:

@@ -1,4 +1,4 @@
-"""What no exported graph can say, by layer."""
+"""Refusals of what no exported graph can express, with the layer where it happens."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cpt_fx.capture.dry_run import trial
 from cpt_fx.errors import ExportError
-from cpt_fx.meta import Dial, module_path
-from cpt_fx.trial import trial
+from cpt_fx.ir.meta import Dial, module_path
 
 if TYPE_CHECKING:
     from cpt_fx.export.program import Call
 
 
 class UnsupportedError(ExportError):
-    """An operator that a graph cannot hold, and why."""
+    """An operator that cannot be exported, and why."""
 
     def __init__(self, operator: str, reason: str) -> None:
         super().__init__(f"{operator}: {reason}")
@@ -30,7 +30,7 @@ class UnsupportedError(ExportError):
 
 
 def check_modules(model: nn.Module) -> None:
-    """Refuse layers whose arithmetic depends on how often they were called: a graph is the same for every step."""
+    """Refuse layers whose arithmetic depends on the number of calls so far: a graph is the same for every step."""
     for path, layer in model.named_modules():
         if isinstance(layer, _NORMS) and layer.momentum is None and layer.training and layer.track_running_stats:
             raise ExportError(
@@ -40,7 +40,7 @@ def check_modules(model: nn.Module) -> None:
 
 
 def check_schedules(dials: Iterable[Dial]) -> None:
-    """Refuse parts with a schedule of their own: what is exported is trained under one."""
+    """Refuse parts with a schedule of their own: an exported directory is trained under one."""
     own = {repr(dial.schedule) for dial in dials if dial.schedule is not None}
     if own:
         raise ExportError(
@@ -50,9 +50,9 @@ def check_schedules(dials: Iterable[Dial]) -> None:
 
 
 def check_numbers(graph: fx.GraphModule) -> None:
-    """Refuse numbers with which ONNX Runtime does not compute as PyTorch does."""
+    """Refuse dtypes in which ONNX Runtime does not compute as PyTorch does."""
     for node in graph.graph.nodes:
-        # An input may be of any kind: what the model makes of it counts.
+        # Inputs may have any dtype: only what the model computes counts.
         values = pytree.tree_leaves(node.meta.get("val")) if node.op == "call_function" else ()
         for value in values:
             if _is_odd(value):
@@ -65,7 +65,7 @@ def _is_odd(value: Any) -> bool:
 
 
 def check_draws(model: ir.Model) -> None:
-    """Refuse what ONNX Runtime would draw from a generator of its own."""
+    """Refuse operators that would draw from ONNX Runtime's own random generator."""
     for node in model.graph.all_nodes():
         if node.op_type in _DRAWS and not node.domain:
             raise UnsupportedError(
@@ -75,12 +75,12 @@ def check_draws(model: ir.Model) -> None:
 
 
 def operator_of(text: str) -> str:
-    """Return which operator a node of torch's graphs calls, from its description."""
+    """Return the operator that a node of a torch.fx graph calls, from the node's description."""
     return text.partition("[target=torch.ops.")[2].partition("]")[0].removesuffix(".default")
 
 
 def layer_of(model: fx.GraphModule, call: Call, operator: str) -> str:
-    """Return the layer that calls an operator, in its forward pass or its backward pass; "" if none does."""
+    """Return the layer that calls an operator, in its forward or its backward pass; "" if none does."""
     seen = _Seen(operator)
     bound = inspect.signature(model.forward).bind(*call.args, **call.kwargs)
     bound.apply_defaults()
@@ -93,16 +93,16 @@ def layer_of(model: fx.GraphModule, call: Call, operator: str) -> str:
 
 
 class _Seen(TorchDispatchMode):
-    """Looks for an operator."""
+    """Mode that finds the layer that calls an operator."""
 
     def __init__(self, operator: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.name = operator.split(".")[1]
         self.layer = self.found = ""
         self.odd = False
-        """Whether it was found with numbers that are refused: the same operator may be harmless elsewhere."""
+        """Whether the call that was found has a refused dtype: the same operator may be harmless elsewhere."""
         self.layers: list[tuple[int, str]] = []
-        """The layers that ran, each with the number of the last step backward that it added."""
+        """The layers that ran, each with autograd's sequence number after it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -116,14 +116,14 @@ class _Seen(TorchDispatchMode):
 
 
 class _Walk(fx.Interpreter):
-    """Runs a graph, and says which layer is at work."""
+    """Interpreter that notes which layer is running."""
 
     def __init__(self, model: fx.GraphModule, seen: _Seen, given: Mapping[str, Any]) -> None:
         super().__init__(model)
         self.seen, self.given = seen, given
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Return an argument, whatever kind of parameter it is for."""
+        """Return an argument, for any kind of parameter."""
         return self.given[str(target).lstrip("*")]
 
     def run_node(self, n: fx.Node) -> Any:

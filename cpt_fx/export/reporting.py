@@ -1,7 +1,6 @@
 """`export.report`: what an export would keep exactly, what it would change, what it would refuse, and why.
 
-Nothing is promised that was not tried: models are exported to a folder that is gone afterwards, with the comparisons
-that every export makes.
+All of it is tried: models are exported to a temporary directory, with the comparisons that every export makes.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
+from cpt_fx.capture.dry_run import tensors_in
 from cpt_fx.errors import ExportError, check_choice
 from cpt_fx.export import plain
 from cpt_fx.export.capture_modes import call_of
 from cpt_fx.export.deployment import qdq
 from cpt_fx.export.functions import UNIFORM
 from cpt_fx.export.local_functions import DOMAIN
-from cpt_fx.export.manifest import GRADIENTS
 from cpt_fx.export.training import ort_training
 from cpt_fx.inspection import inspect
 from cpt_fx.inspection.table import as_text
-from cpt_fx.layer_state import is_range
-from cpt_fx.trial import tensors_in
+from cpt_fx.ir.layer_state import is_range
+from cpt_fx.ort.manifest import GRADIENTS
 
 TARGETS = ("ort_training", "onnx", "qdq")
 EXACT, APPROXIMATED, REFUSED = "exact", "approximated", "refused"
@@ -42,44 +41,44 @@ _DRAWN = (
 
 
 @dataclass(frozen=True)
-class Row:
-    """A quantizer, and what becomes of it for each target that has it."""
+class QuantizerRow:
+    """A quantizer, and how each target exports it."""
 
     layer: str
     what: str
     """The operand and its format."""
     verdicts: dict[str, str] = field(default_factory=dict)
-    """Target -> `"exact"`, or `"approximated"` with the error, relative to what PyTorch makes of the examples."""
+    """Target -> `"exact"`, or `"approximated"` with the error on the examples, relative to PyTorch's values."""
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What became of an export as a whole: a problem where there would be none, or notes on it."""
+class ExportOutcome:
+    """The result of an export: the problem of one that was refused, notes on others."""
 
     status: str
-    """`"exact"`, `"approximated"` or `"refused"`: the worst of what there is."""
+    """`"exact"`, `"approximated"` or `"refused"`."""
     problem: str = ""
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, repr=False)
-class Report:
-    """What exports of a model would be like. Printed, it is a table and the reasons."""
+class ExportReport:
+    """How a model would be exported. `print` shows a table and the reasons."""
 
     model: str
-    targets: dict[str, Outcome]
-    rows: tuple[Row, ...]
+    targets: dict[str, ExportOutcome]
+    rows: tuple[QuantizerRow, ...]
 
     def status(self, target: str) -> str:
         """Return `"exact"`, `"approximated"` or `"refused"`."""
         return self.targets[check_choice("target", target, self.targets)].status
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as plain data."""
+        """Return everything as plain data."""
         return asdict(self)
 
     def __rich__(self) -> ConsoleRenderable:
-        """Show the quantizers as a table, then the reasons, target by target."""
+        """Render the quantizers as a table, then the reasons, target by target."""
         table = Table("layer", "quantizer", *self.targets, box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
         for row in self.rows:
             found = [row.verdicts.get(target, "–") for target in self.targets]
@@ -93,60 +92,62 @@ class Report:
         return Group(*parts)
 
     def __str__(self) -> str:
-        """Show the same as plain text."""
+        """Return the same as plain text."""
         return as_text(self, 120)
 
     def __repr__(self) -> str:
-        """Say what there is."""
-        return f"<Report on {self.model}: {', '.join(f'{name} {self.status(name)}' for name in self.targets)}>"
+        """Return a one-line summary."""
+        return f"<ExportReport on {self.model}: {', '.join(f'{name} {self.status(name)}' for name in self.targets)}>"
 
 
-def report(result: nn.Module, example_inputs: Any, targets: Iterable[str] = TARGETS) -> Report:
-    """Say what exports of a transformed model would keep exactly, change or refuse, layer by layer.
+def report(result: nn.Module, example_inputs: Any, targets: Iterable[str] = TARGETS) -> ExportReport:
+    """Report what exports of a transformed model would keep exactly, change or refuse, layer by layer.
 
-    The model is left as it is, and no file stays behind. A model that is refused is no error: the report says why.
+    The model is not modified, and no file is left behind. A refusal is no error: the report says why.
 
     Args:
-        result: what `transform` returned.
+        result: a model that `transform` returned.
         example_inputs: a tuple of the model's arguments, or a dict of them by name.
         targets: which of `"ort_training"`, `"onnx"` and `"qdq"`.
     """
     names = [check_choice("target", name, TARGETS) for name in ((targets,) if isinstance(targets, str) else targets)]
     trial = _Trial(result, example_inputs)
     outcomes = {name: trial.outcome(name) for name in dict.fromkeys(names)}
-    return Report(trial.inspection.name, outcomes, tuple(trial.rows))
+    return ExportReport(trial.inspection.name, outcomes, tuple(trial.rows))
 
 
 class _Trial:
-    """Finds out what each export makes of a model by doing it: traced, checked, and compared where it can be run."""
+    """Runs each export of a model in full: it is traced, checked, and compared if it can be run."""
 
     def __init__(self, result: nn.Module, example_inputs: Any) -> None:
         self.result, self.example_inputs = result, example_inputs
         self.inspection = inspect(result)
-        call_of(example_inputs)  # Refuses what is none.
+        call_of(example_inputs)  # refuses invalid inputs
         self.views = self.inspection.quantizers
-        self.rows = [Row(view.layer, f"{view.operand} {str(view.format).replace('/', ' ')}") for view in self.views]
+        self.rows = [
+            QuantizerRow(view.layer, f"{view.operand} {str(view.format).replace('/', ' ')}") for view in self.views
+        ]
 
-    def outcome(self, target: str) -> Outcome:
-        """Try an export; what it says of quantizers goes to `rows`."""
+    def outcome(self, target: str) -> ExportOutcome:
+        """Run an export; add what it says of quantizers to `rows`."""
         try:
             with tempfile.TemporaryDirectory() as folder:
                 notes: tuple[str, ...] = getattr(self, f"_{target}")(Path(folder))
         except Exception as error:
-            # Ours are sentences, others need their type.
+            # Our messages are sentences, others need the type of the error.
             text = str(error).strip().partition("\n")[0]
             said = text if isinstance(error, ExportError) and text else f"{type(error).__name__}: {text}".rstrip(": ")
-            return Outcome(REFUSED, said)
+            return ExportOutcome(REFUSED, said)
         exact = _DRAWN not in notes and all(row.verdicts.get(target, EXACT) == EXACT for row in self.rows)
-        return Outcome(EXACT if exact else APPROXIMATED, notes=notes)
+        return ExportOutcome(EXACT if exact else APPROXIMATED, notes=notes)
 
     def _ort_training(self, folder: Path) -> tuple[str, ...]:
-        """Do it with a loss that depends on every output."""
+        """Export with a loss that depends on every output."""
         made = ort_training(
             self.result, self.example_inputs, folder / "made", loss=_every_output, optimizer="sgd", example_targets=()
         )
         notes = self._look("ort_training", folder / "made" / GRADIENTS)
-        states = [state.name for state in made.states if state.swaps and not is_range(state.name.rpartition(".")[2])]
+        states = [state.name for state in made.states if state.swaps and not is_range(state.name)]
         kept = (f"exact: {', '.join(states)}: running state, written by each step",) if states else ()
         return (*notes, *kept, "tried: three steps were compared with PyTorch's")
 
@@ -161,11 +162,11 @@ class _Trial:
             item = found.get((", ".join(view.layers), view.operand))
             if item is not None:
                 row.verdicts["qdq"] = EXACT if item.status == EXACT else f"{APPROXIMATED} {item.error:.1%}"
-        # All but the first line, which counts them.
+        # All but the first line, which has the counts.
         return ("tried, at 8 bits", *(line.strip() for line in str(made).splitlines()[1:]))
 
     def _look(self, target: str, path: Path) -> tuple[str, ...]:
-        """Say that each quantizer in a file is a function of the same arithmetic, and whether more draws."""
+        """Mark the quantizers that are in a file as exact; return a note if other random numbers are drawn."""
         nodes = {node.name: node.op_type for node in ir.load(path).graph if node.domain == DOMAIN}
         for row, view in zip(self.rows, self.views, strict=True):
             if view.node in nodes:
@@ -174,5 +175,5 @@ class _Trial:
 
 
 def _every_output(outputs: Any) -> Tensor:
-    """Return a number that depends on every output: what stands for a loss that is not known yet."""
+    """Return a scalar that depends on every output, in place of a loss."""
     return sum((leaf.square().mean() for leaf in tensors_in(outputs) if leaf.is_floating_point()), torch.zeros(()))

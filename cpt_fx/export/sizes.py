@@ -1,4 +1,4 @@
-"""Which sizes of a traced graph vary from call to call: what they are called, and examples of other sizes."""
+"""Dynamic sizes of a traced graph: their names, which of them the model supports, and examples of other sizes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BATCH = "batch"
 
 
 def with_several(call: Call, model: fx.GraphModule) -> Call:
-    """Return examples whose batch is not one, which a trace takes for a size that never varies: that one, twice."""
+    """Repeat examples whose batch is one, since a trace would specialize a size of one."""
     leaves = [leaf for leaf in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
     if not leaves or len(leaves[0]) != 1:
         return call
@@ -45,7 +45,7 @@ def tensors_of(call: Call) -> list[Tensor]:
 
 
 def open_sizes(graph: Graph, call: Call) -> dict[str, int]:
-    """Return the names of sizes that are open, each with the size in the examples; the batch comes first."""
+    """Return the names of the dynamic sizes, each with the size in the examples; the batch comes first."""
     shapes = {name: tensor.shape for name, tensor in zip(_names(graph), tensors_of(call), strict=True)}
     found: dict[str, int] = {}
     for name, dim, symbol in _symbols(graph):
@@ -54,7 +54,7 @@ def open_sizes(graph: Graph, call: Call) -> dict[str, int]:
 
 
 def _symbols(graph: Graph) -> Iterator[tuple[str, int, str]]:
-    """Give the open sizes that have a name: the input, the dim, and the name."""
+    """Yield the dynamic sizes that have a name: the input, the dim, and the name."""
     for value in _given(graph):
         for dim, size in enumerate(value.shape or ()):
             if isinstance(size, ir.SymbolicDim) and str(size.value).isidentifier():
@@ -62,7 +62,7 @@ def _symbols(graph: Graph) -> Iterator[tuple[str, int, str]]:
 
 
 def name_sizes(graph: Graph) -> None:
-    """Call each open size by where it stands: the first dim of the first input is the batch."""
+    """Name each dynamic size after its input and dim; the first one that is a dim 0 is the batch."""
     names: dict[str, str] = {}
     for name, dim, symbol in _symbols(graph):
         plain = re.sub(r"\W", "_", name)
@@ -71,10 +71,10 @@ def name_sizes(graph: Graph) -> None:
 
 
 def settle_sizes(graphs: Sequence[Graph], call: Call, model: fx.GraphModule) -> tuple[list[Call], dict[str, int]]:
-    """Name the open sizes of graphs of one model, fix those that the model itself does not leave open.
+    """Name the dynamic sizes of graphs of one model, and fix those that the model itself does not leave open.
 
-    Returned are the calls with other sizes that the model takes, for which a graph has to be right, and the least
-    sizes. A batch of one is tried, too, and is no reason to fix the batch.
+    Returns calls with other sizes that the model accepts, to verify the graphs with, and the smallest valid sizes. A
+    batch of one is tried, too; a model that refuses it keeps its dynamic batch, of at least two.
     """
     for graph in graphs:
         name_sizes(graph)
@@ -99,7 +99,7 @@ def settle_sizes(graphs: Sequence[Graph], call: Call, model: fx.GraphModule) -> 
 
 
 def resized(graph: Graph, call: Call, sizes: Mapping[str, int]) -> Call:
-    """Return the examples with other sizes: cut off, or repeated from the start."""
+    """Return the examples with other sizes: truncated, or repeated from the start."""
     wanted = {**open_sizes(graph, call), **sizes}
     leaves, structure = pytree.tree_flatten((call.args, call.kwargs, call.targets))
     shapes = iter([value.shape for value in _given(graph)])
@@ -115,7 +115,7 @@ def _fitted(tensor: Tensor, shape: ir.Shape | None, sizes: Mapping[str, int]) ->
             length = int(sympy.sympify(str(size.value)).subs(sizes))
             copies = [tensor] * -(-length // max(tensor.shape[dim], 1))
             longer = torch.cat(copies, dim).narrow(dim, 0, length)
-            # Numbers in order, such as those where bags begin, or of the graph that a node is in, stay in order.
+            # Sorted integers, such as the offsets of bags or the graph index of each node, stay sorted.
             in_order = not tensor.is_floating_point() and bool((tensor.diff(dim=dim) >= 0).all())
             tensor = longer.sort(dim).values if in_order else longer
     return tensor
@@ -131,7 +131,7 @@ def _names(graph: Graph) -> tuple[str, ...]:
 
 
 def _substitute(graph: Graph, names: Mapping[str, str]) -> None:
-    """Put names or numbers in the place of symbols, wherever they stand."""
+    """Replace symbols by names or numbers in all shapes."""
 
     def new(size: Any) -> Any:
         if not isinstance(size, ir.SymbolicDim) or size.value is None:

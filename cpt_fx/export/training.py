@@ -13,24 +13,24 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 
-from cpt_fx.arrays import array_of
+from cpt_fx.capture.dry_run import eager_model
+from cpt_fx.capture.standalone import precision_of
+from cpt_fx.common.arrays import array_of
+from cpt_fx.common.files import digest, new_directory
 from cpt_fx.errors import ExportError
 from cpt_fx.export import losses
-from cpt_fx.export import manifest as files
 from cpt_fx.export.capture_modes import call_of, in_mode, run
-from cpt_fx.export.directory import digest, new_directory
-from cpt_fx.export.environment import EXTRAS, require_training, version_of
 from cpt_fx.export.functions import add_functions
 from cpt_fx.export.losses import LossLike, resolve
-from cpt_fx.export.manifest import Manifest, Optimizer, Parameter, State
 from cpt_fx.export.normalize import strip
 from cpt_fx.export.program import Call, Graph, states_of, trace
 from cpt_fx.export.refusals import check_schedules
 from cpt_fx.export.sizes import settle_sizes, with_several
 from cpt_fx.export.updates import clipping_graph, model_of, resolve_optimizer, trace_updates
 from cpt_fx.export.verify import verify
-from cpt_fx.standalone import precision_of
-from cpt_fx.trial import eager_model
+from cpt_fx.ort import manifest as files
+from cpt_fx.ort.environment import EXTRAS, require_training, version_of
+from cpt_fx.ort.manifest import Manifest, Optimizer, Parameter, State
 
 _PACKAGES = ("cpt_fx", "torch", "onnx", "onnxscript", "onnxruntime", *EXTRAS)
 
@@ -46,26 +46,25 @@ def ort_training(
     overwrite: bool = False,
     example_targets: Any = None,
 ) -> Manifest:
-    """Write a transformed model as ONNX Runtime trains it: `cpt_fx.ort.Trainer` takes it from there.
+    """Write a transformed model as a directory that `cpt_fx.ort.Trainer` trains in ONNX Runtime.
 
-    Widths are inputs of the graphs, so that one directory serves every schedule. What the model has learned so far,
-    its running ranges included, goes along.
+    Bit-widths are inputs of the graphs, so that one directory serves every schedule. The training starts from the
+    model's present parameters, buffers and running ranges.
 
     Args:
-        result: what `transform` returned.
-        example_inputs: a tuple of the model's arguments, or a dict of them by name. Sizes other than the batch are
-            fixed to theirs.
+        result: a model that `transform` returned.
+        example_inputs: a tuple of the model's arguments, or a dict of them by name.
         directory: where to write. A directory that is not empty is refused.
         loss: `"cross_entropy"`, `"mse"`, `"bce_with_logits"`, `"l1"`; a function of the output and the targets; or None
-            where the model returns its loss.
-        optimizer: `"sgd"`, `"adam"`, `"adamw"`, or a fresh optimizer of torch over the model's parameters: its own
-            update is traced, with its groups and settings. Only those that run the model again (LBFGS) cannot be.
-        dynamic_batch: let the first dim of every input vary from call to call.
-        overwrite: replace what the directory holds, as soon as the new export is complete.
-        example_targets: a tensor, or a tuple of them, for a loss that is a function of the user's own.
+            if the model returns its loss.
+        optimizer: `"sgd"`, `"adam"`, `"adamw"`, or a fresh torch optimizer over the model's parameters: its own update
+            is traced, with its groups and settings. Those that run the model again (LBFGS) are refused.
+        dynamic_batch: keep sizes dynamic, as far as the model allows; otherwise fix them to those of the examples.
+        overwrite: replace the contents of the directory, once the new export is complete.
+        example_targets: a tensor, or a tuple of tensors, for a loss function whose targets are not known.
 
     Raises:
-        ExportError: what ONNX Runtime cannot train, and why, by layer.
+        ExportError: ONNX Runtime cannot train the model; the message names the layer and the reason.
     """
     require_training()
     result = eager_model(result)
@@ -83,13 +82,13 @@ def ort_training(
         others, least = settle_sizes((training, evaluation), call, graph)
         with new_directory(Path(directory), overwrite=overwrite) as folder:
             manifest = _write(result, training, evaluation, values, made, groups, folder, loss_name, least)
-            # At least three steps, so that what the optimizer remembers is used.
+            # At least three steps, so that the optimizer's state is used.
             verify(folder, manifest, graph, made, (call, *others, *[call] * (2 - len(others))))
         return manifest
 
 
 def _with_targets(result: nn.Module, call: Call, loss: LossLike, function: Callable[..., Tensor], given: Any) -> Call:
-    """Add targets to a call: those given, or what the loss takes for what the model returns."""
+    """Add the loss and its targets to a call: those given, or examples that fit what the model returns."""
     if given is not None:
         targets = tuple(given) if isinstance(given, (tuple, list)) else (given,)
     elif loss is None:
@@ -153,7 +152,7 @@ def _write(
 
 
 def described(optimizer: torch.optim.Optimizer, remembered: tuple[State, ...] = ()) -> Optimizer:
-    """Return what a manifest says of an optimizer; options of its groups are as Python writes them."""
+    """Return a manifest's entry on an optimizer; the options of its groups are stored as their `repr`."""
     groups = optimizer.param_groups
     own = ("params", "lr")
     return Optimizer(
@@ -171,7 +170,7 @@ def _save(model: ir.Model, path: Path) -> None:
 
 
 def _save_values(values: Mapping[str, Any], folder: Path) -> None:
-    """Write initial values as a model of initializers alone, whose data lies beside it: any size, for any language."""
+    """Write the initial values as an ONNX model of initializers with external data: any size, for any language."""
     held = [
         ir.Value(name=name, const_value=ir.tensor(np.asarray(array, order="C"), name=name))
         for name, array in values.items()

@@ -1,7 +1,7 @@
-"""One update of the parameters, traced from the optimizer itself: each parameter is one node of the graph.
+"""The optimizer's update as ONNX graphs, traced from the torch optimizer: one node for each parameter.
 
-Optimizers of torch treat parameters one by one, so that one function serves all of a group that have as many dims. The
-first update is a graph of its own: what an optimizer remembers comes up in it.
+Torch optimizers treat parameters one by one, so that one function serves all parameters of a group with the same
+rank. The first update has a graph of its own: it creates the optimizer's state.
 """
 
 from __future__ import annotations
@@ -23,22 +23,16 @@ from onnx_ir.tape import Tape
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from cpt_fx.arrays import array_of
+from cpt_fx.common.arrays import array_of
 from cpt_fx.errors import ExportError, nearest
-from cpt_fx.export import manifest as files
 from cpt_fx.export.local_functions import DOMAIN, as_function, in_place_of
-from cpt_fx.export.manifest import State
-from cpt_fx.export.program import GRADIENT, NEXT
 from cpt_fx.export.recording import OPSET, Table
+from cpt_fx.ort import manifest as files
+from cpt_fx.ort.manifest import GRADIENT, GRADIENT_SCALE, LEARNING_RATE, MAX_NORM, MAX_VALUE, NEXT, STEP, State
 
 _IR_VERSION = 10
-LEARNING_RATE, STEP, GRADIENT_SCALE = "learning_rate", "step", "gradient_scale"
-"""Inputs: float64, one for each group; float64, how many updates there were before; float32, what gradients are
-multiplied with: 1 over the number of steps they were summed over, so that the update is of their mean."""
-MAX_VALUE, MAX_NORM = "max_value", "max_norm"
-"""Inputs of `clipping.onnx`: float32, the limits of gradients after `gradient_scale`."""
 _STEP_STATE = "step"
-"""Where optimizers of torch count: all parameters have the same count, which is an input."""
+"""The state key of torch's step counts: all parameters have the same count, which is an input."""
 _DEFAULTS: dict[str, Any] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01),
     "adam": torch.optim.Adam,
@@ -48,20 +42,20 @@ _DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Updates:
-    """The graphs of the first update and of later ones, and what is remembered in between."""
+    """The graphs of the first update and of later ones, and the optimizer state that they pass on."""
 
     first: ir.Model
     later: ir.Model
     remembered: tuple[State, ...]
-    """Tensors that an update leaves for the next: `conv.weight.exp_avg`."""
+    """Tensors of the optimizer's state: `conv.weight.exp_avg`."""
     initial: dict[str, Any]
-    """Those that have a value before the first one."""
+    """Their values, where they are set before the first update."""
 
 
 def resolve_optimizer(
     optimizer: str | torch.optim.Optimizer, parameters: Mapping[str, Tensor]
 ) -> tuple[torch.optim.Optimizer, dict[str, int]]:
-    """Return the optimizer that `optimizer=` means, and the group of each parameter that it holds.
+    """Return the optimizer that `optimizer=` stands for, and the group index of each parameter that it holds.
 
     Args:
         optimizer: a name, for torch's defaults (and a learning rate of 0.01 for "sgd"), or a fresh optimizer.
@@ -103,7 +97,7 @@ def resolve_optimizer(
 def trace_updates(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], groups: Mapping[str, int]
 ) -> Updates:
-    """Trace the update of some parameters, by name, each with the group that it is in."""
+    """Trace the update of parameters, by name, each with the index of its group."""
     if not parameters:
         raise ExportError("the optimizer holds no parameter that the loss depends on: there is nothing to train")
     made: dict[str, _Function] = {}
@@ -119,7 +113,7 @@ def trace_updates(
         example = (parameter.detach(), torch.zeros_like(parameter), *numbers.unbind(), torch.ones(()))
         state = given or _updated(optimizer, group, {}, *example)[1]
         tensors = {key: value for key, value in state.items() if isinstance(value, Tensor) and key != _STEP_STATE}
-        # One function serves all parameters with as many dims, if what is remembered has no sizes of its own.
+        # One function serves all parameters of a rank, unless state tensors have shapes of their own.
         exact = any(value.ndim and value.shape != parameter.shape for value in tensors.values())
         sizes = "_" + "x".join(map(str, parameter.shape)) if exact else ""
         label = f"{type(optimizer).__name__}_{group}_{parameter.ndim}d{sizes}"
@@ -140,7 +134,7 @@ def trace_updates(
 
 
 class _Function:
-    """The update of one parameter as two local functions: with nothing remembered, if it is new, and with something."""
+    """The update of one parameter as two local functions: one without state, if it is new, and one with state."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, group: int, example: tuple[Tensor, ...], state: Mapping[str, Any],
@@ -167,14 +161,14 @@ def _updated(
     optimizer: torch.optim.Optimizer, group: int, state: Mapping[str, Any],
     parameter: Tensor, gradient: Tensor, rate: Tensor, step: Tensor, scale: Tensor,
 ) -> tuple[Tensor, dict[str, Any]]:  # fmt: skip
-    """Return what an update makes of a parameter, and of what is remembered of it."""
+    """Return a parameter and its optimizer state after an update."""
     parameter = parameter.clone()
     parameter.grad = gradient * scale
     optimizer = copy.copy(optimizer)
     options = {**optimizer.param_groups[group], "params": [parameter]}
     wanted = {"foreach": False, "fused": False, "capturable": True, "differentiable": False}
     options |= {key: value for key, value in wanted.items() if key in options}
-    # SGD takes a learning rate that is a tensor only if it seems to want a gradient.
+    # SGD accepts a learning rate that is a tensor only if it requires a gradient.
     optimizer.param_groups = [options | {"lr": rate.clone().requires_grad_()}]
     optimizer.state = defaultdict(dict)
     if state:
@@ -188,12 +182,12 @@ def _updated(
 
 
 def _power(base: float, power: Tensor) -> Tensor:
-    """Return a power as float64 has it: that of float32, as the exporter writes it, is too coarse for 0.999 ** step."""
+    """Compute a power in float64: in float32, as the exporter writes it, 0.999 ** step is too coarse."""
     return torch.exp(power * math.log(base)) if base else (power == 0).to(power.dtype)
 
 
 def _clamp_(x: Tensor, low: float | None = None, high: float | None = None) -> Tensor:
-    """Clamp by one limit after the other: a whole number and one that is not are too much for the exporter."""
+    """Clamp by one limit after the other: the exporter fails where one is an integer and the other is not."""
     if low is not None:
         x.clamp_min_(float(low))
     return x if high is None else x.clamp_max_(float(high))
@@ -203,12 +197,12 @@ _TABLE: Table = {torch.ops.aten.pow.Scalar: _power, torch.ops.aten.clamp_.defaul
 
 
 class _Numbers(TorchFunctionMode):
-    """Lets numbers that an optimizer computes from tensors stay tensors, which a trace can follow."""
+    """Mode that keeps numbers which an optimizer computes from tensors as tensors, so that they can be traced."""
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Replace what asks for a number."""
+        """Replace calls that need a Python number."""
         kwargs = dict(kwargs or {})
         if func is Tensor.item:
             return args[0]
@@ -224,7 +218,7 @@ class _Numbers(TorchFunctionMode):
 
 
 def _chosen(better: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a choice among numbers take tensors, too."""
+    """Make `min` or `max` accept tensors, too."""
 
     def choose(*values: Any, **options: Any) -> Any:
         if not any(isinstance(value, Tensor) for value in values):
@@ -236,7 +230,7 @@ def _chosen(better: Callable[..., Any], plain: Callable[..., Any]) -> Callable[.
 
 @contextmanager
 def _as_if_compiling() -> Iterator[None]:
-    """Let an optimizer take the way that compilers can follow, with its counts in float64, as Python's numbers are."""
+    """Make an optimizer take its traceable code path, with step counts in float64, like Python's numbers."""
     full_like, dtype = torch.full_like, torch.get_default_dtype()
 
     def filled(x: Tensor, value: Any, **options: Any) -> Tensor:
@@ -254,7 +248,7 @@ def _as_if_compiling() -> Iterator[None]:
 
 
 def _read_late(function: ir.Function, start: int, keys: tuple[str, ...]) -> set[str]:
-    """Return what may be read after its new value was written: the two need places of their own."""
+    """Return the state that may be read after its new value is written, so that old and new need separate memory."""
     late = set()
     for index, key in enumerate(keys):
         old, writer = function.inputs[start + index], function.outputs[1 + index].producer()
@@ -271,7 +265,7 @@ def _read_late(function: ir.Function, start: int, keys: tuple[str, ...]) -> set[
 
 
 class _Graph:
-    """A graph of updates in the making."""
+    """Builder of an update graph."""
 
     def __init__(self, groups: int) -> None:
         rates = value_of(LEARNING_RATE, "float64", (groups,))
@@ -288,7 +282,7 @@ class _Graph:
         self, own: files.Tensor, group: int, function: ir.Function, states: Iterable[files.Tensor], *,
         is_new: bool = False,
     ) -> None:  # fmt: skip
-        """Add the update of a parameter; `is_new`: with nothing remembered yet."""
+        """Add the update of a parameter; `is_new`: without optimizer state yet."""
         value, gradient = value_of(own.name, own.dtype, own.shape), value_of(own.name + GRADIENT, own.dtype, own.shape)
         held = [] if is_new else [value_of(state.name, state.dtype, state.shape) for state in states]
         node = ir.node(
@@ -311,7 +305,7 @@ def _dtype(state: Tensor) -> str:
 
 
 def value_of(name: str, dtype: str, shape: Iterable[int | str] = ()) -> ir.Value:
-    """Return an input or an output."""
+    """Return an input or output of a graph."""
     kind = ir.TensorType(ir.DataType.from_numpy(np.dtype(dtype)))
     return ir.Value(name=name, type=kind, shape=ir.Shape(shape))
 
@@ -320,14 +314,14 @@ def model_of(
     name: str, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value], nodes: Iterable[ir.Node],
     functions: Iterable[ir.Function] = (), held: Sequence[ir.Value] = (),
 ) -> ir.Model:  # fmt: skip
-    """Return a graph of our own as a model."""
+    """Return a model with a graph of our own."""
     versions = {"": OPSET, DOMAIN: 1} if functions else {"": OPSET}
     graph = ir.Graph(inputs, outputs, nodes=nodes, initializers=held, opset_imports=versions, name=name)
     return ir.Model(graph, ir_version=_IR_VERSION, producer_name="cpt_fx", functions=list(functions))
 
 
 def clipping_graph(shapes: Mapping[str, Iterable[int]]) -> ir.Model:
-    """Return the graph that limits gradients before an update, as `clip_grad_value_` does, then `clip_grad_norm_`."""
+    """Return the graph that clips gradients before an update, as `clip_grad_value_` does, then `clip_grad_norm_`."""
     limit, norm, scale = numbers = [value_of(name, "float32") for name in (MAX_VALUE, MAX_NORM, GRADIENT_SCALE)]
     gradients = {name: value_of(name + GRADIENT, "float32", shape) for name, shape in shapes.items()}
     tape = Tape()

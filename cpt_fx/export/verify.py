@@ -1,8 +1,8 @@
-"""The proof that an export is right: three steps in ONNX Runtime beside three in PyTorch, at full precision.
+"""Verification of an export: at least three steps in ONNX Runtime and in PyTorch, at full precision.
 
-Every loss, gradient, running state, parameter and memory of the optimizer that a step writes is compared, with several
-batch sizes, and with other sizes of whatever else was left open. After each comparison both go on from the same
-numbers, so that a difference is of one step. What quantizers do below 32 bits is the same in every export, and tested.
+Every loss, gradient, running state, parameter and optimizer state of a step is compared, for several batch sizes and
+for other values of every dynamic size. After each comparison both continue from the same numbers, so that a
+difference is of one step. Quantization below 32 bits is the same in every export, and covered by tests.
 """
 
 from __future__ import annotations
@@ -17,50 +17,48 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cpt_fx.arrays import array_of
+from cpt_fx.capture.dry_run import trial
+from cpt_fx.capture.standalone import precision_of
+from cpt_fx.common.arrays import Array, array_of
 from cpt_fx.errors import ExportError
-from cpt_fx.export.manifest import Manifest
 from cpt_fx.export.program import Call, states_of
 from cpt_fx.export.randomness import drawing
 from cpt_fx.export.sizes import tensors_of
 from cpt_fx.formats import FULL_PRECISION
-from cpt_fx.noise import uniform
-from cpt_fx.ops import QUANTIZE_GRADIENT, QUANTIZERS
+from cpt_fx.ort.manifest import Manifest
 from cpt_fx.ort.trainer import Trainer, draw
+from cpt_fx.quantizers.noise import uniform
+from cpt_fx.quantizers.ops import QUANTIZE_GRADIENT, QUANTIZERS
 from cpt_fx.schedules import Static
-from cpt_fx.standalone import precision_of
-from cpt_fx.trial import trial
 
-Array = NDArray[Any]
 Values = dict[str, Array]
 TOLERANCE = 1e-3
-"""Largest difference of a gradient or a state, relative to its largest element. Sums of float32 in another order differ
-by 1e-6 to 1e-5, in deep nets with batch norm by 1e-4; what is wrong is wrong by more than 1e-2."""
+"""Largest difference of a gradient or a state, relative to its largest element. Float32 sums in another order differ
+by 1e-6 to 1e-5, in deep nets with batch norm by 1e-4; real errors exceed 1e-2."""
 UPDATE_TOLERANCE = 1e-5
-"""The same for what an update makes of equal numbers: it works element by element."""
+"""The same for an update from equal numbers, which is elementwise."""
 _NEGLIGIBLE = 1e-2
-"""Gradients this far below the largest of all are compared to that: those that should be zero are rounding only."""
+"""Share of the largest gradient below which others are compared to it: those that should be zero are rounding only."""
 _ATTEMPTS = 3
-"""A wrong gradient is wrong every time. Where a value lies on an edge, of a ReLU say, rounding may put it to either
-side of it; with other values that does not happen again and again."""
+"""A wrong gradient is wrong every time. A value at a kink (of a ReLU, say) may end up on either side of it by rounding;
+with slightly different inputs that does not happen again and again."""
 _ROUNDING, _ECHO, _MOST = 1e-6, 5.0, 0.05
-"""In a deep net with thousands of values on such edges some always change sides, in PyTorch itself as soon as
-parameters change by a rounding. A difference of a few times what that does is no error, up to a twentieth."""
+"""In a deep net with thousands of values at kinks some always change sides, in PyTorch itself as soon as parameters
+change by a rounding error. A difference of a few times that effect is no error, up to a twentieth."""
 
 
 def verify(
     folder: Path, manifest: Manifest, training: fx.GraphModule, optimizer: torch.optim.Optimizer, calls: Iterable[Call]
 ) -> None:
-    """Refuse an export that computes something else than PyTorch, naming what differs.
+    """Refuse an export that does not compute what PyTorch does, naming what differs.
 
-    `calls` are batches of several sizes; the optimizer is the one that was exported, and stays as it is.
+    `calls` are batches of several sizes; the optimizer is the exported one, and is not modified.
     """
     trainer = Trainer(folder, Static(FULL_PRECISION), seed=0)
     memory, reference = trainer.memory, _Reference(training, manifest, optimizer)
@@ -97,7 +95,7 @@ def verify(
 
 
 class _Reference:
-    """A training in PyTorch, on copies of all that it changes."""
+    """A training run in PyTorch, on copies of everything that it changes."""
 
     def __init__(self, graph: fx.GraphModule, manifest: Manifest, optimizer: torch.optim.Optimizer) -> None:
         self.graph, self.manifest = graph, manifest
@@ -105,7 +103,7 @@ class _Reference:
         held = [item.name for item in manifest.parameters]
         self.parameters = {name: nn.Parameter(named[name].detach().clone()) for name in held}
         self.states = {item.name: buffers[item.name].detach().clone() for item in manifest.states}
-        # A copy that holds these instead of the model's.
+        # The copy holds these parameters instead of the model's.
         self.optimizer = copy.deepcopy(optimizer, {id(named[name]): self.parameters[name] for name in held})
 
     def step(
@@ -124,7 +122,7 @@ class _Reference:
         return float(loss.detach()), _arrays(dict(zip(trained, found, strict=True))), _arrays(states)
 
     def echo(self, call: Call, seeds: Tensor) -> Values:
-        """Return gradients with every parameter changed by about a rounding."""
+        """Return the gradients after changing every parameter by about a rounding error."""
         generator = torch.Generator()
         moved = {
             name: nn.Parameter(p.detach() * (1 + _ROUNDING * torch.randn(p.shape, generator=generator)))
@@ -133,7 +131,7 @@ class _Reference:
         return self.step(call, seeds, moved)[1]
 
     def update(self, gradients: Values) -> tuple[Values, Values]:
-        """Do an update by given gradients; return the parameters, and what the optimizer remembers."""
+        """Update the parameters by given gradients; return them, and the optimizer state."""
         for name, gradient in gradients.items():
             self.parameters[name].grad = torch.from_numpy(gradient.copy())
         type(self.optimizer).step(self.optimizer)
@@ -147,14 +145,14 @@ class _Reference:
 
 @contextmanager
 def _drawing(seeds: Tensor) -> Iterator[None]:
-    """Let a model in PyTorch draw what its exported graph draws."""
+    """Make a PyTorch model draw the random numbers of its exported graph."""
     left = iter(seeds)
     with Drawn(drawing(lambda like: uniform(next(left), like))), _Skipping(left):
         yield
 
 
 class _Skipping(TorchFunctionMode):
-    """Skips the seeds of quantizers that round at random: at 32 bits they pass everything on, but they count."""
+    """Mode that skips the seeds of stochastic quantizers: at 32 bits they draw nothing, but the graph has the seeds."""
 
     def __init__(self, seeds: Iterator[Tensor]) -> None:
         super().__init__()
@@ -171,7 +169,7 @@ class _Skipping(TorchFunctionMode):
 
 
 class Drawn(TorchDispatchMode):
-    """Replaces operators that draw."""
+    """Mode that replaces random operators."""
 
     def __init__(self, table: Mapping[Any, Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -186,9 +184,9 @@ def check(
     kind: str, ours: Values, theirs: Values, tolerance: float, least: float = 1e-6,
     echo: Callable[[], Values] | None = None,
 ) -> None:  # fmt: skip
-    """Refuse what differs by more than a tolerance of the largest element, or of `least`.
+    """Refuse values that differ by more than a tolerance of the largest element, or of `least`.
 
-    `echo` computes the same in PyTorch with parameters that are changed by a rounding.
+    `echo` computes the same in PyTorch, with parameters that are changed by a rounding error.
     """
     differences = _differences(ours, theirs, least)
     wrong = [name for name, difference in differences.items() if not difference <= tolerance]
@@ -205,7 +203,7 @@ def check(
 def _differences(ours: Values, theirs: Values, least: float) -> dict[str, float]:
     """Return how far values are apart, relative to the largest element of each.
 
-    Integers have to be equal, and what is not a number or infinite has to be so in both.
+    Integers have to be equal; NaN and infinities have to be in the same places.
     """
     found = {}
     for name, value in ours.items():
@@ -218,7 +216,7 @@ def _differences(ours: Values, theirs: Values, least: float) -> dict[str, float]
 
 
 def _moved(call: Call, generator: torch.Generator) -> Call:
-    """Return a call with inputs that are a little different."""
+    """Return a call with slightly different inputs."""
 
     def moved(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point():

@@ -1,4 +1,4 @@
-"""Look at a transformed model: what is quantized, what is not, and proof that it ran."""
+"""Inspect a transformed model: what is quantized, what is not, and proof that the quantizers ran."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["CaptureInfo", "Inspection", "ProductView", "QuantizerView", "Verific
 
 
 def inspect(result: nn.Module) -> Inspection:
-    """Return what there is to know about a transformed model, wrapped or compiled or not.
+    """Return an inspection of a transformed model, which may be wrapped or compiled.
 
-    The inspection is live: it reads widths, counts and ranges when it is asked, not when it is made.
+    The inspection is live: widths, counts and ranges are read on access.
     """
     if not isinstance(result, nn.Module):
         raise TypeError(f"inspect takes what cpt_fx.transform returned, got {type(result).__name__}")
-    history_of(result)  # says what to do where the model is not transformed
+    history_of(result)  # raises, with advice, if the model is not transformed
     return Inspection(result)

@@ -1,4 +1,4 @@
-"""Whether code that runs asks in which mode it runs: then it may do something else in another one."""
+"""Detects whether running code queries its mode (training, gradients): it may behave differently in another one."""
 
 from __future__ import annotations
 
@@ -6,32 +6,30 @@ import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 
-import cpt_fx.passes
+from cpt_fx.common.resources import OWN
 
 TRAINING, GRADIENTS = "training", "gradients"
 _WORDS = {
     TRAINING: frozenset({"training"}),
     GRADIENTS: frozenset({"requires_grad", "grad_fn", "is_leaf", "is_grad_enabled", "is_inference_mode_enabled"}),
 }
-"""What code names that asks."""
+"""Names by which code queries each mode."""
 _FUNCTIONS = frozenset({torch.is_grad_enabled, torch.is_inference_mode_enabled})
 _LAYERS = ("batchnorm", "dropout", "instancenorm", "module")
 _PASSED_ON = (*(f"torch/nn/modules/{name}.py" for name in _LAYERS), "torch/_tensor.py", "torch/autograd/grad_mode.py")
-"""Code that gives a mode to an operator or to hooks, or puts it back, and does nothing else with it."""
-_OURS = tuple(str(Path(path).resolve().parent) for path in (__file__ + "/..", str(cpt_fx.passes.__file__)))
+"""Code that only passes a mode on to an operator or to hooks, or restores it."""
 
 
 @contextmanager
 def asked() -> Iterator[set[str]]:
-    """Note what the Python code that runs inside asks: by the names that it uses, and the functions of C it calls."""
+    """Collect the modes that Python code inside queries, by the names it uses and the C functions it calls."""
     if sys.getprofile() is not None:
-        yield {TRAINING, GRADIENTS}  # a profiler of the user's stays; all modes are run
+        yield {TRAINING, GRADIENTS}  # keep the user's profiler, and run all modes
         return
     found: set[str] = set()
 
@@ -49,8 +47,8 @@ def asked() -> Iterator[set[str]]:
 
 
 def _is_ours(file: str) -> bool:
-    # The code of a graph reads modes for operators; functions that somebody put into it are code of their own.
-    return file.startswith(("<eval_with_key>", *_OURS)) or file.endswith(_PASSED_ON)
+    # Generated code reads modes only for operators; functions that it calls are checked by themselves.
+    return file.startswith(("<eval_with_key>", *OWN)) or file.endswith(_PASSED_ON)
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from cpt_fx.inspection.table import ROLES, width_text, widths_by_role
 from cpt_fx.inspection.tree import Item
 
 CODE = 7.3
-"""Width of a letter of a title, taken generously: a label must not be clipped where a font is wide."""
+"""Width of a letter of a title, a generous estimate: a label must not be clipped where a font is wide."""
 LONGEST = 34
 BADGE = 32.0
 TITLE_BAR = 28.0
@@ -23,16 +23,16 @@ class Box:
     height: float
     markup: str = ""
     port: tuple[float, float] | None = None
-    """How far from its middle edges enter and leave an opened module."""
+    """How far from its centre edges enter and leave an expanded module."""
 
 
 def number(value: float) -> str:
-    """Write a coordinate: at most one decimal."""
+    """Format a coordinate, with at most one decimal."""
     return f"{value:.1f}".removesuffix(".0")
 
 
 def shortened(text: str, length: int = LONGEST) -> str:
-    """Cut a long text in the middle: the ends of a name tell most."""
+    """Shorten a long text in the middle: the ends of a name tell most."""
     if len(text) <= length:
         return text
     head = (length - 1) // 2
@@ -40,12 +40,12 @@ def shortened(text: str, length: int = LONGEST) -> str:
 
 
 def plain(label: str) -> float:
-    """Return the width of a subtitle, as generously."""
+    """Return the width of a subtitle, a generous estimate as well."""
     return sum(9.2 if letter in "×…–WMm@%" else 6.1 for letter in label)
 
 
 def text(kind: str, x: float, y: float, value: str) -> str:
-    """Return a text element, centred vertically on y; nothing where there is nothing to say."""
+    """Return a text element, centred vertically on y; an empty string for an empty text."""
     if not value:
         return ""
     return f'<text class="{kind}" x="{number(x)}" y="{number(y)}">{escape(value)}</text>'
@@ -60,7 +60,7 @@ def rectangle(kind: str, x: float, y: float, width: float, height: float, radius
 
 
 def box_of(item: Item) -> Box:
-    """Return the box of a node, or of a module that is folded."""
+    """Return the box of a node, or of a collapsed module."""
     if item.kind == "module":
         return _module(item)
     if item.kind == "quantizer":
@@ -119,25 +119,25 @@ def _module(item: Item) -> Box:
 
 
 def frame_of(item: Item, width: float, height: float) -> str:
-    """Return what surrounds an opened module."""
+    """Return the frame of an expanded module."""
     title, note = shortened(item.title), shortened(item.subtitle, 30)
     label = text("t", 30, 15, title) + text("s", 38 + len(title) * CODE, 15, note)
     return rectangle("body", 0, 0, width, height, 10) + fold_sign(17, 15, opened=True) + label
 
 
 def title_width(item: Item) -> float:
-    """Return how far the title of an opened module reaches."""
+    """Return how far the title of an expanded module reaches."""
     return 54 + len(shortened(item.title)) * CODE + plain(shortened(item.subtitle, 30))
 
 
 def fold_sign(x: float, y: float, *, opened: bool) -> str:
-    """Return a plus, or a minus where the module is open."""
+    """Return a plus sign, or a minus sign if the module is expanded."""
     upright = "" if opened else f"M{number(x)} {number(y - 4)}v8"
     return f'<path class="fold" d="M{number(x - 4)} {number(y)}h8{upright}"/>'
 
 
 def module_note(item: Item) -> str:
-    """Say in a few words what a folded module holds."""
+    """Describe in a few words what a collapsed module holds."""
     count = len(item.views())
     inside = f"{count} quantizer{'s' * (count != 1)}"
     if not count:
@@ -146,7 +146,7 @@ def module_note(item: Item) -> str:
 
 
 def classes(item: Item) -> str:
-    """Return the style classes of a box."""
+    """Return the CSS classes of a box."""
     if item.kind == "quantizer" and item.view is not None:
         return f"box quantizer {item.view.role if item.view.role in ROLES else ''}".strip()
     kind = {"module": "module", "operator": "op", "input": "end", "output": "end"}.get(item.kind, "value")
@@ -154,7 +154,7 @@ def classes(item: Item) -> str:
 
 
 def label_of(item: Item) -> str:
-    """Name a box for those who do not see it."""
+    """Return the accessible name of a box."""
     if item.kind == "quantizer" and item.view is not None:
         return f"{item.view}, {item.view.bits} bits"
     if item.kind == "module":
@@ -163,7 +163,7 @@ def label_of(item: Item) -> str:
 
 
 def keys(roles: list[str]) -> tuple[str, float]:
-    """Return what the colours and shapes of boxes mean, in one line, and its length."""
+    """Return the legend of colours and shapes, in one line, and its width."""
     entries = [(f"box quantizer {role}", role) for role in roles]
     entries += [("box op", "operator"), ("box value", "parameter")]
     entries += [("box end", "input, output"), ("box module", "module")]

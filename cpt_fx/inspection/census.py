@@ -1,8 +1,8 @@
-"""A census of products at few bits: everything that multiplies, seen below everything, with operands on a grid or not.
+"""A census of products at few bits: checks that everything that multiplies has quantized operands.
 
-A dispatch mode sees each operator of ATen that runs, whoever calls it, and changes nothing. Quantizers show it their
-results. A product is in order where its operands are such results, or hold only values that quantizers produced; where
-it is the product of a node whose own operands are; or where the node is listed as left. All others are unknown.
+A dispatch mode sees every ATen operator that runs, whoever calls it, and changes nothing. Quantizers show it their
+results. A product is accepted if its operands are such results, or hold only values that quantizers produced; if it
+belongs to a node whose own operands do; or if the node is listed as left in full precision. All others are unknown.
 """
 
 from __future__ import annotations
@@ -23,32 +23,33 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from cpt_fx.capture.base import patched
-from cpt_fx.evidence import LOOKING
-from cpt_fx.frames import skip_frame
+from cpt_fx.capture.standalone import transformed_in
+from cpt_fx.common.compilers import skip_frame
+from cpt_fx.common.functorch import plain
+from cpt_fx.common.resources import OWN
 from cpt_fx.inspection.levels import Grids
-from cpt_fx.inspection.places import OURS, Kind, Place, Places, applied, operands_at
+from cpt_fx.inspection.places import Place, PlaceKind, ProductPlaces, applied, operands_at
 from cpt_fx.inspection.views import OF_A_SECOND
-from cpt_fx.meta import BY_DECISION, LEFT, Uncovered
-from cpt_fx.numerics import Grid
+from cpt_fx.ir.meta import BY_DECISION, LEFT, Uncovered
+from cpt_fx.ir.result import sessions_in
 from cpt_fx.operators import factors, form_of, why_left
-from cpt_fx.result import sessions_in
-from cpt_fx.standalone import transformed_in
-from cpt_fx.transformed import plain
-from cpt_fx.widths import LOOKS_ON
+from cpt_fx.quantizers.counters import LOOKING
+from cpt_fx.quantizers.numerics import Grid
+from cpt_fx.quantizers.widths import LOOKS_ON
 
 INSIDE = "the code of this operator multiplies what it has computed itself: that stays in full precision"
 OF_INTEGERS = "a product of integers, which no quantizer rounds"
 NO_GRADIENT = "nothing quantizes the gradient of its result"
 HOOKED = "a hook of the model's own changes it after it was quantized"
 _LEVELS = 4
-"""Nodes of autograd that one operator may have under transforms of torch.func."""
+"""How many autograd nodes one operator may have under torch.func transforms."""
 _CLOSED = ("aten", "prim", "prims", "profiler", "cpt_fx", "c10d")
-"""Operators whose own code need not be looked into: what multiplies among them is known by name."""
+"""Namespaces of operators that are not looked into: those that multiply are known by name."""
 
 
 @dataclass
 class Unknown:
-    """A product, or a quantizer, of which nobody knows: operands that come from no quantizer, and no entry says why."""
+    """A product with operands that come from no quantizer, while no entry of `uncovered` says why."""
 
     op: str
     place: str
@@ -57,11 +58,11 @@ class Unknown:
     """`forward` or `backward`."""
     shapes: tuple[tuple[int, ...], ...] = field(compare=False)
     operands: tuple[int, ...] = field(compare=False)
-    """Which of them are on no grid, by their number among the factors."""
+    """Which operands are not quantized, by their position among the factors."""
     times: int = field(default=1, compare=False)
 
     def __str__(self) -> str:
-        """Name it in one line."""
+        """Describe it in one line."""
         shapes = " and ".join("x".join(map(str, shape)) or "a number" for shape in self.shapes)
         words = ("first", "second", "third")
         which = " and ".join(words[at] if at < len(words) else f"{at + 1}th" for at in self.operands)
@@ -74,8 +75,8 @@ class Unknown:
 
 @contextmanager
 def census(model: nn.Module) -> Iterator[Seen]:
-    """Look at everything that is multiplied inside of a `with` block, in all threads that run there."""
-    seen = Seen(Places(model))
+    """Watch everything that multiplies inside a `with` block, in all threads that run there."""
+    seen = Seen(ProductPlaces(model))
     LOOKING.append(seen.quantized)
     try:
         with _in_every_thread(seen), _hooks_noted(seen), _Watch(seen):
@@ -86,7 +87,7 @@ def census(model: nn.Module) -> Iterator[Seen]:
 
 
 def list_what_runs(model: nn.Module, seen: Seen) -> None:
-    """List products that only a run can show with what stays in full precision, and hold others to what is listed."""
+    """Add products that only a run reveals to the uncovered ones; report those that should be listed and are not."""
     said = [item for _, part in transformed_in(model) for item in part.history().uncovered]
     places, reasons = {(item.layer, item.op) for item in said}, {BY_DECISION, *(item.reason for item in said)}
     for (layer, op), found in seen.undecided.items():
@@ -114,18 +115,18 @@ class _Watch(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let Dynamo capture, and its graphs run, as if nobody looked on."""
+        """Have Dynamo, and the graphs it compiles, ignore this mode."""
         return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # it would import the compiler; the frame is skipped below
+        return False  # True would import the compiler; the frame is skipped below
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look at an operator, and run it."""
+        """Check the operands of an operator, and run it."""
         kwargs = kwargs or {}
         if types and any(kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for kind in types):
-            return NotImplemented  # a tensor of its own kind: what it comes down to is looked at
+            return NotImplemented  # a tensor subclass: the operators it dispatches to are checked
         if not isinstance(func, torch._ops.OpOverload):
             if form_of(func) is not None:  # flex attention: query, key and value come first
                 self.seen.product(func, list(args[:3]))
@@ -149,7 +150,7 @@ class _Watch(TorchDispatchMode):
         return result
 
     def _opened(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run somebody else's operator so that what its code calls is seen."""
+        """Run a custom operator so that the operators its code calls are seen."""
         devices = {leaf.device.type for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         key = getattr(torch._C.DispatchKey, max(devices, default="").upper(), None)
         if key is None or not torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), key.name):
@@ -158,7 +159,7 @@ class _Watch(TorchDispatchMode):
             return func.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
 
     def _watched(self, values: Any) -> Any:
-        """Let functions that a higher operator is given be seen, too."""
+        """Wrap the functions given to a higher-order operator, so that what they run is seen too."""
 
         def wrapped(value: Any) -> Any:
             if not callable(value) or isinstance(value, (type, Tensor)):
@@ -179,7 +180,7 @@ skip_frame(_Watch.__torch_dispatch__.__code__, inside=True)
 
 @cache
 def _what_is(func: Any) -> tuple[tuple[int, ...], bool, tuple[int | str, ...]]:
-    """Return what an operator multiplies, whether it stands for others, and what it writes to."""
+    """Return the positions of an operator's factors, whether it decomposes into others, and what it writes to."""
     positions: tuple[int, ...] = factors(func)
     writes = tuple(
         argument.name if argument.kwarg_only else place
@@ -194,40 +195,40 @@ def _what_is(func: Any) -> tuple[tuple[int, ...], bool, tuple[int | str, ...]]:
 class Seen:
     """What a census has seen so far."""
 
-    places: Places
+    places: ProductPlaces
     is_open: bool = True
     products: int = 0
     listed: dict[Uncovered, fx.Graph | None] = field(default_factory=dict)
-    """Products that nothing quantizes for a reason: of a second backward pass, of integers, ... With their graph."""
+    """Products that are not quantized for a reason (of a second backward pass, of integers, ...), with their graph."""
     undecided: dict[tuple[str, str], Unknown] = field(default_factory=dict)
-    """By layer and operator, products of nodes that have factors about which nothing was decided."""
+    """By layer and operator, products of nodes with factors that no quantization decision covers."""
     left: dict[fx.Node, Place] = field(default_factory=dict)
-    """Nodes that multiplied something on no grid, and are marked as left."""
+    """Nodes that multiplied unquantized operands, and are marked as left in full precision."""
     grids: Grids = field(default_factory=Grids)
     unknown: list[Unknown] = field(default_factory=list)
-    """Products of which nobody knows."""
+    """Products with unquantized operands that nothing explains."""
     problems: list[str] = field(default_factory=list)
-    """Quantizers that show more levels than their width allows in one of their ranges."""
+    """Quantizers with more levels in one of their ranges than their width allows."""
     values: dict[int, int] = field(default_factory=dict)
-    """By the identity of its record, how many values a quantizer has rounded: none where nothing was chosen."""
+    """By the id of its counters, how many values a quantizer has rounded: 0 if it ran on empty tensors only."""
     hooked: set[int] = field(default_factory=set)
-    """The numbers in autograd of results that the model's own code puts hooks on, which run behind a quantizer's."""
+    """Autograd sequence numbers of results that the model's own code registers hooks on: they run after a quantizer."""
     numbered: int = 0
-    """The number that the next node of autograd was to get when the latest operator had run."""
+    """The autograd sequence number that was next when the latest operator had run."""
     _outside: dict[str, set[str]] = field(default_factory=dict)
     _made: dict[int, tuple[Place, int]] = field(default_factory=dict)
-    """By its number in autograd, where a product was made, and how many of its operands were on no grid."""
+    """By its autograd sequence number, the place of a product, and how many of its operands were not quantized."""
     _inside: set[Any] = field(default_factory=set)
-    """Nodes that make several products of their operands, or other operands of them."""
+    """Nodes that make several products of their operands, or multiply what they compute from them."""
 
     @property
     def outside(self) -> tuple[str, ...]:
-        """Modules outside of what was transformed that multiply, and with which operators."""
+        """Modules that multiply outside of the transformed parts, with the operators."""
         return tuple(f"{name} ({', '.join(sorted(ops))})" for name, ops in self._outside.items())
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What could not be looked at, or shows nothing."""
+        """What could not be checked, or proves nothing."""
         notes = [
             f"products of {why} tensors were not looked at: they hold no values" for why in sorted(self.grids.unread)
         ]
@@ -238,7 +239,7 @@ class Seen:
         return tuple(notes)
 
     def quantized(self, result: Tensor, bits: int | None, grid: Grid, record: Tensor | None) -> None:
-        """Take note of the result of a quantizer."""
+        """Register the result of a quantizer."""
         if record is not None:
             self.values[id(record)] = self.values.get(id(record), 0) + result.numel()
         with torch._C.DisableTorchFunction(), torch.no_grad(), _nobody():
@@ -248,7 +249,7 @@ class Seen:
             self.problems.append(f"{self.places.now().name}: {said}")
 
     def product(self, func: Any, operands: list[Any]) -> None:
-        """Look at a product."""
+        """Check the operands of a product."""
         keeps_graph = torch.is_grad_enabled()
         with torch.no_grad():
             if not any(isinstance(one, (list, tuple)) or _counts(one) for one in operands):
@@ -263,14 +264,14 @@ class Seen:
                 self._backward(func, operands, loose, self.places.now(), node._sequence_nr(), keeps_graph)
 
     def operator(self, func: Any) -> None:
-        """Look at somebody else's operator, whose own code may be hidden."""
+        """List a custom operator, whose products may be hidden."""
         if reason := why_left(func):
             self._aside(func, reason)
 
     def _aside(self, func: Any, reason: str) -> None:
-        """List what runs, and is nothing to quantize, where its node does not say so."""
+        """List what cannot be quantized, unless its node or module is marked as such already."""
         place = self.places.now()
-        if place.kind in (Kind.SITE, Kind.NOWHERE):
+        if place.kind in (PlaceKind.SITE, PlaceKind.NOWHERE):
             self.put_down(place, _short(func), reason, "")
 
     def _forward(self, func: Any, operands: list[Any], loose: tuple[int, ...], place: Place) -> None:
@@ -278,21 +279,21 @@ class Seen:
         number = _sequence() - 1
         first = number - _LEVELS + 1
         if not place.transformed:
-            # A view of what was overwritten since gets a node anew, behind that of the operator which reads it.
+            # After a write to its base, a view gets a new node, created after that of the operator that reads it.
             first = min(number, max(first, self.numbered))
         for one in range(number, first - 1, -1):
             self._made.setdefault(one, (kept, len(loose)))
         if not loose:
             return
-        if place.kind is Kind.LEFT:
+        if place.kind is PlaceKind.LEFT:
             if place.node is not None:
                 self.left.setdefault(place.node, place)
             return
-        if place.kind is Kind.SITE and all(map(self.grids.hold, known := operands_at(place))):
+        if place.kind is PlaceKind.SITE and all(map(self.grids.hold, known := operands_at(place))):
             assert place.site is not None
             if place.is_registered:
                 self.put_down(place, place.site.op, INSIDE, "")
-            if len(operands) <= len(known):  # its recipe leaves no factor
+            if len(operands) <= len(known):  # the recipe leaves no factor unquantized
                 self._inside.add(place.node)
             elif all(getattr(operands[number], "layout", None) is torch.strided for number in loose):
                 found = self._unknown(func, operands, loose, place, "forward")
@@ -307,19 +308,19 @@ class Seen:
             self._forward(func, operands, loose, place)
             return
         came, allowed = place, 0
-        if place.kind is Kind.BACKWARD:
-            unknown = Place(Kind.NOWHERE, place.name or _name_of_node()), 0
+        if place.kind is PlaceKind.BACKWARD:
+            unknown = Place(PlaceKind.NOWHERE, place.name or _name_of_node()), 0
             came, allowed = self._made.get(number, unknown)
             if isinstance(torch._C._current_autograd_node(), FunctionCtx) and not came.applied:
-                came, allowed = unknown  # what was made next, not inside of it, has its number
+                came, allowed = unknown  # the number belongs to what was made after it, not inside
             if keeps_graph:
-                second = came if came.kind is Kind.LEFT else Place(Kind.SECOND, came.name, came.node)
+                second = came if came.kind is PlaceKind.LEFT else Place(PlaceKind.SECOND, came.name, came.node)
                 self._made.setdefault(_sequence() - 1, (second, 0))
-        if not loose or came.kind is Kind.LEFT:
+        if not loose or came.kind is PlaceKind.LEFT:
             return
-        if came.kind is Kind.SECOND or (place.kind is Kind.BACKWARD and number in self.hooked):
+        if came.kind is PlaceKind.SECOND or (place.kind is PlaceKind.BACKWARD and number in self.hooked):
             op = _short(func) if came.site is None else came.site.op
-            self.put_down(came, op, OF_A_SECOND if came.kind is Kind.SECOND else HOOKED)
+            self.put_down(came, op, OF_A_SECOND if came.kind is PlaceKind.SECOND else HOOKED)
         elif came.site is None or len(loose) > self._allowed(came, allowed):
             if came.site is not None and came.is_registered:
                 self.put_down(came, came.site.op, INSIDE)
@@ -329,14 +330,14 @@ class Seen:
             self.put_down(came, came.site.op, NO_GRADIENT)
 
     def put_down(self, place: Place, op: str, reason: str, operand: str = "gradient") -> None:
-        """List a product that nothing quantizes for a reason."""
+        """List a product that is not quantized for a reason."""
         graph = None if place.node is None else place.node.graph
         self.listed[Uncovered(place.name, op, reason, operand, by_choice=True)] = graph
 
     def _allowed(self, place: Place, forward: int) -> int:
-        """Return how many operands of a backward pass may be on no grid, where `forward` were on none before.
+        """Return how many operands of a backward product may be unquantized; `forward` were in the forward pass.
 
-        That is what the recipe leaves, gradients as well: those of the result, and those of what is made in between.
+        These are the operands that the recipe leaves, and gradients: of the result, and of intermediate results.
         """
         if place.node in self._inside:
             return 9
@@ -344,7 +345,7 @@ class Seen:
         return forward + (place.site.gradient is None or place.site.in_turn)
 
     def _report(self, func: Any, operands: list[Any], loose: tuple[int, ...], place: Place, direction: str) -> None:
-        if place.kind is Kind.OUTSIDE:
+        if place.kind is PlaceKind.OUTSIDE:
             self._outside.setdefault(place.name, set()).add(_short(func))
             return
         found = self._unknown(func, operands, loose, place, direction)
@@ -360,7 +361,7 @@ class Seen:
 
 
 def _sequence() -> int:
-    """Return the number that the next node of autograd gets: that of the operator which runs now has the one before."""
+    """Return the sequence number of the next autograd node; the operator that runs now has the one before."""
     number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
     return number
 
@@ -380,7 +381,7 @@ def _name_of_node() -> str:
 
 @contextmanager
 def _nobody() -> Iterator[None]:
-    """Look at values without being looked at."""
+    """Disable all dispatch modes, so that none of them sees what runs inside."""
     modes = []
     while torch._C._len_torch_dispatch_stack():
         modes.append(_pop_mode())
@@ -393,11 +394,11 @@ def _nobody() -> Iterator[None]:
 
 @contextmanager
 def _hooks_noted(seen: Seen) -> Iterator[None]:
-    """Note on which tensors somebody else puts hooks."""
+    """Note which tensors the model's own code registers hooks on."""
     register: Any = Tensor.register_hook
 
     def noted(tensor: Tensor, hook: Any) -> Any:
-        if tensor.grad_fn is not None and not sys._getframe(1).f_code.co_filename.startswith(OURS):
+        if tensor.grad_fn is not None and not sys._getframe(1).f_code.co_filename.startswith(OWN):
             seen.hooked.add(tensor.grad_fn._sequence_nr())
         return register(tensor, hook)
 
@@ -407,10 +408,10 @@ def _hooks_noted(seen: Seen) -> Iterator[None]:
 
 @contextmanager
 def _in_every_thread(seen: Seen) -> Iterator[None]:
-    """Look at what threads do that start meanwhile, and at what pools of threads are given."""
+    """Watch also threads that start meanwhile, and tasks submitted to thread pools."""
 
     def watched(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # Without what `with` does: its flags are those of the process.
+        # Pushed directly: `with` also sets flags of the whole process.
         if not seen.is_open or torch._C._len_torch_dispatch_stack():
             return run(*args, **kwargs)
         _push_mode(_Watch(seen))

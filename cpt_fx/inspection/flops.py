@@ -1,4 +1,4 @@
-"""Floating point operations of one forward pass, by `torch.utils.flop_counter`, and where they happen."""
+"""Floating point operations of one forward pass, by `torch.utils.flop_counter`, for each layer or node."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch import fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from cpt_fx.capture.dry_run import eager_model, trial
 from cpt_fx.capture.memory import run_aside
+from cpt_fx.capture.standalone import Result, transformed_in
 from cpt_fx.inspection.places import GENERATED, frames, nodes_by_line
 from cpt_fx.inspection.tree import Modules, module_of
 from cpt_fx.inspection.views import named_below
-from cpt_fx.meta import SITE, Site
+from cpt_fx.ir.meta import SITE, Site
 from cpt_fx.operators import FLOPS
-from cpt_fx.standalone import Result, transformed_in
-from cpt_fx.trial import eager_model, trial
 
 
 @dataclass(frozen=True)
-class Product:
-    """Operations that share their widths."""
+class CountedProduct:
+    """Operations of one layer that share their bit-widths."""
 
     layer: str
     flops: int
@@ -35,7 +35,7 @@ class Product:
 
 @contextmanager
 def _counting(model: nn.Module, where: _Where) -> Iterator[FlopCounterMode]:
-    """Count operations in evaluation mode, with the fused kernels off that the counter does not know."""
+    """Count operations in evaluation mode, with the fused kernels disabled that the counter does not know."""
     fast_path = torch.backends.mha.get_fastpath_enabled()
     with ExitStack() as stack:
         stack.enter_context(trial(model))
@@ -43,17 +43,17 @@ def _counting(model: nn.Module, where: _Where) -> Iterator[FlopCounterMode]:
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        # Not torch.backends.mkldnn.flags: it also writes a setting of Intel GPUs, which warns where there are none.
+        # Not torch.backends.mkldnn.flags: it also sets an option of Intel GPUs, which warns where there are none.
         stack.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
         torch._C._set_mkldnn_enabled(False)
         stack.callback(torch.backends.mha.set_fastpath_enabled, fast_path)
         torch.backends.mha.set_fastpath_enabled(False)
         for module in model.modules():
-            # Flags only: a model may have its own idea of a mode.
+            # The flags directly: a model may override `train()`.
             module.training = False
         ours = {torch.ops.cpt_fx._multiply: _integer_flops} | {_operator(name): cost for name, cost in FLOPS.items()}
         counter = FlopCounterMode(display=False, custom_mapping=ours)
-        # Its own would set hooks for all modules, which want to be called as modules then.
+        # The default tracker would set hooks on all modules, which must then be called as modules.
         counter.mod_tracker = where  # type: ignore[assignment]
         yield stack.enter_context(counter)
 
@@ -64,7 +64,7 @@ def _operator(name: str) -> Any:
 
 
 class _Where(nullcontext[None]):
-    """Tells the counter where it is, in the place of a module's name: the layer, and of a node what was decided."""
+    """Replaces the counter's module tracker: names the layer that runs, and the quantization decision of its node."""
 
     def __init__(self, model: nn.Module, parts: Sequence[tuple[str, Result]] = ()) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class _Where(nullcontext[None]):
 
     @property
     def parents(self) -> set[tuple[str, Site | None]]:
-        """The node that runs, or, outside of all graphs, the innermost module."""
+        """The place of the node that runs, or, outside of all graphs, the innermost module."""
         layer = None
         for frame in frames():
             code = frame.f_code
@@ -97,8 +97,8 @@ def _place(path: str, node: fx.Node, known: Modules) -> tuple[str, Site | None]:
     return named_below(path, site.layer if site else module_of(node, known)), site
 
 
-def module_products(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Product]:
-    """Count a plain model: to each module what runs in it and not in a module below it."""
+def module_products(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[CountedProduct]:
+    """Count the operations of a plain model, each for the innermost module that it runs in."""
     model = eager_model(model)
     with _counting(model, _Where(model)) as counter:
         run_aside(model, args, kwargs)
@@ -106,12 +106,12 @@ def module_products(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     return [found[name] for name, _ in model.named_modules() if name in found]
 
 
-def graph_products(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Product]:
-    """Count a transformed model operator by operator, and module by module what stands in no graph."""
+def graph_products(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[CountedProduct]:
+    """Count the operations of a transformed model for each node, and outside of all graphs for each module."""
     model = _for_a_look(eager_model(model))
     _check_inputs(model, args, kwargs)
     with _counting(model, _Where(model)) as counter:
-        # Once before: Dynamo may need other graphs for evaluation.
+        # One run before, since Dynamo may have to capture other graphs for evaluation.
         run_aside(model, args, kwargs)
         counter.flop_counts.clear()
         counter.mod_tracker = _Where(model, transformed_in(model))  # type: ignore[assignment]
@@ -119,13 +119,13 @@ def graph_products(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     return _products(counter)
 
 
-def _products(counter: FlopCounterMode) -> list[Product]:
+def _products(counter: FlopCounterMode) -> list[CountedProduct]:
     counts: Any = counter.flop_counts
-    return [Product(layer, sum(found.values()), site) for (layer, site), found in counts.items()]
+    return [CountedProduct(layer, sum(found.values()), site) for (layer, site), found in counts.items()]
 
 
 def _integer_flops(name: str, a: Sequence[Any], b: Sequence[Any], *rest: Any, out_shape: Any) -> int:
-    """Count a product of a lowered graph as that of the graph it was made from; tensors come as their shapes."""
+    """Count an integer product like the floating point product it stands for; tensors come as their shapes."""
     if not name.endswith("forward"):
         return 0
     summed = torch.Size(b[0][1:]).numel() if name.startswith("conv") else int(a[0][-1])
@@ -133,15 +133,15 @@ def _integer_flops(name: str, a: Sequence[Any], b: Sequence[Any], *rest: Any, ou
 
 
 def _for_a_look(model: nn.Module) -> nn.Module:
-    """Return a copy that shares the parameters: what Dynamo captures under a counter is of no use to the model."""
+    """Return a copy that shares the parameters: what Dynamo captures under the counter is of no use to the model."""
     try:
         return copy.deepcopy(model, {id(value): value for value in model.parameters()})
-    except Exception:  # it holds what cannot be copied: a lock, a result that has a history
+    except Exception:  # it holds something that cannot be copied: a lock, a tensor with a grad_fn
         return model
 
 
 def _check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Say which argument is missing, if one is."""
+    """Raise an error that names the missing argument, if one is missing."""
     try:
         inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:

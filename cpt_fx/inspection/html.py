@@ -1,4 +1,4 @@
-"""The drawing as one page: everything it needs is inside, nothing is fetched."""
+"""The drawing as one self-contained HTML page that fetches nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cpt_fx.inspection.model import Inspection
 
 START = 48
-"""A page starts with at most about so many boxes, and opens the rest on demand."""
+"""A page starts with about this many boxes at most; the rest are expanded on demand."""
 
 
 def page(inspection: Inspection) -> str:
@@ -51,7 +51,7 @@ def page(inspection: Inspection) -> str:
         "products": _products(inspection),
         "passes": _passes(inspection),
         "quantizers": _quantizers(views),
-        # "<" cannot end the script element it stands in.
+        # Escaped, "<" cannot end the script element that holds the data.
         "data": json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c"),
         "drawing": drawing(inspection, None if len(data["items"]) < 400 else 0),
     }
@@ -89,7 +89,7 @@ def _heading(item: Item) -> str:
 
 
 def _facts(item: Item) -> list[tuple[str, str]]:
-    """Return what the panel shows of a box."""
+    """Return what the side panel shows about a box."""
     view = item.view if item.kind == "quantizer" else None
     if view is None:
         if item.kind != "module":
@@ -138,7 +138,7 @@ def _passes(inspection: Inspection) -> str:
 
 
 def _products(inspection: Inspection) -> str:
-    """Return a section on what ran on integers, where anything can."""
+    """Return the section on integer products; empty if no product is lowered."""
     products = inspection.products
     if not any(product.lowered for product in products):
         return ""

@@ -1,7 +1,7 @@
 """Where boxes go: rows by topological generation, an order in each row that keeps edges short, then coordinates.
 
 Rows and orders depend on the graph alone; coordinates also on the sizes of the boxes, which change when a module is
-opened. The page (`page.js`) starts from those of folded modules, and opening one only pushes its neighbours aside.
+expanded. The page (`page.js`) starts with all modules placed collapsed; expanding one only pushes its neighbours aside.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from cpt_fx.inspection.tree import IN, OUT, Item
 GAP_X, GAP_Y, PORT_Y, LANE = 18.0, 32.0, 18.0, 10.0
 SWEEPS = 8
 TIGHT = 6.0
-"""How near a lane may come to a box, to be straight."""
+"""The smallest gap between a straightened lane and a box."""
 
 TALL, MOST, RATIO = 1100.0, 8, 1.35
-"""A drawing that is higher than this goes into columns, so many at most, to be about so wide for its height."""
+"""Height above which a drawing is split into columns, their largest number, and the ratio of width to height sought."""
 GUTTER = 64.0
 
 Boxes = dict[str, Box]
@@ -30,22 +30,23 @@ _LANE = Box(LANE, 0.0)
 
 
 @dataclass
-class Plan:
-    """Rows of ids, and every edge as the chain of ids it runs through. Ids with a `~` are lanes of long edges.
+class RowPlan:
+    """Rows of ids, and every edge as the chain of ids it runs through.
 
-    An edge that shares lanes with an earlier one starts at the last of them.
+    An id with a `~` is a lane: the place of a long edge in a row that it crosses. An edge that shares lanes with an
+    earlier one starts at the last of them.
     """
 
     rows: list[list[str]]
     chains: list[list[str]]
     links: nx.DiGraph
-    """The steps of all chains, each from one row to the next."""
+    """The links of all chains, each from one row to the next."""
     back: list[tuple[str, str]] = field(default_factory=list)
     """Edges against the flow: a module that is needed both before and after another."""
 
 
-def plan(item: Item) -> Plan:
-    """Arrange the children of a module."""
+def plan(item: Item) -> RowPlan:
+    """Arrange the children of a module in rows."""
     order = {child.id: (child.order, place) for place, child in enumerate(item.children)}
     order[IN], order[OUT] = (-1, -1), (1 << 60, 0)
     forward = [(a, b) for a, b in item.edges if order[a] < order[b]]
@@ -62,11 +63,11 @@ def plan(item: Item) -> Plan:
     links.add_nodes_from(itertools.chain.from_iterable(rows))
     for chain in chains:
         nx.add_path(links, chain)
-    return Plan(_untangle([row for row in rows if row], links), chains, links, back)
+    return RowPlan(_untangle([row for row in rows if row], links), chains, links, back)
 
 
 def _ranks(graph: nx.DiGraph, kinds: dict[str, str]) -> dict[str, int]:
-    """Number the rows; what depends on parameters alone stands right above where it is needed."""
+    """Assign a row to each node; what depends on parameters alone goes right above its first use."""
     ranks = {node: rank for rank, row in enumerate(nx.topological_generations(graph)) for node in row}
     entered = [node for node in graph if node == IN or kinds.get(node) == "input"]
     flowing = {node for first in entered for node in (first, *nx.descendants(graph, first))}
@@ -81,7 +82,7 @@ def _ranks(graph: nx.DiGraph, kinds: dict[str, str]) -> dict[str, int]:
 
 
 def _lanes(rows: list[list[str]], ranks: dict[str, int], edges: list[tuple[str, str]]) -> list[list[str]]:
-    """Give edges that skip rows a lane in each of them, one for all edges of a source."""
+    """Return the chain of each edge, with a lane in every row it skips; edges of one source share their lanes."""
     chains = []
     for a, b in edges:
         chain = [a]
@@ -97,7 +98,7 @@ def _lanes(rows: list[list[str]], ranks: dict[str, int], edges: list[tuple[str, 
 
 
 def _untangle(rows: list[list[str]], links: nx.DiGraph) -> list[list[str]]:
-    """Sort each row by the mean position of the neighbours above, then below, and keep the best order seen."""
+    """Sort each row by the mean position of neighbours above, then below; keep the order with the fewest crossings."""
     best, fewest = rows, _crossings(rows, links)
     current = rows
     for sweep in range(SWEEPS):
@@ -141,11 +142,11 @@ class Placed:
     width: float = 0.0
     height: float = 0.0
     cuts: dict[int, float] = field(default_factory=dict)
-    """Rows at which a new column starts, and where the way up to it is."""
+    """Rows at which a new column starts -> x of the gutter through which edges go up to it."""
 
 
-def place(plan: Plan, boxes: Boxes) -> Placed:
-    """Put boxes into their rows, straight below what they follow where there is room."""
+def place(plan: RowPlan, boxes: Boxes) -> Placed:
+    """Return the coordinates of all boxes, straight below what they follow where there is room."""
     width = {node: boxes.get(node, _LANE).width for row in plan.rows for node in row}
     axis = {node: _axis(boxes.get(node, _LANE)) for node in width}
     x: dict[str, float] = {}
@@ -161,7 +162,7 @@ def place(plan: Plan, boxes: Boxes) -> Placed:
                 near = above if down else below
                 if sweep > 5 or not near:
                     near = above + below
-                # Boxes in a line count most, so that a main path is straight and the lanes of skipping edges give way.
+                # Links between boxes weigh most, so that the main path is straight and lanes give way.
                 weights = [(8.0, 0.05, 4.0)[("~" in node) + ("~" in other)] for other in near]
                 wish = sum((x[other] + axis[other]) * weight for other, weight in zip(near, weights, strict=True))
                 wanted.append(wish / sum(weights) - axis[node] if near else x[node])
@@ -170,8 +171,8 @@ def place(plan: Plan, boxes: Boxes) -> Placed:
     return _stacked(plan, boxes, x, [0])
 
 
-def _stacked(plan: Plan, boxes: Boxes, x: dict[str, float], starts: list[int]) -> Placed:
-    """Put rows below each other, in columns that begin at some of them."""
+def _stacked(plan: RowPlan, boxes: Boxes, x: dict[str, float], starts: list[int]) -> Placed:
+    """Stack the rows, in columns that begin at the rows in `starts`."""
     placed = Placed({}, row_of={node: place for place, row in enumerate(plan.rows) for node in row})
     left = -GUTTER
     for first, end in itertools.pairwise([*starts, len(plan.rows)]):
@@ -196,8 +197,8 @@ def _stacked(plan: Plan, boxes: Boxes, x: dict[str, float], starts: list[int]) -
     return placed
 
 
-def _straighten(plan: Plan, width: dict[str, float], x: dict[str, float]) -> None:
-    """Move the lanes of an edge onto one line, as far down as their neighbours leave room."""
+def _straighten(plan: RowPlan, width: dict[str, float], x: dict[str, float]) -> None:
+    """Move the lanes of an edge onto one vertical line, as far down as their neighbours leave room."""
     lanes: dict[str, list[str]] = {}
     room: dict[str, tuple[str | None, str | None]] = {}
     for row in plan.rows:
@@ -220,8 +221,8 @@ def _straighten(plan: Plan, width: dict[str, float], x: dict[str, float]) -> Non
         _align(line, low, high, x)
 
 
-def arrivals(plan: Plan, placed: Placed, boxes: Boxes) -> list[float]:
-    """Return for each chain how far from the middle of its box it arrives: several arrive side by side."""
+def arrivals(plan: RowPlan, placed: Placed, boxes: Boxes) -> list[float]:
+    """Return for each chain how far from the centre of its last box it arrives: several arrive side by side."""
     found = []
     for chain in plan.chains:
         arriving = sorted((one for one in plan.chains if one[-1] == chain[-1]), key=lambda one: placed.x[one[-2]])
@@ -237,16 +238,16 @@ def _align(line: list[str], low: float, high: float, x: dict[str, float]) -> Non
 
 
 def _axis(box: Box) -> float:
-    """Return the port to align by, if values leave a module below where they entered.
+    """Return the offset of the port to align by, if values leave a module straight below where they enter.
 
-    Otherwise modules stand under each other by their middles: a row of them would drift to the side for ever.
+    Otherwise it is 0, the centre: aligned by ports, a series of such modules would drift sideways without end.
     """
     enter, leave = box.port or (0.0, 0.0)
     return enter if abs(enter - leave) < 6 else 0.0
 
 
 def _settle(row: list[str], wanted: list[float], width: dict[str, float], x: dict[str, float]) -> None:
-    """Give every box of a row the place it wants, as nearly as its neighbours allow (pool adjacent violators)."""
+    """Place the boxes of a row as near to where they are wanted as their gaps allow (pool adjacent violators)."""
     gaps = ((width[a] + width[b]) / 2 + GAP_X for a, b in itertools.pairwise(row))
     offsets = list(itertools.accumulate(gaps, initial=0.0))
     pools: list[tuple[float, float, int]] = []
@@ -261,10 +262,10 @@ def _settle(row: list[str], wanted: list[float], width: dict[str, float], x: dic
     x.update((node, mean + offset) for node, mean, offset in zip(row, means, offsets, strict=True))
 
 
-def in_columns(plan: Plan, placed: Placed, boxes: Boxes) -> Placed:
-    """Return coordinates in as many columns as make the drawing fit a page best; as they are if it is not long.
+def in_columns(plan: RowPlan, placed: Placed, boxes: Boxes) -> Placed:
+    """Return coordinates in as many columns as fit a page best; unchanged if the drawing is not tall.
 
-    A column may start at rows that only one value enters, for one box: at those nearest to equal heights.
+    A column may start only at a row that a single edge enters, into a box; those nearest to equal heights are taken.
     """
     entering = [[node for node in row for _ in plan.links.pred[node]] for row in plan.rows]
     possible = [row for row, nodes in enumerate(entering) if len(nodes) == 1 and "~" not in nodes[0]]

@@ -1,4 +1,4 @@
-"""What can be compared of any value, how one differs from another, and which differences are nothing but rounding."""
+"""Splits values into leaves that can be compared, describes their differences, and tells which are only rounding."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from cpt_fx.result import plain_class
+from cpt_fx.ir.result import plain_class
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.Size)
 _CLOSED = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, torch.Generator)
-"""Nothing inside of these comes out of a run."""
+"""Objects that are not looked into: a run produces nothing inside of them."""
 _DEPTH, _ITEMS = 8, 1000
-"""How far to look into objects of somebody's, and how many things beside tensors to look at in one."""
+"""How deep to look into arbitrary objects, and how many items besides tensors to compare in each."""
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ABSENT: Any = object()
-"""In the place of a leaf that is not there."""
+"""Stands for a missing leaf."""
 ROUNDING = 1e-5
-"""How far numbers may be apart, relative to the largest of a tensor, where the order of sums is another one."""
+"""How far values may be apart, relative to the largest of their tensor, if sums are computed in another order."""
 SMALL = 0.01
-"""Some gradients are nothing but rounding, such as that of a key's bias: this part of the largest one measures them."""
+"""Every gradient counts as at least this share of the largest: some, as of a key's bias, are rounding errors only."""
 _MOVED, _ECHO = 1e-6, 5.0
-"""How much everything is scaled for that, and how many times what it does is rounding."""
+"""Relative size of the perturbation that stands for rounding, and how many times its effect still is rounding."""
 _WANDERS = 100
-"""How many times as far as a few runs of the plain model another one may be, where no two are equal."""
+"""Where runs of the plain model differ from each other, the result may differ by this many times as much."""
 GRADIENT = "the gradient of "
 
 Found = dict[tuple[int, str], str]
-"""The number of a mode and the name of each thing that differs there -> how."""
+"""Number of the mode and name of the leaf that differs -> how it differs."""
 Runs = Sequence[Mapping[str, Any]]
-"""What came out of a run in each mode, by name."""
+"""What a run produced in each mode, by name."""
 
 
 def leaves(value: Any, path: str, known: frozenset[int] = frozenset()) -> Iterator[tuple[str, Any]]:
-    """Walk over all that a value holds, each thing with the way to it; a container by itself stands for its type."""
+    """Yield everything that a value holds, with its path; containers and other objects also yield their type."""
     if isinstance(value, (Tensor, numpy.ndarray, *_PLAIN)):
         yield path, value
         return
@@ -72,15 +72,15 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def kept(value: Any) -> Any:
-    """Return a leaf as it is now, whatever is written to it later."""
+    """Return a leaf as it is now, unaffected by later writes."""
     if isinstance(value, Tensor):
-        # Whether it is a node of autograd is part of what it is; nothing else of its history is kept.
+        # Whether it requires a gradient is compared; the rest of its autograd history is dropped.
         return value.detach().clone().requires_grad_(value.requires_grad)
     return value.copy() if isinstance(value, numpy.ndarray) else value
 
 
 def difference(ours: Any, theirs: Any) -> str:
-    """Say what tells one leaf from another; nothing where they are equal to the last bit. A NaN equals a NaN."""
+    """Describe how two leaves differ; an empty string if they are bitwise equal, where a NaN equals a NaN."""
     if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
         return _of_tensors(ours, theirs)
     if isinstance(ours, numpy.ndarray) and isinstance(theirs, numpy.ndarray):
@@ -105,7 +105,7 @@ def _named(value: Any) -> str:
 
 
 def unlike(ours: Tensor, theirs: Tensor) -> str:
-    """Say what besides numbers tells two tensors from each other."""
+    """Describe how two tensors differ in anything but their values; an empty string if they do not."""
     for what in ("shape", "dtype", "layout", "device", "requires_grad"):
         mine, other = getattr(ours, what), getattr(theirs, what)
         if mine != other:
@@ -124,7 +124,7 @@ def _of_tensors(ours: Tensor, theirs: Tensor) -> str:
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """Return the dense tensors that a tensor is made of."""
+    """Return the dense tensors that a tensor consists of."""
     if tensor.is_meta:
         return []
     if tensor.is_nested:
@@ -147,7 +147,7 @@ def _is_equal(ours: Tensor, theirs: Tensor) -> bool:
         return torch.equal(ours, theirs)
     if torch.equal(ours.view(bits), theirs.view(bits)):
         return True
-    # A NaN can be written in many ways.
+    # There are many bit patterns for NaN.
     ours, theirs = (torch.where(one.isnan(), torch.nan, one) for one in (ours, theirs))
     return torch.equal(ours.view(bits), theirs.view(bits))
 
@@ -162,7 +162,7 @@ def _how_far(ours: Tensor, theirs: Tensor) -> str:
 
 
 def apart(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
-    """Return the largest distance of two tensors' elements, and the largest element."""
+    """Return the largest difference between elements of two tensors, and the largest element of the second."""
     if not theirs.numel():
         return 0.0, 0.0
     mine, other = ours.detach(), theirs.detach()
@@ -171,7 +171,7 @@ def apart(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
     far, largest = float((mine - other).abs().max()), float(other.abs().max())
     if far < torch.inf and largest < torch.inf:
         return far, largest
-    # Infinities that are equal are no distance, and nor are two NaN.
+    # Equal infinities do not differ, nor do two NaNs.
     alike = (mine == other) | (mine.isnan() & other.isnan())
     finite = other.abs()[other.isfinite()]
     far = float(torch.where(alike, 0.0, (mine - other).abs()).nan_to_num(nan=torch.inf).max())
@@ -179,7 +179,7 @@ def apart(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
 
 
 def close_in(found: Found, ours: Runs, theirs: Runs, unit: float = 0.0) -> Found:
-    """Return the differences that another order of sums explains; `unit` is one rounding on the way to them."""
+    """Return the differences that another order of sums explains; `unit` is the coarsest eps on the way to them."""
     near: Found = {}
     floors = [SMALL * largest(run[name] for name in run if name.startswith(GRADIENT)) for run in theirs if found]
     for (place, name), how in found.items():
@@ -189,11 +189,12 @@ def close_in(found: Found, ours: Runs, theirs: Runs, unit: float = 0.0) -> Found
 
 
 def echoed_in(found: Found, ours: Runs, theirs: Runs, moved: Sequence[Runs], computed_with: Iterable[Tensor]) -> Found:
-    """Return the differences that are rounding beside the largest number of a run, and that rounding does make.
+    """Return the differences that are rounding relative to the largest value of a run, and that rounding can cause.
 
-    The sum of what was normalized is nothing but rounding, and so is the loss of what is learned by heart: no part of
-    such a number can be asked for. `moved` are runs of the plain model that differ from `theirs` by no more than
-    rounding; `computed_with` are its numbers, the largest of which counts. What rounding leaves alone is none.
+    Some values are rounding errors only, such as the sum of normalized values, or the loss of a sample that the model
+    has memorized: a relative tolerance of their own does not help. `moved` are runs of the plain model perturbed by no
+    more than rounding; `computed_with` are its parameters, whose largest value counts as well. A value that does not
+    react to the perturbation must be equal.
     """
     near: Found = {}
     scale = largest(computed_with)
@@ -207,7 +208,7 @@ def echoed_in(found: Found, ours: Runs, theirs: Runs, moved: Sequence[Runs], com
 
 
 def unsteady_in(found: Found, ours: Runs, theirs: Runs, again: Sequence[Runs]) -> Found:
-    """Return the differences in what is another one in each run of the plain model, and not farther off than that."""
+    """Return the differences in what varies between runs of the plain model, if they are not much larger than that."""
     unsteady: Found = {}
     for (place, name), how in found.items():
         mine, other, *more = values = [runs[place].get(name, ABSENT) for runs in (ours, theirs, *again)]
@@ -219,7 +220,7 @@ def unsteady_in(found: Found, ours: Runs, theirs: Runs, again: Sequence[Runs]) -
 
 
 def scaled(tensors: Iterable[Tensor], seed: int) -> None:
-    """Scale each tensor by a number close to 1: elements that are equal, and zeros, stay so."""
+    """Scale each tensor in place by a number close to 1, so that equal elements stay equal, and zeros zero."""
     chance = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for one in tensors:
@@ -228,7 +229,7 @@ def scaled(tensors: Iterable[Tensor], seed: int) -> None:
 
 
 def largest(values: Iterable[Any]) -> float:
-    """Return the largest element of all dense tensors among some values."""
+    """Return the largest magnitude in all dense tensors among some values."""
     dense = (one.detach() for one in values if _is_dense(one) and one.numel())
     return max((float(one.abs().max()) for one in dense), default=0.0)
 
@@ -239,7 +240,7 @@ def _is_dense(value: Any) -> bool:
 
 
 def _is_alike(ours: Any, theirs: Any) -> bool:
-    """Whether nothing but numbers tells two tensors from each other."""
+    """Whether two floating point tensors differ in nothing but their values."""
     both = isinstance(ours, Tensor) and isinstance(theirs, Tensor)
     return both and not unlike(ours, theirs) and theirs.is_floating_point()
 

@@ -1,4 +1,4 @@
-"""What is on a grid: the levels in every range of a quantizer's result, and tensors that hold nothing else."""
+"""Which tensors are quantized: the levels in every range of a quantizer's result, and tensors of such levels only."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from cpt_fx.arrays import array_of
+from cpt_fx.common.arrays import array_of
+from cpt_fx.common.functorch import plain
 from cpt_fx.formats import most_levels
-from cpt_fx.numerics import Grid, reduced_dims
-from cpt_fx.transformed import plain
+from cpt_fx.quantizers.numerics import Grid, reduced_dims
 
 _FITS = (torch.float32, torch.float16, torch.bfloat16, torch.int8)
-"""What is exact in single precision."""
+"""Types whose values are exact in single precision."""
 _HALF = (torch.float16, torch.bfloat16)
 _FEW = 64
-"""Levels that a tensor in half precision may hold of several quantizers: with more, hardly a value is none of them."""
+"""The most levels that a half-precision tensor is compared with at once: with more, almost any value is a level."""
 _RECENT = 8
-"""Quantizers whose levels a copy is compared with one by one, before it is compared with those of all."""
+"""How many recent quantizers a copy is compared with one by one, before it is compared with all at once."""
 
 
 def ranges_of(x: Tensor, grid: Grid) -> Tensor:
-    """Return a tensor as a matrix that has a row for each range."""
+    """Return a tensor as a matrix with one row per range."""
     dims = reduced_dims(x.ndim, grid.keep, grid.over)
     kept = tuple(dim for dim in range(x.ndim) if dim not in dims)
     count = torch.Size(x.shape[dim] for dim in kept).numel()
@@ -38,7 +38,7 @@ def ranges_of(x: Tensor, grid: Grid) -> Tensor:
 
 
 def levels_in(rows: Tensor, most: int) -> tuple[int, Tensor]:
-    """Return how many levels a row shows at most, `most` + 1 standing for more, and which there are in all rows."""
+    """Return the largest number of levels in a row, at most `most` + 1, and the levels of all rows."""
     # NumPy sorts and compares several times as fast as torch does on a CPU.
     ordered = np.sort(array_of(_exact(rows)), 1)
     is_new = np.isfinite(ordered)
@@ -49,7 +49,7 @@ def levels_in(rows: Tensor, most: int) -> tuple[int, Tensor]:
 
 
 def holds(x: Tensor, levels: Tensor) -> bool:
-    """Whether a tensor holds nothing but levels, which are sorted, and zeros. What is not finite has none."""
+    """Whether every element of a tensor is one of the levels, or NaN."""
     levels = levels.to(x.device, x.dtype)
     if x.is_cpu:
         is_level = torch.from_numpy(np.isin(array_of(_exact(x)), array_of(_exact(levels))))
@@ -59,25 +59,25 @@ def holds(x: Tensor, levels: Tensor) -> bool:
 
 
 def _exact(x: Tensor) -> Tensor:
-    """Return the same numbers in a type that NumPy has."""
+    """Return the same values in a type that NumPy supports."""
     return x.float() if x.dtype in _FITS else x
 
 
 @dataclass
 class Grids:
-    """The results of quantizers in a run, and which tensors hold them."""
+    """The results of quantizers in a run: their levels, and the storages that hold them."""
 
     unread: set[str] = field(default_factory=set)
     """Kinds of tensors whose values cannot be read."""
     single: int = 0
-    """How often a range had one element alone."""
+    """How many results had ranges of a single element."""
     _grids: dict[int, StorageWeakRef] = field(default_factory=dict)
-    """Memory that holds what a quantizer produced, or a copy of that. A weak reference keeps the number from others."""
+    """Storages of quantizer results and copies of these, by address; a weak reference keeps the address from reuse."""
     _levels: list[Tensor] = field(default_factory=list)
     _all: Tensor | None = None
 
     def add(self, result: Tensor, bits: int | None, grid: Grid) -> bool:
-        """Take note of the result of a quantizer; return whether no range has more levels than its width allows."""
+        """Register the result of a quantizer; return whether no range has more levels than its width allows."""
         if self._is_unread(result):
             return True
         self._keep(result)
@@ -102,13 +102,13 @@ class Grids:
         self._grids[storage._cdata] = StorageWeakRef(storage)
 
     def forget(self, written: Any) -> None:
-        """Take note of an operator that writes: what it wrote to is no quantizer's result any more."""
+        """Forget the tensors that an operator wrote to: they are no quantizer results any more."""
         for tensor in pytree.tree_leaves(written) if isinstance(written, (list, tuple)) else (written,):
             if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
                 self._grids.pop(tensor.untyped_storage()._cdata, None)
 
     def hold(self, value: Any) -> bool:
-        """Whether an operand is what a quantizer produced, or holds nothing but such values."""
+        """Whether an operand is the result of a quantizer, or holds nothing but such values."""
         if isinstance(value, (list, tuple)):  # an operand of integer execution: codes with their scale
             return len(value) > 1 or all(map(self.hold, value))
         if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
@@ -127,7 +127,7 @@ class Grids:
         return found
 
     def _holds_levels(self, value: Tensor) -> bool:
-        """Whether a copy holds nothing but levels that quantizers have produced, and zeros."""
+        """Whether a tensor holds nothing but zeros and levels that quantizers have produced."""
         zero = value.new_zeros(1)
         if not self._levels:
             return holds(value, zero)
@@ -147,7 +147,7 @@ def _with(levels: Tensor, zero: Tensor) -> Tensor:
 
 
 def _unreadable(value: Tensor) -> str:
-    """Return why the values of a tensor cannot be read; nothing where they can."""
+    """Return why the values of a tensor cannot be read; an empty string if they can."""
     if value.is_meta or isinstance(value, torch._subclasses.FakeTensor):
         return "meta"
     return "functorch" if torch._C._functorch.is_functorch_wrapped_tensor(value) else ""

@@ -1,4 +1,4 @@
-"""The inspection itself: one object from which everything else is asked."""
+"""`Inspection`: one object that gives access to all that is known of a transformed model."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from rich.table import Table
 from torch import fx, nn
 
 from cpt_fx.api import graphs, history_of
+from cpt_fx.capture.proof import proven_state
+from cpt_fx.capture.standalone import transformed_in
 from cpt_fx.inspection import table
 from cpt_fx.inspection.html import page
 from cpt_fx.inspection.svg import drawing
 from cpt_fx.inspection.tree import digraph
 from cpt_fx.inspection.verification import Verification, verify
 from cpt_fx.inspection.views import OF_A_SECOND, ProductView, QuantizerView, fields, products_in, views_in
-from cpt_fx.meta import Uncovered
-from cpt_fx.pass_base import Report
-from cpt_fx.proof import proven_state
-from cpt_fx.standalone import transformed_in
+from cpt_fx.ir.meta import Uncovered
+from cpt_fx.ir.pass_base import Report
 
 
 @dataclass(frozen=True)
 class CaptureInfo:
-    """How the model became a graph."""
+    """How the model was captured."""
 
     frontend: str
     notes: tuple[str, ...] = ()
     breaks: tuple[str, ...] = ()
-    """Where the code could not be kept in one graph, each with file, line and reason."""
+    """The graph breaks, each with file, line and reason."""
 
     def __str__(self) -> str:
-        """The frontend, then the notes, then the breaks."""
+        """Return the frontend, then the notes, then the graph breaks."""
         breaks = (f"the graph breaks at {place}" for place in self.breaks)
         return "\n  ".join((self.frontend, *self.notes, *breaks))
 
 
 @dataclass(frozen=True, repr=False)
 class Inspection:
-    """What a transformed model is: what is quantized, what is not, how it came about. Read when asked, not before."""
+    """A live view of a transformed model: what is quantized, what is not, and how it was made."""
 
     model: nn.Module
     shown: Verification | None = None
-    """A proof whose records are shown instead of those of the model: what its trial run saw."""
+    """A proof whose counters are shown instead of those of the model: what its dry run counted."""
 
     @property
     def graphs(self) -> list[fx.GraphModule]:
@@ -54,22 +54,22 @@ class Inspection:
 
     @property
     def name(self) -> str:
-        """The class of the model that was transformed."""
+        """The class name of the model that was transformed."""
         return history_of(self.model).kind
 
     @property
     def quantizers(self) -> tuple[QuantizerView, ...]:
-        """Every quantize node as it stands now, or with `shown` as the trial run saw it."""
+        """Every quantize node as it is now; with `shown`, as it was in the dry run."""
         return views_in(self.model) if self.shown is None else self.shown.views
 
     @property
     def products(self) -> tuple[ProductView, ...]:
-        """Every quantized product: how often it ran on integers, forward and backward, and why where it did not."""
+        """Every quantized product: how often it ran on integers, forward and backward, and why the rest did not."""
         return products_in(self.model)
 
     @property
     def uncovered(self) -> tuple[Uncovered, ...]:
-        """Everything that multiplies and stays in full precision, with the reason."""
+        """Every product, or operand of one, that stays in full precision, with the reason."""
         came = (
             Uncovered(view.layer, view.op, view.left, view.operand, by_choice=view.left == OF_A_SECOND)
             for view in self.quantizers
@@ -84,42 +84,42 @@ class Inspection:
 
     @property
     def capture(self) -> CaptureInfo:
-        """Which frontend captured the model, and what it had to say."""
+        """Which frontend captured the model, with its notes and graph breaks."""
         history = history_of(self.model)
         return CaptureInfo(history.frontend, history.notes, history.breaks)
 
     @property
     def state(self) -> str:
-        """Whether it was proven that the result is the model at 32 bits and quantizes below, and whether that holds."""
+        """Whether the result is proven to equal the model at 32 bits and to quantize below, and if that still holds."""
         outside = history_of(self.model).outside
         return proven_state(transformed_in(self.model), [item.layer or "(root)" for item in outside])
 
     def verify(self, *inputs: Any, gradients: bool = True, **kwargs: Any) -> Verification:
-        """Prove that the result is the model and that it quantizes; without inputs, the latter from its records so far.
+        """Prove that the result equals the model and quantizes; without inputs, only the latter, from its counters.
 
-        Given inputs, the result at 32 bits and the plain model run beside each other, in training and in evaluation,
-        with and without gradients: outputs, gradients, buffers and random numbers must be equal to the last bit, or to
-        float rounding where operators were opened. Then the result runs at 2 bits, and everything that multiplies is
-        seen: operands come from quantizers, or the product is listed in `uncovered`, to which those of a second
-        backward pass are added. All of it is eager and leaves no trace. Without inputs the records count what the
-        model has done until now, so train a step first.
+        With inputs, the result at 32 bits and the plain model run side by side, in training and in evaluation mode,
+        with and without gradients: outputs, gradients, buffers and random number states must be equal to the last bit,
+        or up to float rounding where operators were decomposed. Then the result runs at 2 bits, and every product is
+        checked: its operands come from quantizers, or it is listed in `uncovered`, to which products of a second
+        backward pass are added. These runs are eager and have no side effects on the model. Without inputs, the
+        counters hold what the model has run so far, so train a step first.
 
         Args:
-            inputs: what the model is called with, for a trial run.
-            gradients: demand that gradient quantizers ran too; False for a model that only evaluates.
+            inputs: positional arguments of the model, for a dry run.
+            gradients: require that gradient quantizers ran too; False for a model that is only evaluated.
             kwargs: keyword arguments of the model.
 
         Raises:
-            TypeError: where a tuple is given that holds the arguments: it is `verify(x)`, not `verify((x,))`.
-            ValueError: where the model does not run on the inputs.
-            VerificationError: naming whatever differs from the plain model; every product that goes around the
+            TypeError: if the arguments are passed as one tuple: call `verify(x)`, not `verify((x,))`.
+            ValueError: if the model does not run on the inputs.
+            VerificationError: listing whatever differs from the plain model; every product that bypasses the
                 quantizers; and the layer of every quantizer that never ran, showed more than 2^b levels, follows no
                 schedule, or has a running range that is not finite.
         """
         return verify(self.model, inputs, kwargs, gradients)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as plain data, which JSON can hold: for logs, for programs, for a diff of two runs."""
+        """Return everything as plain data, which JSON can hold: for logs, for programs, for a diff of two runs."""
         return {
             "model": self.name,
             "state": self.state,
@@ -140,7 +140,7 @@ class Inspection:
         }  # fmt: skip
 
     def table(self) -> Table:
-        """Return the quantizers as a rich table, grouped by layer, and below it whether they were proven."""
+        """Return the quantizers as a rich table, grouped by layer, with the state of the proof below it."""
         quantizers = table.quantizer_table(self.quantizers)
         quantizers.caption, quantizers.caption_justify = self.state, "left"
         return quantizers
@@ -157,27 +157,27 @@ class Inspection:
 
         Args:
             path: the file to write.
-            depth: how many levels of modules are opened; by default as many as stay readable on one page.
+            depth: how many levels of modules are expanded; by default as many as stay readable on one page.
         """
         return _written(drawing(self, depth), path)
 
     def html(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Draw the graph as one self-contained page: modules open and fold, quantizers show what they did."""
+        """Draw the graph as one self-contained page: modules expand and collapse, quantizers show their counters."""
         return _written(page(self), path)
 
     def _repr_html_(self) -> str:
         return drawing(self, None)
 
     def __rich__(self) -> ConsoleRenderable:
-        """Show tables in a terminal."""
+        """Return tables for a terminal."""
         return table.overview(self)
 
     def __str__(self) -> str:
-        """Show the same as plain text."""
+        """Return the same tables as plain text."""
         return table.as_text(self, 100)
 
     def __repr__(self) -> str:
-        """Say what there is."""
+        """Return a summary in one line."""
         counts = f"{len(self.quantizers)} quantizers, {len(self.uncovered)} uncovered"
         return f"<Inspection of {self.name}: {counts}; {self.state}>"
 

@@ -17,24 +17,24 @@ from torch.autograd.function import Function, FunctionCtx
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils import checkpoint
 
-from cpt_fx.bodies import AUTHORS_OWN
+from cpt_fx.common.resources import OWN
 from cpt_fx.integer.ops import INTEGER_PRODUCTS
-from cpt_fx.meta import LEFT, SITE, Site, get_attribute, module_path
-from cpt_fx.names import frames_of
+from cpt_fx.ir.contexts import TRANSFORMED
+from cpt_fx.ir.layer_names import frames_of
+from cpt_fx.ir.meta import LEFT, SITE, Site, get_attribute, module_path
+from cpt_fx.ir.result import PART
+from cpt_fx.ir.subgraphs import AUTHORS_OWN
 from cpt_fx.operators import form_of
-from cpt_fx.regions import TRANSFORMED
-from cpt_fx.result import PART
 
-OURS, _TORCH = (str(Path(str(module.__file__)).parent) for module in (sys.modules["cpt_fx"], torch))
-_TESTED = str(Path(OURS).parent / "passes")
+_TORCH = str(Path(torch.__file__).parent)
 _APPLY: CodeType = vars(Function)["apply"].__func__.__code__
 GENERATED = "<eval_with_key>"
 _LISTING = ("net.py", "call")
-"""Functions that list what they run as it is: a local variable of theirs, `reason`, says why."""
+"""File and name of the function that runs an operator unquantized and lists it: its local `reason` says why."""
 
 
-class Kind(Enum):
-    """What is known of the place of a product."""
+class PlaceKind(Enum):
+    """What is known about the place of a product."""
 
     SITE = "a node with quantizers"
     LEFT = "a node that is listed as left"
@@ -48,22 +48,22 @@ class Kind(Enum):
 class Place:
     """Where a product comes from."""
 
-    kind: Kind
+    kind: PlaceKind
     name: str
     """The layer, or file and line."""
     node: fx.Node | None = None
     frame: FrameType | None = None
-    """That of the graph, while it runs."""
+    """The frame of the graph's code, while it runs."""
     transformed: bool = False
-    """Whether it runs under a transform of torch.func: each level of that has a node of its own for one operator."""
+    """Whether it runs under a torch.func transform, where an operator has an autograd node for each level."""
     recomputes: bool = False
-    """Whether this is no backward pass, but a forward pass that runs inside of one."""
+    """Whether it is part of a forward pass that a backward pass recomputes."""
     applied: bool = False
-    """Whether it is inside of a `torch.autograd.Function`, whose number in autograd is the latest one."""
+    """Whether it is inside a `torch.autograd.Function`, which then has the latest autograd sequence number."""
 
     @property
     def site(self) -> Site | None:
-        """What was decided about the node."""
+        """The quantization decision for the node."""
         return None if self.node is None else self.node.meta.get(SITE)
 
     @property
@@ -75,13 +75,13 @@ class Place:
 
     @property
     def is_registered(self) -> bool:
-        """Whether the node calls an operator whose code is not torch's, but part of it all the same."""
+        """Whether the node calls a registered operator, whose internal products are part of it."""
         form = None if self.node is None else form_of(self.node.target)
         return form is not None and form.row.registered
 
 
-class Places:
-    """Knows a model's modules, and finds where code that runs at this moment belongs to."""
+class ProductPlaces:
+    """Finds the place in a model that the running code belongs to."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names: dict[int, str] = {}
@@ -94,7 +94,7 @@ class Places:
         self._left_bodies: dict[int, fx.Node] = {}
 
     def now(self) -> Place:
-        """Return the place of the code that called this, up to the start of a backward pass where it is in one."""
+        """Return the place of the calling code; inside a backward pass, only frames since its start count."""
         line, own, layer, again = "", "", 0, False
         backward = torch._C._current_autograd_node() is not None
         for frame in frames():
@@ -103,52 +103,52 @@ class Places:
             if file.startswith(GENERATED):
                 found = self._node(frame)
                 place = None if found is None else self._of_node(found, frame, backward)
-                # Code of somebody else's inside of an operator, a mode or a hook, is no part of the operator.
-                if place is not None and not (line and place.kind is Kind.SITE and not place.is_registered):
+                # Foreign code that runs inside an operator (a mode, a hook) is not part of the operator.
+                if place is not None and not (line and place.kind is PlaceKind.SITE and not place.is_registered):
                     return place
                 if found is not None and not line:
                     line = _line_of(found)
             elif code is engine._engine_run_backward.__code__ and backward:
                 break
-            elif file.startswith(OURS) and (Path(file).name, code.co_name) == _LISTING:
+            elif file.startswith(OWN) and (Path(file).name, code.co_name) == _LISTING:
                 given = frame.f_locals
                 if given.get("reason"):
                     caller = given.get("caller")
                     transformed = caller is not None and caller.function is None
-                    return Place(Kind.LEFT, given["function"].name if caller is None else caller.path,
+                    return Place(PlaceKind.LEFT, given["function"].name if caller is None else caller.path,
                                  transformed=transformed)  # fmt: skip
             elif file == checkpoint.__file__:
                 again = again or backward
-            if file.startswith((OURS, _TESTED)):
+            if file.startswith(OWN):
                 continue
             first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
             if isinstance(first, SpectralNorm):
-                return Place(Kind.LEFT, "")  # listed for every layer that has one
+                return Place(PlaceKind.LEFT, "")  # listed for every layer that has one
             if isinstance(first, nn.Module) and id(first) in self._names and not layer:
                 layer = id(first)
             if isinstance(first, FunctionCtx) and backward:
-                line, own = "", own or f"{file}:{frame.f_lineno}"  # of an operator like others
+                line, own = "", own or f"{file}:{frame.f_lineno}"  # the backward pass of an operator
             elif not line and not file.startswith((_TORCH, "<")):
                 line = f"{file}:{frame.f_lineno}"
         else:
             backward = False
         name = self._names.get(layer, "")
         if backward and not again and not line:
-            return Place(Kind.BACKWARD, own)
+            return Place(PlaceKind.BACKWARD, own)
         if layer and layer not in self._inside:
-            return Place(Kind.OUTSIDE, name, recomputes=again)
-        return Place(Kind.NOWHERE, ", ".join(filter(None, (name, line))), recomputes=again)
+            return Place(PlaceKind.OUTSIDE, name, recomputes=again)
+        return Place(PlaceKind.NOWHERE, ", ".join(filter(None, (name, line))), recomputes=again)
 
     def _of_node(self, node: fx.Node, frame: FrameType, backward: bool) -> Place | None:
         if SITE in node.meta:
-            return Place(Kind.SITE, node.meta[SITE].layer, node, frame, recomputes=backward)
+            return Place(PlaceKind.SITE, node.meta[SITE].layer, node, frame, recomputes=backward)
         if LEFT in node.meta:
             transformed = node.meta[LEFT] == TRANSFORMED
-            return Place(Kind.LEFT, module_path(node)[0], node, transformed=transformed, recomputes=backward)
+            return Place(PlaceKind.LEFT, module_path(node)[0], node, transformed=transformed, recomputes=backward)
         return None
 
     def _node(self, frame: FrameType) -> fx.Node | None:
-        """Return the node whose line of generated code runs, or the one that was left and whose body this is."""
+        """Return the node whose line of generated code runs; in the subgraph of a node left as it is, that node."""
         lines = self._lines.get(frame.f_code)
         if lines is None:
             module = frame.f_locals.get("self")
@@ -170,14 +170,14 @@ class Places:
 
 
 def _line_of(node: fx.Node) -> str:
-    """Return where in the model's code a node comes from."""
+    """Return the file and line of the model's code that a node comes from."""
     frames = frames_of(node.meta.get("stack_trace"))
     where = f"{frames[-1][0]}:{frames[-1][1]}" if frames else f"{node.name} of a graph"
     return ", ".join(filter(None, (module_path(node)[0], where)))
 
 
 def frames() -> Iterator[FrameType]:
-    """Yield the frames of who called the function that asks, the innermost first."""
+    """Yield the frames of the callers of the calling function, innermost first."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         yield frame
@@ -185,7 +185,7 @@ def frames() -> Iterator[FrameType]:
 
 
 def applied() -> bool:
-    """Whether who calls is inside of a `torch.autograd.Function` that generated code, if any, has called."""
+    """Whether the caller runs inside a `torch.autograd.Function`, without generated code in between."""
     for frame in frames():
         if frame.f_code is _APPLY or frame.f_code.co_filename.startswith(GENERATED):
             return frame.f_code is _APPLY
@@ -193,7 +193,7 @@ def applied() -> bool:
 
 
 def nodes_by_line(module: fx.GraphModule) -> dict[int, fx.Node]:
-    """Return the node on each line of a graph's code."""
+    """Return the node on each line of a graph's generated code."""
     nodes = list(module.graph.nodes)
     return {
         line + module._prologue_start: nodes[index]
@@ -203,7 +203,7 @@ def nodes_by_line(module: fx.GraphModule) -> dict[int, fx.Node]:
 
 
 def operands_at(place: Place) -> list[Any]:
-    """Return the values that a node's quantized factors have while it runs."""
+    """Return the values of a node's quantized factors while it runs."""
     site, node = place.site, place.node
     assert site is not None and node is not None and place.frame is not None
     values = place.frame.f_locals

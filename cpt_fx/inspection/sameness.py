@@ -1,4 +1,4 @@
-"""Whether a result at 32 bits is the plain model: both run alike, and all that comes out is compared to the bit."""
+"""Compare a result at 32 bits with the plain model: both run alike, and all that they produce is compared bitwise."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpt_fx.capture.base import MODULE_OWN
+from cpt_fx.capture.dry_run import called, eager_model, tensors_in, trial
 from cpt_fx.capture.tree import plain_tree
 from cpt_fx.formats import FULL_PRECISION
-from cpt_fx.history import History
 from cpt_fx.inspection.asking import GRADIENTS, TRAINING, asked
 from cpt_fx.inspection.leaves import (
     ABSENT,
@@ -35,55 +35,55 @@ from cpt_fx.inspection.leaves import (
     scaled,
     unsteady_in,
 )
-from cpt_fx.layer_state import PREFIX
-from cpt_fx.result import PART, plain_class, sessions_in
-from cpt_fx.trial import called, eager_model, tensors_in, trial
+from cpt_fx.ir.history import History
+from cpt_fx.ir.layer_state import PREFIX
+from cpt_fx.ir.result import PART, plain_class, sessions_in
 
 TOLD = 10
-"""Differences that are told one by one."""
+"""How many differences are listed one by one."""
 TURNS = 3
-"""How often to ask what rounding does, or another run: by chance one number may stay as it is."""
+"""How many perturbed, or repeated, runs of the plain model are made: in a single one a number may stay the same."""
 _CONTAINERS = (list, dict, set, deque)
 
 
 class Mode(NamedTuple):
-    """How a model is run."""
+    """The mode of a run: training or evaluation, with or without gradients."""
 
     training: bool
     gradients: bool
 
     def __str__(self) -> str:
-        """Say it in a few words."""
+        """Return the mode in words."""
         return f"in {'training' if self.training else 'evaluation'}{'' if self.gradients else ' without gradients'}"
 
 
 MODES = (Mode(True, True), Mode(False, False), Mode(True, False), Mode(False, True))
 
 
-class Call(NamedTuple):
-    """What both models are called with."""
+class Inputs(NamedTuple):
+    """The arguments of both models, and the modes without a backward pass."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     stuck: Mapping[Mode, Exception | None] = MappingProxyType({})
-    """Modes in which nobody goes back, and what the backward pass of the plain model raised there."""
+    """Modes in which no backward pass is run, with what that of the plain model raised, if it did."""
 
 
 @dataclass(frozen=True)
 class Sameness:
-    """What a comparison of a result with the plain model has shown."""
+    """The outcome of comparing a result with the plain model."""
 
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     modes: tuple[str, ...] = ()
-    """How both were run and compared."""
+    """The modes in which both ran and were compared."""
     stuck: bool = False
-    """Whether the plain model itself has a backward pass that cannot be asked for gradients."""
+    """Whether the backward pass of the plain model itself raises."""
 
 
 @dataclass
-class Run:
-    """What came out of one run."""
+class RunResult:
+    """What one run produced."""
 
     mode: Mode
     failed: Exception | None = None
@@ -91,11 +91,11 @@ class Run:
     """What the backward pass raised."""
     found: dict[str, Any] = field(default_factory=dict)
     asked: set[str] = field(default_factory=set)
-    """In which way its code asked for the mode."""
+    """Which modes its code queried: `TRAINING`, `GRADIENTS`."""
 
 
-Needed = Callable[[Mode, list[Run]], bool]
-"""Whether to run in a mode, after what the ones before have shown."""
+Needed = Callable[[Mode, list[RunResult]], bool]
+"""Whether to run in a mode, given the results of the modes before."""
 
 
 def compare(
@@ -104,17 +104,17 @@ def compare(
 ) -> Sameness:  # fmt: skip
     """Run a transformed model at 32 bits and the plain one, in every mode, from the same state, and compare.
 
-    Each runs in one mode after the other, so that what a run leaves in a model shows in the next. `rested` are graphs
-    that have not run yet.
+    Each runs in one mode after the other, so that what a run leaves in the model shows in the next. `rested` are the
+    graphs that have not run yet.
     """
     inner = eager_model(model)
     source = plain_tree(inner) if source is None else eager_model(source)
     modes = [mode for mode in MODES if gradients or not mode.gradients]
     is_dynamos = "dynamo" in history().frontend
     needed = partial(_needed, is_dynamos=is_dynamos) if gradients else None
-    call, theirs = _runs_of_plain(source, Call(args, kwargs), modes, needed)
+    call, theirs = _runs_of_plain(source, Inputs(args, kwargs), modes, needed)
     ours = _runs_of_result(inner, call, [run.mode for run in theirs], is_dynamos)
-    # What was put into a graph may ask what the plain model does not ask; a graph that rests may be of another mode.
+    # Code put into a graph may query what the plain model does not; a graph that has not run may be of another mode.
     if len(ours) < len(modes) and (rested or _questions(ours) - _questions(theirs)):
         call, theirs = _runs_of_plain(source, call, modes)
         ours = _runs_of_result(inner, call, modes, is_dynamos=True)
@@ -124,8 +124,10 @@ def compare(
     return _judged(ours, theirs, source, call, history())
 
 
-def _judged(ours: list[Run], theirs: list[Run], source: nn.Module, call: Call, known: History) -> Sameness:
-    """Say what differs, apart from what another order of sums explains and from what no two runs agree in."""
+def _judged(
+    ours: list[RunResult], theirs: list[RunResult], source: nn.Module, call: Inputs, known: History
+) -> Sameness:
+    """Report what differs, except what another order of sums explains and what differs between runs of the model."""
     notes: list[str] = []
     modes = [run.mode for run in theirs]
     found = _differences(ours, theirs)
@@ -157,15 +159,15 @@ def _judged(ours: list[Run], theirs: list[Run], source: nn.Module, call: Call, k
     return Sameness((*left[:TOLD], *more), tuple(notes), compared, any(one.stuck is not None for one in theirs))
 
 
-def _questions(runs: Iterable[Run]) -> set[str]:
+def _questions(runs: Iterable[RunResult]) -> set[str]:
     return {question for run in runs for question in run.asked}
 
 
-def _needed(mode: Mode, known: list[Run], is_dynamos: bool) -> bool:
-    """Whether a mode may differ from those that ran: what nobody asks for, no code can depend on.
+def _needed(mode: Mode, known: list[RunResult], is_dynamos: bool) -> bool:
+    """Whether a mode may differ from those that ran: code cannot depend on a mode that it does not query.
 
-    Training with gradients and evaluation without are always run. Where the code asks, Dynamo makes another graph of
-    each answer, which is proven when it is there.
+    Training with gradients and evaluation without are always run. Where code queries its mode, Dynamo captures a graph
+    for each answer, which is proven once it exists.
     """
     questions = _questions(known)
     failed = any(run.failed is not None for run in known)
@@ -174,10 +176,13 @@ def _needed(mode: Mode, known: list[Run], is_dynamos: bool) -> bool:
 
 
 def _runs_of_plain(
-    source: nn.Module, call: Call, modes: list[Mode], needed: Needed | None = None
-) -> tuple[Call, list[Run]]:
-    """Run the plain model. Where it is stuck on the way back, nobody goes back: checkpoints that it passed, and those
-    that only the result passes, would have run their layers once more, and updated the buffers of these."""
+    source: nn.Module, call: Inputs, modes: list[Mode], needed: Needed | None = None
+) -> tuple[Inputs, list[RunResult]]:
+    """Run the plain model; if its backward pass raises in a mode, run all again without a backward pass in that mode.
+
+    Until it raises, a backward pass recomputes checkpointed layers, which updates their buffers. How many it recomputes
+    differs between the plain model and the result.
+    """
     with trial(source):
         runs = _runs(source, call, modes, needed=needed)
     stuck = {run.mode: run.stuck for run in runs if run.stuck is not None}
@@ -186,18 +191,21 @@ def _runs_of_plain(
     return _runs_of_plain(source, call._replace(stuck={**call.stuck, **stuck}), modes, needed)
 
 
-def _runs_of_result(model: nn.Module, call: Call, modes: list[Mode], is_dynamos: bool) -> list[Run]:
-    """Run a result at 32 bits. Dynamo's guards ask whatever the plain code asks, and its tracing asks everything."""
+def _runs_of_result(model: nn.Module, call: Inputs, modes: list[Mode], is_dynamos: bool) -> list[RunResult]:
+    """Run a result at 32 bits.
+
+    Queries are not recorded under Dynamo: its guards query whatever the plain code does, and its tracing everything.
+    """
     with trial(model), ExitStack() as stack:
         for _, part in sessions_in(model):
             stack.enter_context(part.state.at(FULL_PRECISION))
         return _runs(model, call, modes, watched=not is_dynamos)
 
 
-def _moved(source: nn.Module, call: Call, modes: list[Mode]) -> list[list[dict[str, Any]]]:
-    """Return what comes out of the plain model when what is trained, or given, is scaled a little, a few times."""
+def _moved(source: nn.Module, call: Inputs, modes: list[Mode]) -> list[list[dict[str, Any]]]:
+    """Return what the plain model produces in a few runs, with all that is trained, or else the inputs, perturbed."""
     moved = []
-    as_given = {id(one) for one in tensors_in(call[:2])}  # what cannot be copied is not ours to scale
+    as_given = {id(one) for one in tensors_in(call[:2])}  # what could not be copied is not ours to scale
     for turn in range(TURNS):
         given = _copied(call)
         copied = [one for one in tensors_in(given[:2]) if id(one) not in as_given]
@@ -208,15 +216,15 @@ def _moved(source: nn.Module, call: Call, modes: list[Mode]) -> list[list[dict[s
     return moved
 
 
-def _coarsest(source: nn.Module, call: Call, modes: list[Mode]) -> float:
-    """Return what one number may be off, as a part of it, in the coarsest type in which the plain model computes."""
+def _coarsest(source: nn.Module, call: Inputs, modes: list[Mode]) -> float:
+    """Return the eps of the coarsest half-precision type in which the plain model computes; 0 if there is none."""
     with trial(source), _Types() as types:
         _runs(source, call, modes)
     return max((torch.finfo(kind).eps for kind in types.halves), default=0.0)
 
 
 class _Types(TorchDispatchMode):
-    """Notes the types of half precision in which operators return something."""
+    """Collects the half-precision types that operators return."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -224,24 +232,24 @@ class _Types(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compilers work as if nobody looked on."""
+        """Have compilers ignore this mode."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look at what an operator returns."""
+        """Run an operator, and note the types of its results."""
         result = func(*args, **(kwargs or {}))
         self.halves |= {one.dtype for one in tensors_in(result) if one.dtype in (torch.float16, torch.bfloat16)}
         return result
 
 
-def _again(source: nn.Module, call: Call, modes: list[Mode]) -> list[dict[str, Any]]:
+def _again(source: nn.Module, call: Inputs, modes: list[Mode]) -> list[dict[str, Any]]:
     with trial(source):
         return [run.found for run in _runs(source, call, modes)]
 
 
-def _alone(source: nn.Module, call: Call, modes: list[Mode]) -> list[Run]:
-    """Return what Dynamo makes of the plain model: some code computes in another order when a compiler looks."""
-    from cpt_fx.dynamo.engine import default_stance  # torch's compiler is slow to import
+def _alone(source: nn.Module, call: Inputs, modes: list[Mode]) -> list[RunResult]:
+    """Run the plain model under Dynamo: some code computes in another order when it is compiled."""
+    from cpt_fx.capture.dynamo.engine import default_stance  # torch's compiler is slow to import
 
     with trial(source), default_stance():
         source.compile(backend="eager")
@@ -259,26 +267,26 @@ def _note(notes: list[str], text: str, found: Found) -> None:
 
 
 def _runs(
-    model: nn.Module, call: Call, modes: list[Mode], *, watched: bool = True, needed: Needed | None = None
-) -> list[Run]:
-    """Run a model in one mode after the other, as far as they are needed after what the ones before have shown."""
+    model: nn.Module, call: Inputs, modes: list[Mode], *, watched: bool = True, needed: Needed | None = None
+) -> list[RunResult]:
+    """Run a model in one mode after the other, skipping those that the results so far make unnecessary."""
     flags = [(module, module.training) for module in model.modules()]
     as_given = model.training
-    runs: list[Run] = []
+    runs: list[RunResult] = []
     for mode in modes:
         if needed is not None and not needed(mode, runs):
             continue
         model.train(mode.training)
         for module, flag in flags if mode.training == as_given else ():
             module.training = flag
-        # Not the state in which the model was captured: a number drawn there must not be the one that is drawn here.
+        # Another seed than at capture: a random number that became a constant of a graph must not be drawn again here.
         _seed(model, 271_828 + MODES.index(mode))
         runs.append(_run(model, _copied(call), mode, watched))
     return runs
 
 
-def run_in(model: nn.Module, call: Call, modes: list[Mode]) -> bool:
-    """Run a model in some modes; raise what it raises, and say whether gradients went back in any."""
+def run_in(model: nn.Module, call: Inputs, modes: list[Mode]) -> bool:
+    """Run a model in some modes; raise what it raises, and return whether any run produced gradients."""
     runs = _runs(model, call, modes, watched=False)
     for error in (error for run in runs for error in (run.failed, run.stuck) if error is not None):
         raise error
@@ -294,8 +302,8 @@ def _seed(model: nn.Module, seed: int) -> None:
     numpy.random.seed(seed)
 
 
-def _copied(call: Call) -> Call:
-    """Copy arguments, for code that writes to them; what cannot be copied, and modules, are passed as they are."""
+def _copied(call: Inputs) -> Inputs:
+    """Copy the arguments, since code may write to them; modules, and what cannot be copied, are passed as they are."""
     memo: dict[int, Any] = {}
     for _, leaf in leaves(call[:2], ""):
         if isinstance(leaf, Tensor) and not leaf.is_leaf:
@@ -308,12 +316,12 @@ def _copied(call: Call) -> Call:
     return call._replace(args=args, kwargs=kwargs)
 
 
-def _run(model: nn.Module, call: Call, mode: Mode, watched: bool) -> Run:
-    """Run a model once, and for gradients back; collect everything that it returned, wrote, stored or drew."""
+def _run(model: nn.Module, call: Inputs, mode: Mode, watched: bool) -> RunResult:
+    """Run a model, with gradients also its backward pass; collect everything it returned, wrote, stored or drew."""
     args, kwargs, stuck = call
     held = _held(model)
     versions = {name: one._version for name, one in model.named_parameters()}
-    run = Run(mode, stuck=stuck.get(mode))
+    run = RunResult(mode, stuck=stuck.get(mode))
     try:
         with torch.inference_mode(False), torch.set_grad_enabled(mode.gradients):
             with asked() if watched else nullcontext(set[str]()) as run.asked:
@@ -334,7 +342,8 @@ def _run(model: nn.Module, call: Call, mode: Mode, watched: bool) -> Run:
     run.found["the state of Python's random numbers"] = random.getstate()
     state: Any = numpy.random.get_state()
     run.found["the state of numpy's random numbers"] = (state[1].tobytes(), *state[2:])
-    # Batch norm writes its statistics past their versions; who writes parameters so changes what the next run returns.
+    # All buffers, since batch norm updates its statistics without a version bump. A parameter written like that changes
+    # what the next run returns.
     run.found |= {f"buffer {name}": kept(one) for name, one in model.named_buffers() if not _is_ours(name)}
     changed = ((name, one) for name, one in model.named_parameters() if versions.get(name) != one._version)
     run.found |= {f"parameter {name}": kept(one) for name, one in changed if not _is_ours(name)}
@@ -346,7 +355,7 @@ def _is_ours(name: str) -> bool:
 
 
 def _held(model: nn.Module) -> dict[str, Any]:
-    """Return the plain attributes of a model's modules; of torch's own layers none."""
+    """Return the plain attributes of a model's modules, except of torch's own layers."""
     return {
         f"attribute {path}.{name}".replace(" .", " "): value
         for path, module in model.named_modules()
@@ -357,15 +366,15 @@ def _held(model: nn.Module) -> dict[str, Any]:
 
 
 def _is_new(before: Any, now: Any) -> bool:
-    """Whether an attribute was set, or may have been filled."""
+    """Whether an attribute was assigned, or is a container that may have been filled."""
     return now is not before or (isinstance(now, _CONTAINERS) and len(now) > 0)
 
 
 def _gradients(model: nn.Module, outputs: list[Any], given: Any) -> dict[str, Any]:
-    """Go back from everything that depends on anything, each element weighed by a random number of its own.
+    """Return the gradients of everything that was produced, with every element weighted by its own random number.
 
-    `torch.autograd.grad` accumulates nothing: neither `.grad` nor hooks that step an optimizer are involved. The
-    weights are random because the gradient of a plain sum is one number, on which nothing can be seen.
+    `torch.autograd.grad` accumulates nothing: it neither writes `.grad` nor runs hooks that step an optimizer. A plain
+    sum would send the same number back from every element, which hides differences.
     """
     inputs = [leaf for _, leaf in leaves(given, "") if isinstance(leaf, Tensor) and leaf.requires_grad]
     held = (*model.named_parameters(), *model.named_buffers(), *_held(model).items())
@@ -391,13 +400,13 @@ def _drawn(tensor: Tensor) -> torch.dtype:
     return torch.complex64 if tensor.is_complex() else torch.float32
 
 
-def _differences(ours: list[Run], theirs: list[Run]) -> Found:
+def _differences(ours: list[RunResult], theirs: list[RunResult]) -> Found:
     """Return everything that differs, and how."""
     pairs = enumerate(zip(ours, theirs, strict=True))
     return {(place, name): how for place, pair in pairs for name, how in _apart(*pair)}
 
 
-def _apart(ours: Run, theirs: Run) -> Iterator[tuple[str, str]]:
+def _apart(ours: RunResult, theirs: RunResult) -> Iterator[tuple[str, str]]:
     if ours.failed is not None or theirs.failed is not None:
         if ours.failed is None or theirs.failed is None:
             yield "", f"the result {_said(ours.failed)}, the plain model {_said(theirs.failed)}"

@@ -1,4 +1,4 @@
-"""The drawing as a file: modules folded or opened to one depth, in colours for light and dark."""
+"""The drawing as an SVG file: modules expanded to one depth, in colours for light and dark."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def drawing(inspection: Inspection, depth: int | None) -> str:
 
 
 def levels_of(root: Item, limit: int | None = None) -> list[set[str]]:
-    """Return which modules are open with 0, 1, 2, ... levels opened, while at most `limit` boxes show."""
+    """Return the expanded modules for 0, 1, 2, ... expanded levels, as long as at most `limit` boxes show."""
     found, level, shown = [{root.id}], [root], len(root.children)
     while level := [child for item in level for child in item.children if child.children]:
         shown += sum(len(item.children) for item in level) - len(level)
@@ -73,7 +73,7 @@ def levels_of(root: Item, limit: int | None = None) -> list[set[str]]:
 
 
 def _painted(root: Item, depth: int | None) -> tuple[str, Placed]:
-    """Draw to a depth, by default the largest one that is neither too full nor too high for a page."""
+    """Draw to a depth, by default the largest one that is neither too crowded nor too tall for a page."""
     if depth is not None:
         levels = levels_of(root)
         return _inside(root, levels[min(depth, len(levels) - 1)])
@@ -85,7 +85,7 @@ def _painted(root: Item, depth: int | None) -> tuple[str, Placed]:
 
 
 def _inside(item: Item, opened: set[str]) -> tuple[str, Placed]:
-    """Return the content of an opened module and its coordinates; modules are drawn from the inside out."""
+    """Return the content of an expanded module and its coordinates; modules are drawn from the inside out."""
     boxes = {child.id: _box(child, opened) for child in item.children}
     arranged = plan(item)
     placed = place(arranged, boxes)
@@ -108,12 +108,12 @@ def _inside(item: Item, opened: set[str]) -> tuple[str, Placed]:
 
 
 def _box(item: Item, opened: set[str]) -> Box:
-    """Return a box, with its content where it is opened."""
+    """Return a box, with its content if it is expanded."""
     if item.id not in opened:
         return box_of(item)
     body, placed = _inside(item, opened)
     enter, leave = (placed.x.get(port, placed.width / 2) for port in (IN, OUT))
-    # The title stands left of where values enter: no line runs through it.
+    # The title is left of the incoming edge: no line runs through it.
     shift = max(PAD, title_width(item) - enter) if IN in placed.x else PAD
     width = max(2 * shift + placed.width, title_width(item) + PAD)
     first = TITLE_BAR if IN in placed.x else TITLE_BAR + PAD / 2
@@ -168,7 +168,7 @@ def _back(a: str, b: str, placed: Placed, boxes: Boxes) -> str:
 
 
 def resource(name: str) -> str:
-    """Return the text of a file of this package; what it says of `ROLE` is meant for every role."""
+    """Return the text of a file of this package, with every line that contains `ROLE` repeated for each role."""
     lines = files("cpt_fx.inspection").joinpath(name).read_text(encoding="utf-8").splitlines(keepends=True)
     return "".join(line.replace("ROLE", role) for line in lines for role in (ROLES if "ROLE" in line else ("",)))
 
@@ -179,7 +179,7 @@ def variables(palette: dict[str, str]) -> str:
 
 
 def _standalone_style() -> str:
-    """Return the style of a drawing on its own: literal colours, since many viewers know no custom properties."""
+    """Return the style of a standalone drawing: literal colours, since many viewers support no custom properties."""
     sheet = resource("graph.css")
     return f"{_filled(sheet, LIGHT)}@media (prefers-color-scheme: dark) {{\n{_filled(sheet, DARK)}}}\n"
 

@@ -1,4 +1,4 @@
-"""An inspection in a terminal."""
+"""An inspection as tables in a terminal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROLES = tuple(COLOURS)
 
 
 def quantizer_table(views: Iterable[QuantizerView]) -> Table:
-    """Return one row per quantizer; the first rows of a layer name it and its operator."""
+    """Return a table with one row per quantizer; the first rows of a layer name it and its operator."""
     table = _table()
     table.add_column("layer", overflow="fold", min_width=8, max_width=30)
     table.add_column("quantized", no_wrap=True)
@@ -66,7 +66,7 @@ def what(view: QuantizerView) -> str:
 
 
 def cells(view: QuantizerView, digits: int) -> tuple[str, ...]:
-    """Return what a table shows of a quantizer: what, format, bits, runs, levels of those allowed, and error."""
+    """Return the table cells of a quantizer: what, format, bits, runs, levels of those allowed, and error."""
     runs, seen, levels, error = str(view.times_run) if view.times_run else "never", view.seen, "–", "–"
     if seen is not None:
         levels = f"{view.levels[seen]}/{most_levels(view.format.scheme, seen)}"
@@ -83,7 +83,7 @@ def widths_by_role(views: Iterable[QuantizerView]) -> dict[str, list[int]]:
 
 
 def counts(inspection: Inspection) -> list[tuple[str, str, str]]:
-    """Return what a drawing says of all of it: label, number, and a role or a warning that colours it."""
+    """Return the summary of a drawing: label, number, and the role or warning that colours it."""
     views = inspection.quantizers
     left = len([item for item in inspection.uncovered if not item.by_choice])
     silent = sum(not view.times_run for view in views)
@@ -97,12 +97,12 @@ def counts(inspection: Inspection) -> list[tuple[str, str, str]]:
 
 
 def width_text(widths: list[int]) -> str:
-    """Write a set of widths: `8`, or `3–8` where several are in use."""
+    """Return sorted widths as text: `8`, or `3–8` where several are in use."""
     return str(widths[0]) if len(widths) == 1 else f"{widths[0]}–{widths[-1]}"
 
 
 def integer_part(inspection: Inspection) -> list[ConsoleRenderable]:
-    """Return what ran on integers, where anything can."""
+    """Return the section on integer products; empty if no product is lowered."""
     products = inspection.products
     if not any(product.lowered for product in products):
         return []
@@ -117,7 +117,7 @@ def integer_part(inspection: Inspection) -> list[ConsoleRenderable]:
 
 
 def overview(inspection: Inspection) -> ConsoleRenderable:
-    """Return all of an inspection for a terminal."""
+    """Return a whole inspection for a terminal."""
     views = inspection.quantizers
     widths = ", ".join(f"{role} {width_text(bits)}" for role, bits in widths_by_role(views).items())
     left = [item for item in inspection.uncovered if not item.by_choice]

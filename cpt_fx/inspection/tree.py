@@ -1,7 +1,4 @@
-"""The rewritten graph as a tree of modules, with the edges between siblings, which drawing and folding start from.
-
-And as it is, for networkx: what a node is, and where it belongs, both take from here.
-"""
+"""The rewritten graph as a tree of modules, with edges between siblings, for drawings; and as a graph of networkx."""
 
 from __future__ import annotations
 
@@ -16,16 +13,16 @@ import torch
 from torch import fx, nn
 
 from cpt_fx.inspection.views import QuantizerView
-from cpt_fx.layer_state import is_range
-from cpt_fx.meta import PASS, SITE, STATE, get_attribute, module_path
+from cpt_fx.ir.layer_state import is_range
+from cpt_fx.ir.meta import PASS, SITE, STATE, get_attribute, module_path
 
 Modules = dict[str, nn.Module]
 
 CROWD = 60
-"""Modules with more children than this have them gathered into runs of neighbours."""
+"""A module with more children than this has them grouped into runs of neighbours."""
 
 IN, OUT = "in", "out"
-"""Where values enter and leave an opened module."""
+"""Where values enter and leave an expanded module."""
 
 
 @dataclass(eq=False)
@@ -45,7 +42,7 @@ class Item:
     edges: dict[tuple[str, str], None] = field(default_factory=dict)
     """Between children, by id, in order; `IN` and `OUT` stand for the module's own border."""
     order: int = 0
-    """Position in the graph of the first thing inside."""
+    """Position in the graph of the first node inside."""
 
     def walk(self) -> Iterator[Item]:
         """Yield this item and everything below it."""
@@ -59,7 +56,7 @@ class Item:
 
 
 def build(modules: list[fx.GraphModule], views: tuple[QuantizerView, ...], name: str) -> Item:
-    """Return the tree of a model. Reads of our own state and flags of the training mode are left out."""
+    """Return the tree of a model, without reads of our own state and of the training mode."""
     root = Item("m", "module", name, "model")
     uses: list[tuple[Item, Item]] = []
     for index, module in enumerate(modules):
@@ -73,7 +70,7 @@ def build(modules: list[fx.GraphModule], views: tuple[QuantizerView, ...], name:
 
 
 def _plant(module: fx.GraphModule, views: dict[str, QuantizerView], top: Item, prefix: str) -> list[tuple[Item, Item]]:
-    """Fill `top` and return which node uses which."""
+    """Fill `top` with the nodes of a graph; return (used, user) pairs of its items."""
     known: Modules = dict(module.named_modules(remove_duplicate=False))
     groups: dict[str, Item] = {top.id: top}
     leaves: dict[fx.Node, Item] = {}
@@ -93,14 +90,14 @@ def _plant(module: fx.GraphModule, views: dict[str, QuantizerView], top: Item, p
 
 
 def _movers(children: list[Item]) -> list[Item]:
-    """Return what takes part in the flow; parameters may be read long before they are needed."""
+    """Return the children in the data flow; parameters may be read long before they are used."""
     return [child for child in children if child.kind not in ("parameter", "buffer", "constant")] or children
 
 
 def _group(node: fx.Node, top: Item, groups: dict[str, Item], known: Modules) -> Item:
-    """Return the box of the module a node belongs to. Every call of a module has a box of its own.
+    """Return the box of the module a node belongs to; every call of a module has its own box.
 
-    What is never called itself (a ModuleList) has none: its members may take turns with what is outside of it.
+    A module that is never called itself (a ModuleList) has none: its members may alternate with nodes outside of it.
     """
     stack = [(str(call), str(path)) for call, (path, _) in (node.meta.get("nn_module_stack") or {}).items() if path]
     path = module_of(node, known)
@@ -160,7 +157,7 @@ def _leaf(
 
 
 def _connect(uses: list[tuple[Item, Item]]) -> None:
-    """Draw edges at the level where two nodes part, and on to each from the borders of the modules between."""
+    """Add an edge where the paths of two nodes diverge, and edges from there to the borders of the modules between."""
     for source, target in uses:
         ups, downs = _ancestors(source), _ancestors(target)
         shared = [up for up, down in zip(ups, downs, strict=False) if up is down]
@@ -177,7 +174,7 @@ def _ancestors(item: Item) -> list[Item]:
 
 
 def _simplify(item: Item) -> None:
-    """Replace a module that holds one thing only by that thing."""
+    """Replace every module that holds a single item by that item."""
     for child in item.children:
         _simplify(child)
     for place, child in enumerate(item.children):
@@ -193,7 +190,7 @@ def _simplify(item: Item) -> None:
 
 
 def _gather(item: Item) -> None:
-    """Give a module with very many children a level more: runs of neighbours, which never form a circle."""
+    """Give a module with very many children an extra level: runs of neighbours, which never form a cycle."""
     for child in item.children:
         _gather(child)
     while len(item.children) > CROWD:
@@ -216,7 +213,7 @@ def _span(members: list[Item]) -> str:
 
 
 def digraph(modules: list[fx.GraphModule], views: tuple[QuantizerView, ...]) -> Any:
-    """Return every node and every use of a value as an edge. With several graphs, names start with `<index>/`."""
+    """Return a DiGraph with all nodes, and an edge for every use; with several graphs, names start with `<index>/`."""
     graph = nx.DiGraph()
     by_node = {(view.graph, view.node): view for view in views}
     for index, module in enumerate(modules):
@@ -240,7 +237,7 @@ def digraph(modules: list[fx.GraphModule], views: tuple[QuantizerView, ...]) -> 
 
 
 def target_name(node: fx.Node) -> str:
-    """Return what a node calls, without addresses."""
+    """Return the name of what a node calls, without memory addresses."""
     if isinstance(node.target, str):
         return node.target
     name = str(getattr(node.target, "__name__", node.target))
@@ -270,13 +267,13 @@ def kind_of(module: fx.GraphModule, node: fx.Node, view: QuantizerView | None) -
 
 
 def _is_ours(node: fx.Node) -> bool:
-    """Whether a node reads a width, a record or a running range."""
+    """Whether a node reads a width, a counter or a running range."""
     path = str(node.target)
-    return path.startswith(f"{STATE}.") or is_range(path.rpartition(".")[2])
+    return path.startswith(f"{STATE}.") or is_range(path)
 
 
 def module_of(node: fx.Node, known: Modules) -> str:
-    """Return the path of the module a node came from; where the trace is lost (a pickle), the best guess."""
+    """Return the path of the module a node came from; where its module stack is lost (a pickle), the best guess."""
     path, _ = module_path(node)
     if path:
         return path

@@ -1,4 +1,4 @@
-"""Proof that quantization happened: every quantizer ran, at the width it should, on at most 2^b levels."""
+"""Proof that quantization happened: every quantizer ran, at the width it should, with at most 2^b levels."""
 
 from __future__ import annotations
 
@@ -13,69 +13,69 @@ import torch
 from torch import fx, nn
 
 from cpt_fx.api import graphs, history_of
-from cpt_fx.bodies import outermost, state_of
 from cpt_fx.capture.captured import WHOLE
+from cpt_fx.capture.dry_run import eager_model, is_sharded, trial
+from cpt_fx.capture.proof import Proof, resting
+from cpt_fx.capture.session import Session
+from cpt_fx.capture.standalone import Standalone, transformed_in
 from cpt_fx.errors import TransformError
-from cpt_fx.evidence import SAMPLE
 from cpt_fx.formats import FULL_PRECISION, minimum_bits, most_levels
 from cpt_fx.inspection.census import Seen, census, list_what_runs
-from cpt_fx.inspection.places import Places
-from cpt_fx.inspection.sameness import MODES, TOLD, Call, Mode, Sameness, compare, run_in
+from cpt_fx.inspection.places import ProductPlaces
+from cpt_fx.inspection.sameness import MODES, TOLD, Inputs, Mode, Sameness, compare, run_in
 from cpt_fx.inspection.views import QuantizerView, fields, quantizer_nodes, views_in
-from cpt_fx.meta import get_attribute
-from cpt_fx.pass_base import STAGES, stage_of
-from cpt_fx.proof import Proof, resting
-from cpt_fx.session import Session
-from cpt_fx.spec import SpecError, check
-from cpt_fx.standalone import Standalone, transformed_in
-from cpt_fx.trial import eager_model, is_sharded, trial
+from cpt_fx.ir.meta import get_attribute
+from cpt_fx.ir.pass_base import STAGES, stage_of
+from cpt_fx.ir.subgraphs import outermost, state_of
+from cpt_fx.ir.verifier import SpecError, check
+from cpt_fx.quantizers.counters import SAMPLE
 
 Views = tuple[QuantizerView, ...]
 
 PROBE = 2
-"""The width of a trial run: four levels are so few that hardly a tensor passes for quantized by accident."""
+"""The width of a dry run: four levels are so few that hardly any tensor passes for quantized by accident."""
 PROVABLE = int(math.log2(SAMPLE)) - 1
-"""Above this width a sample has too few elements to show more levels than are allowed."""
+"""The largest width that can be proven: above it a sample has too few elements to exceed the allowed levels."""
 
 
 class VerificationError(TransformError):
-    """A transformed model did not quantize as it should have."""
+    """A transformed model does not quantize as it should, or differs from the plain model at 32 bits."""
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What was proven."""
+    """The outcome of a verification."""
 
     quantizers: int
     runs: int
-    """Runs of all quantizers together."""
+    """Runs of all quantizers in total."""
     widths: tuple[int, ...]
     """Widths at which levels were counted."""
     largest_ratio: float
-    """The largest number of levels seen, as a part of the 2^b allowed."""
+    """The largest number of levels seen, as a share of the 2^b allowed."""
     unwitnessed: tuple[str, ...] = ()
-    """Quantizers that ran, but whose levels nobody counted."""
+    """Quantizers that ran, but whose levels were not counted."""
     idle: tuple[str, ...] = ()
-    """Quantizers that had nothing to do: those of code that the inputs do not reach; and gradient quantizers where
-    nothing before them is trained, no loss depends on them, or gradients were not asked for."""
+    """Quantizers that were not expected to run: those that the inputs do not reach, and gradient quantizers where
+    nothing before them is trained, no loss depends on them, or gradients were not requested."""
     products: int = 0
-    """Products that a trial run made at 2 bits: each had operands on a grid, or is listed as uncovered."""
+    """Products of the dry run at 2 bits: each had quantized operands, or is listed as uncovered."""
     outside: tuple[str, ...] = ()
-    """Modules outside of what was transformed that multiply, with the operators."""
+    """Modules that multiply outside of the transformed parts, with the operators."""
     notes: tuple[str, ...] = ()
     compared: tuple[str, ...] = ()
-    """The modes in which it ran at 32 bits as the plain model does."""
+    """The modes in which the result at 32 bits was found to equal the plain model."""
     views: tuple[QuantizerView, ...] = field(default=(), repr=False)
-    """What the proof rests on: every quantizer with its record, that of the trial run where there was one."""
+    """Every quantizer with the counters that the proof rests on: those of the dry run, if there was one."""
 
     @property
     def proven(self) -> bool:
-        """Whether the levels of every quantizer that had work to do were counted, and there was at least one."""
+        """Whether at least one quantizer had work to do, and the levels of all that had were counted."""
         return not self.unproven
 
     @property
     def unproven(self) -> str:
-        """Why this is no proof; nothing where it is one."""
+        """Why this is no proof; an empty string if it is one."""
         if not self.quantizers:
             return "there is no quantizer: nothing is quantized"
         inputs = [view.node for view in self.views if view.role == "activation"]
@@ -86,7 +86,7 @@ class Verification:
         return "" if self.widths else "no quantizer has rounded anything yet"
 
     def __str__(self) -> str:
-        """Say it in a few lines."""
+        """Return a summary in a few lines."""
         levels = "no levels counted"
         if self.widths:
             levels = f"levels counted at widths {', '.join(map(str, self.widths))}: never more than 2^b levels"
@@ -105,13 +105,18 @@ class Verification:
 def verify(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: bool, source: nn.Module | None = None
 ) -> Verification:
-    """Check the records of a model, those of a trial run where inputs are given; raise with every problem found.
+    """Check the counters of a model, with inputs those of a dry run; raise an error that lists every problem.
 
-    `source` is the plain model to compare with; without one, what `revert` would return.
+    `source` is the plain model to compare with; by default what `revert` would return.
     """
     modules, views = graphs(model), views_in(model)
     problems = [*_broken_promises(modules), *_faults(modules, views)]
-    same, seen, rested, tried = Sameness(), Seen(Places(model)), set[int](), source is not None or bool(args or kwargs)
+    same, seen, rested, tried = (
+        Sameness(),
+        Seen(ProductPlaces(model)),
+        set[int](),
+        source is not None or bool(args or kwargs),
+    )
     backward, unreached = any(view.role == "gradient" and view.times_run for view in views), Views()
     if tried:
         with resting([module for module in modules if outermost(module) is module]) as rested:
@@ -126,7 +131,7 @@ def verify(
         wrong = (*same.problems, *_faults(modules, views, PROBE), *seen.problems, *map(str, seen.unknown))
         problems += [problem for problem in wrong if problem not in problems]
         rested |= {id(modules[view.graph]) for view in unreached if not view.times_run}
-    # Where the plain model, too, has nothing to go back from, no gradient is to be expected.
+    # No gradient is expected if the plain model has nothing to differentiate either.
     expected = gradients and (backward or not same.modes)
     working, idle = _parted(modules, [view for view in views if view not in unreached], expected, backward)
     problems += [*_undriven(model), *_never_ran(working, expected and not backward)]
@@ -160,7 +165,7 @@ def verify(
 
 
 def prove(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], source: nn.Module) -> None:
-    """Prove what `transform` made of a model on its examples."""
+    """Verify a result of `transform` with its example inputs."""
     try:
         verify(model, args, kwargs, gradients=True, source=source)
     except VerificationError as error:
@@ -168,7 +173,7 @@ def prove(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], sourc
 
 
 def _incomparable(model: nn.Module) -> str:
-    """Say why a model cannot be compared with the plain one, if it cannot."""
+    """Return why a model cannot be compared with the plain one; an empty string if it can."""
     if any(isinstance(part, Standalone) for _, part in transformed_in(model)):
         return "a graph that stands alone is not compared with the plain model: verify the result"
     if any(is_sharded(type(one)) for one in model.modules()):
@@ -179,11 +184,11 @@ def _incomparable(model: nn.Module) -> str:
 def _try(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], gradients: bool, same: Sameness
 ) -> tuple[bool, Views, Views, Seen]:
-    """Run at `PROBE` bits under a census: forward and back, then forward in the other mode, if its code may be another.
+    """Run at `PROBE` bits under a census: forward and backward, then forward in the other mode if its code may differ.
 
-    Return whether gradients went back, what was recorded, what was not reached, and what was seen. A branch may be
-    chosen by numbers, which are others than at 32 bits, and a graph may be that of another call: what multiplies
-    instead is seen.
+    Return whether there were gradients, the quantizers with their counters, those not reached, and the census. Code
+    may branch on values, which differ from those at 32 bits, and a graph may be of another call: the census sees what
+    multiplies instead.
     """
     inner, modules = eager_model(model), graphs(model)
     with trial(model), resting(modules) as rested:
@@ -196,10 +201,10 @@ def _try(
             seen = stack.enter_context(census(model))
             modes = [Mode(inner.training, gradients)]
             if not _is_one_graph(inner):
-                # Without gradients if it can: code that sets hooks on what it computes runs with them alone.
+                # Without gradients if possible: code that registers hooks on its results only runs with them.
                 others = [mode for mode in MODES if mode.training != inner.training and str(mode) in same.modes]
                 modes += sorted(others)[:1]
-            backward = run_in(inner, Call(args, kwargs, dict.fromkeys(modes[1:])), modes)
+            backward = run_in(inner, Inputs(args, kwargs, dict.fromkeys(modes[1:])), modes)
         views, modules = views_in(model, rested), graphs(model)
         empty = {(index, node) for index, module in enumerate(modules) for node in _without_values(module, seen)}
         unreached = tuple(
@@ -211,23 +216,23 @@ def _try(
 
 
 def _without_values(module: fx.GraphModule, seen: Seen) -> Iterator[str]:
-    """Name the quantizers that ran on nothing but empty tensors, as those of an expert that nothing is sent to."""
+    """Yield the quantizers that ran on empty tensors only, such as those of an expert that no token is routed to."""
     for node, quantizer in quantizer_nodes(module.graph):
         if seen.values.get(id(get_attribute(module, quantizer.record))) == 0:
             yield node.name
 
 
 def _is_one_graph(model: nn.Module) -> bool:
-    """Whether all that a call runs is one graph of torch.fx, which is the same in training and in evaluation."""
+    """Whether a call runs a single graph of torch.fx, which is the same in training and in evaluation."""
     parts = transformed_in(model)
     return len(parts) == 1 and not parts[0][0] and isinstance(parts[0][1], Session) and [*parts[0][1].traced] == [WHOLE]
 
 
 def _broken_promises(modules: list[fx.GraphModule]) -> Iterator[str]:
-    """Check the graph as it is now: a quantizer that runs, but that nothing reads, has a record as any other."""
+    """Check the graphs as they are now: counters do not show whether the result of a quantizer is used."""
     for module in modules:
         stage = stage_of(module)
-        # Whoever binds in the place of bind keeps its promises.
+        # A graph with quantizers must be bound, even if another pass than `bind` did it.
         is_bound = STAGES.index(stage) < STAGES.index("bound") and quantizer_nodes(module.graph)
         try:
             check(module, "bound" if is_bound else stage)
@@ -236,10 +241,10 @@ def _broken_promises(modules: list[fx.GraphModule]) -> Iterator[str]:
 
 
 def _undriven(model: nn.Module) -> Iterator[str]:
-    """Look whether `schedule.step()` changes the widths that run."""
+    """Yield the parts whose widths `schedule.step()` does not change."""
     for path, part in transformed_in(model):
         state, where = part.state, f"{part.kind} at {path}" if path else part.kind
-        if not state.dials or state.forced is not None:  # by `at_bits`, as a note says
+        if not state.dials or state.forced is not None:  # forced by `at_bits`, which a note reports
             continue
         if state.schedule is None:
             yield f"no schedule drives {where}: no pass binds one, and its widths stay at 32; schedule.bind(model) does"
@@ -254,13 +259,13 @@ def _held(model: nn.Module) -> Iterator[str]:
 
 
 def _faults(modules: list[fx.GraphModule], views: Views, asked: int | None = None) -> Iterator[str]:
-    """Say what is wrong with widths, running ranges and levels; `asked` is the width of a trial run."""
+    """Yield what is wrong with widths, running ranges and levels; `asked` is the width of a dry run."""
     for view in views:
         state, allowed = state_of(modules[view.graph]), partial(most_levels, view.format.scheme)
         span = f"{view.layer}: the running range of {view.operand} is"
         others = [bits for bits in view.levels if bits != asked]
         if asked is None and state.schedule is not None and state.forced is None:
-            # What each reads, against what its dial says for the schedule's position.
+            # Compare the width that each reads with its bit-width source at the schedule's position.
             expected = state.width(view.dial, training=state.root.training)
             mode = f"{'training' if state.root.training else 'evaluation'} at step {state.schedule.position}"
             if expected != view.bits:
@@ -281,10 +286,10 @@ def _faults(modules: list[fx.GraphModule], views: Views, asked: int | None = Non
 def _parted(
     modules: list[fx.GraphModule], views: Iterable[QuantizerView], gradients: bool, backward: bool
 ) -> tuple[Views, Views]:
-    """Tell quantizers that have work to do from gradient quantizers of which no run is expected.
+    """Separate the quantizers that have work to do from gradient quantizers that are not expected to run.
 
-    Gradients were not asked for, or nothing before the quantizer is trained, or the loss does not depend on it: a
-    forward pass went through it, gradients reached others, and none came here.
+    These are not expected to run if gradients were not requested, if nothing before the quantizer is trained, or if the
+    loss does not depend on it: a forward pass went through it, and gradients reached others, but not this one.
     """
     trained = {
         (index, node.name) for index, module in enumerate(modules) for node in ([] if backward else _trained(module))
@@ -306,7 +311,7 @@ def _never_ran(working: Views, waiting: bool) -> list[str]:
 
 
 def _trained(module: fx.GraphModule) -> set[fx.Node]:
-    """Return the nodes whose value depends on something that requires a gradient, as far as the graph shows it."""
+    """Return the nodes whose value depends on something that requires a gradient, as far as the graph shows."""
     found: set[fx.Node] = set()
     for node in module.graph.nodes:
         own: Any = get_attribute(module, str(node.target)) if node.op in ("get_attr", "call_module") else None
@@ -317,7 +322,7 @@ def _trained(module: fx.GraphModule) -> set[fx.Node]:
 
 
 def _notes(working: Views, idle: Views, unreached: Views, blind: tuple[str, ...], gradients: bool) -> Iterator[str]:
-    """Say what a proof leaves out, and what it cannot see."""
+    """Yield what a proof leaves out, and what it cannot see."""
     widths = {bits for view in working for bits in view.levels}
     if blind:
         named = ", ".join(blind[:3]) + ", ..." * (len(blind) > 3)

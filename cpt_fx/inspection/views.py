@@ -1,6 +1,6 @@
-"""What is known of each quantizer, read from the graph's metadata, its widths, its running range and its record.
+"""A view of each quantizer, read from the graph's metadata, its width, its running range and its counters.
 
-And of each product: what ran on integers, how often, and why the rest did not.
+And of each quantized product: how often it ran on integers, and why the rest did not.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from cpt_fx.bodies import outermost, state_of
-from cpt_fx.evidence import ARMED, DIFFERENTIATED, SKIPPED, SPARSE
+from cpt_fx.capture.standalone import transformed_in
 from cpt_fx.formats import FULL_PRECISION, Format
-from cpt_fx.integer.counts import COUNTS, DIRECTIONS, RATIO, REASONS, Outcome
+from cpt_fx.integer.counts import COUNTS, DIRECTIONS, RATIO, REASONS, ProductOutcome
 from cpt_fx.integer.ops import INTEGER_PRODUCTS
-from cpt_fx.layer_state import PARTS, has_value
-from cpt_fx.meta import QUANTIZER, SIMULATED, SITE, STATE, Dial, Quantizer, Site, get_attribute
+from cpt_fx.ir.layer_state import PARTS, has_value
+from cpt_fx.ir.meta import QUANTIZER, SIMULATED, SITE, STATE, Dial, Quantizer, Site, get_attribute
+from cpt_fx.ir.subgraphs import outermost, state_of
 from cpt_fx.operators import MULTIPLY
-from cpt_fx.standalone import transformed_in
+from cpt_fx.quantizers.counters import ARMED, DIFFERENTIATED, SKIPPED, SPARSE
 
 OF_A_SECOND = "a product of a second backward pass: gradients of gradients are not quantized"
 SPARSE_OPERAND = "a sparse operand is passed on as it is"
@@ -30,12 +30,12 @@ HEADS = ("layer", "product", *DIRECTIONS, "in floating point because")
 
 @dataclass(frozen=True)
 class QuantizerView:
-    """One quantize node as it stands now."""
+    """One quantize node as it is now."""
 
     node: str
     """Its name in the graph."""
     layer: str
-    """The layer it serves, the first one where several share it."""
+    """The layer it serves, the first one if several share it."""
     layers: tuple[str, ...]
     role: str
     """`weight`, `activation`, `bias` or `gradient`."""
@@ -45,41 +45,41 @@ class QuantizerView:
     """The operator's name for the operand, such as `input`; `gradient` for its output gradient."""
     format: Format
     group: str
-    """Which elements share one range: `tensor`, `channel`, ..."""
+    """The granularity, which elements share a range: `tensor`, `channel`, ..."""
     bits: int
     """The current width."""
     dial: Dial
-    """Which width of the schedule it follows, and how."""
+    """The bit-width source: which width of the schedule it follows, and how."""
     times_run: int
     levels: dict[int, int]
     """Width -> distinct levels seen in a sample at the first eager run at that width."""
     error: dict[int, float]
     """Width -> rounding error of that sample relative to its root mean square."""
     range: tuple[float, float] | None
-    """The running (lowest, highest) value, where the format has an observer that has seen something."""
+    """The running (lowest, highest) value; None unless the format has an observer that has seen something."""
     waited: int = 0
-    """Of a gradient quantizer: 1 once a forward pass went through it, 2 once it waited for a gradient, 3 once that may
-    have been differentiated itself."""
+    """Of a gradient quantizer: 1 after a forward pass, 2 after one whose value requires a gradient, 3 after a gradient
+    that may be differentiated itself."""
     skipped: int = 0
-    """How many batches its running range learned nothing from, since they were not finite."""
+    """How many batches its running range ignored because they were not finite."""
     left: str = ""
-    """Why something that came stays in full precision."""
+    """Why some of its inputs stayed in full precision."""
     graph: int = 0
     """Index of its graph in `cpt_fx.graphs(result)`."""
 
     @property
     def seen(self) -> int | None:
-        """The width to speak of: the current one if levels were seen there, else the largest one seen."""
+        """The width to report on: the current one if levels were counted at it, else the largest counted."""
         return self.bits if self.bits in self.levels else max(self.levels, default=None)
 
     def __str__(self) -> str:
-        """Name it in one line."""
+        """Describe it in one line."""
         return f"{self.layer}: {self.role} quantizer {self.node} ({self.op}, {self.operand})"
 
 
 @dataclass(frozen=True)
 class ProductView:
-    """One quantized product as it stands now. Three numbers each: forward, gradient of the left and right operand."""
+    """One quantized product as it is now; counts are (forward, gradient of the left, of the right operand)."""
 
     layer: str
     op: str
@@ -88,11 +88,11 @@ class ProductView:
     integer: tuple[int, ...] = (0, 0, 0)
     """How often it ran on integers."""
     floating: tuple[int, ...] = (0, 0, 0)
-    """How often it ran in floating point, as far as it was counted: what is not lowered counts nothing."""
+    """How often it ran in floating point; a product that is not lowered has no counts."""
     reasons: tuple[str, ...] = ()
-    """Why it is not on integers, or was not on all runs."""
+    """Why it does not run on integers, or did not in all runs."""
     ratios: tuple[float | None, ...] = (None, None, None)
-    """How many times as fast the last run of each is on integers here, where a measurement decided about it."""
+    """How many times as fast the last run of each is on integers here, if the choice was made by measuring."""
     lowered: bool = False
     """Whether it is an integer operator in the graph."""
     graph: int = 0
@@ -100,11 +100,11 @@ class ProductView:
 
     @property
     def on_integers(self) -> bool:
-        """Whether all its products ran on integers, whenever they ran."""
+        """Whether it ran, and on integers every time."""
         return self.lowered and sum(self.integer) > 0 and not sum(self.floating)
 
     def __str__(self) -> str:
-        """Say it in one line."""
+        """Describe it in one line."""
         runs = ", ".join(f"{name} {text}" for name, text in zip(DIRECTIONS, self.ran(), strict=True))
         why = f": {'; '.join(self.reasons)}" if self.reasons else ""
         return f"{self.layer or '(root)'}: {self.op}: {f'on integers: {runs}' if self.lowered else 'simulated'}{why}"
@@ -115,13 +115,13 @@ class ProductView:
         return tuple(f"{integer} of {integer + floating}" if floating else str(integer) for integer, floating in both)
 
     def cells(self) -> tuple[str, ...]:
-        """Return what a table shows, under `HEADS`."""
+        """Return its table cells, in the order of `HEADS`."""
         ran = self.ran() if self.lowered else ("–",) * 3
         return self.layer or "(root)", self.op, *ran, "; ".join(self.reasons)
 
 
 def fields(item: object, *names: str) -> dict[str, Any]:
-    """Return some of what an object holds, as plain data."""
+    """Return some attributes of an object as plain data."""
     return {name: _plain(getattr(item, name)) for name in names}
 
 
@@ -139,7 +139,7 @@ def quantizer_nodes(graph: fx.Graph) -> list[tuple[fx.Node, Quantizer]]:
 
 
 def views_in(model: nn.Module, rested: Set[int] = frozenset()) -> tuple[QuantizerView, ...]:
-    """Read every quantizer of a model, once where several captures of one layer share it: in one that did not rest."""
+    """Return a view of every quantizer; one that several graphs share is read once, from one that ran if there is."""
     found: dict[Any, QuantizerView] = {}
     for path, index, module in _graphs_in(model, rested):
         for node, quantizer in quantizer_nodes(module.graph):
@@ -150,7 +150,7 @@ def views_in(model: nn.Module, rested: Set[int] = frozenset()) -> tuple[Quantize
 
 
 def _graphs_in(model: nn.Module, rested: Set[int] = frozenset()) -> Iterator[tuple[str, int, fx.GraphModule]]:
-    """Walk over all graphs, of a part those last that rested: with the part's path, and the number in the whole."""
+    """Yield all graphs with their part's path and their number in the model; those of a part that did not run last."""
     number = count()
     for path, part in transformed_in(model):
         numbered = [(path, next(number), module) for module in part.graphs()]
@@ -158,7 +158,7 @@ def _graphs_in(model: nn.Module, rested: Set[int] = frozenset()) -> Iterator[tup
 
 
 def named_below(path: str, layer: str) -> str:
-    """Return the name of a layer of a part in the whole."""
+    """Return the name in the model of a layer of a part."""
     return ".".join(filter(None, (path, layer)))
 
 
@@ -190,7 +190,7 @@ def _view(path: str, index: int, module: fx.GraphModule, node: fx.Node, quantize
 
 
 def width_read_by(module: fx.GraphModule, node: fx.Node, quantizer: Quantizer) -> int:
-    """Return the width a node gets: what its argument reads, which ought to be its dial."""
+    """Return the width that a node's argument reads, which should be that of its bit-width source."""
     read: Any = node.args[1] if len(node.args) > 1 else None
     if isinstance(read, fx.Node) and read.op == "get_attr":
         name = str(read.target).removeprefix(f"{STATE}.bits.")
@@ -206,12 +206,12 @@ def _record(module: fx.GraphModule, quantizer: Quantizer) -> list[int]:
 
 
 def _range(module: fx.GraphModule, quantizer: Quantizer) -> tuple[float, float] | None:
-    """Return the range that evaluation would use, None before anything was observed."""
+    """Return the range that evaluation would use; None before anything was observed."""
     if not quantizer.ranges:
         return None
     try:
         tensors = [get_attribute(outermost(module), f"{quantizer.ranges}_{part}") for part in PARTS]
-    except AttributeError:  # of a layer that was taken away since
+    except AttributeError:  # the layer was removed since
         return None
     if not all(map(has_value, tensors)):
         return None
@@ -223,7 +223,7 @@ def _range(module: fx.GraphModule, quantizer: Quantizer) -> tuple[float, float] 
 
 
 def products_in(model: nn.Module) -> tuple[ProductView, ...]:
-    """Read every quantized product of a model, once where several captures of one layer count together."""
+    """Return a view of every quantized product, a single one for graphs of one layer that share their counts."""
     found: dict[Any, ProductView] = {}
     for path, index, module in _graphs_in(model):
         for node in module.graph.nodes:
@@ -257,8 +257,8 @@ def _product(path: str, index: int, module: fx.GraphModule, node: fx.Node, count
         layer=layer,
         op=site.op,
         node=node.name,
-        integer=tuple(row[Outcome.INTEGER] for row in table),
-        floating=tuple(total - row[Outcome.INTEGER] for total, row in zip(ran, table, strict=True)),
+        integer=tuple(row[ProductOutcome.INTEGER] for row in table),
+        floating=tuple(total - row[ProductOutcome.INTEGER] for total, row in zip(ran, table, strict=True)),
         reasons=(*static, *seen),
         ratios=ratios,
         lowered=True,
@@ -266,6 +266,6 @@ def _product(path: str, index: int, module: fx.GraphModule, node: fx.Node, count
     )
 
 
-def _because(outcome: Outcome, ratio: float | None) -> str:
-    measured = f", {ratio:.2g} times as fast" if outcome is Outcome.SIZE and ratio is not None else ""
+def _because(outcome: ProductOutcome, ratio: float | None) -> str:
+    measured = f", {ratio:.2g} times as fast" if outcome is ProductOutcome.SIZE and ratio is not None else ""
     return REASONS[outcome] + measured

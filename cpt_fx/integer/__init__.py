@@ -1,1 +1,1 @@
-"""Products of quantized tensors on 8-bit integers: the codes, the products forward and backward, where they pay."""
+"""Products of quantized tensors on 8-bit integers: codes, products forward and backward, and where they are faster."""

@@ -1,8 +1,8 @@
-"""Where integer products pay: small ones stay in floating point, by a measurement that is made once and kept.
+"""Where integer products are faster: small ones stay in floating point, by a measurement that is cached on disk.
 
-Both ways start from codes. On integers a product is one call, while floating point has to turn the codes back into
-numbers first; so integers win except for small sizes, where calls cost more than arithmetic, and where kernels are
-missing. What is measured is kept on disk: by kind, by sizes rounded to powers of two, by all else that decides speed.
+Both ways start from codes. On integers a product is one call, while floating point has to dequantize the codes first;
+so integers win except for small sizes, where calls cost more than arithmetic, and where kernels are missing. The key of
+a measurement is the kind, the sizes rounded to powers of two, and everything else that affects speed.
 
 `CPT_FX_INTEGER=always` or `never` (or `chosen`, in a `with` block) decides without measuring.
 """
@@ -28,23 +28,23 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from cpt_fx import native
+from cpt_fx.common.files import replace
 from cpt_fx.errors import check_choice
-from cpt_fx.files import replace
 from cpt_fx.integer.codes import Codes
 from cpt_fx.integer.kernels import Geometry
-from cpt_fx.integer.products import PRODUCTS, Call
+from cpt_fx.integer.products import PRODUCTS, Options
 from cpt_fx.native.building import cache_folder
 
 _LOG = logging.getLogger("cpt_fx")
 _RULES = ("measured", "always", "never")
 _ROUNDS = 5
 _MOST = 1 << 29
-"""Multiplications that a measurement makes at most: beyond, the ratio no longer changes."""
+"""Most multiplications in a measured product: beyond that, the ratio no longer changes."""
 _rule: str | None = None
 
 
 class Decision(NamedTuple):
-    """How many times as fast a product is on integers as in floating point: measured, or as good as that by a rule."""
+    """How many times as fast a product is on integers as in floating point: measured, or set by a rule."""
 
     ratio: float
     measured: bool = True
@@ -58,8 +58,8 @@ class Decision(NamedTuple):
 _RULED = {"always": Decision(math.inf, measured=False), "never": Decision(0, measured=False)}
 
 
-def decide(kind: str, a: Sequence[int], b: Sequence[int], call: Call) -> Decision:
-    """Return whether a product of factors of two shapes runs faster on integers here."""
+def decide(kind: str, a: Sequence[int], b: Sequence[int], call: Options) -> Decision:
+    """Decide whether a product of factors of two shapes runs on integers, by speed on this machine or by a rule."""
     rule = _rule or check_choice("CPT_FX_INTEGER", os.environ.get("CPT_FX_INTEGER", "measured"), _RULES)
     if rule in _RULED:
         return _RULED[rule]
@@ -68,7 +68,7 @@ def decide(kind: str, a: Sequence[int], b: Sequence[int], call: Call) -> Decisio
 
 @contextmanager
 def chosen(rule: str) -> Iterator[None]:
-    """Decide by a rule inside a `with` block: "always" on integers, "never", or as "measured"."""
+    """Apply a rule inside a `with` block: "always" on integers, "never", or as "measured"."""
     global _rule
     before, _rule = _rule, check_choice("rule", rule, _RULES)
     try:
@@ -82,7 +82,7 @@ def _decided(kind: str, sizes: tuple[int, ...], threads: int, surroundings: str)
     key = f"{kind} {sizes} {threads} {surroundings}"
     ratio = _read().get(key)
     if ratio is None:
-        # Unseen by what watches operators around the model: selective checkpointing would keep these for others.
+        # Outside of all dispatch modes: selective checkpointing would save these tensors as the model's.
         with _disable_current_modes():
             ratio = round(_measure(kind, sizes), 3)
         _write(_read() | {key: ratio})
@@ -91,7 +91,7 @@ def _decided(kind: str, sizes: tuple[int, ...], threads: int, surroundings: str)
 
 
 def _surroundings() -> str:
-    """What besides sizes and threads decides about speed."""
+    """Return what affects speed besides sizes and threads."""
     kernels = "kernels" if native.load("integer_products.cpp") is not None else "no kernels"
     return f"{kernels}, {_machine()}"
 
@@ -103,7 +103,7 @@ def _machine() -> str:
 
 
 def _measure(kind: str, shape: tuple[int, ...]) -> float:
-    """Return how many times as fast a product is on integers, interleaved with floating point, median of some runs."""
+    """Return how many times as fast a product is on integers: the median of runs that alternate with floating point."""
     a, b, call = arguments(kind, shape)
     run = PRODUCTS[kind].run
     one = torch.ones(())
@@ -121,31 +121,31 @@ def _measure(kind: str, shape: tuple[int, ...]) -> float:
     return median(ratios)
 
 
-def rounded(kind: str, a: Sequence[int], b: Sequence[int], call: Call) -> tuple[int, ...]:
+def rounded(kind: str, a: Sequence[int], b: Sequence[int], call: Options) -> tuple[int, ...]:
     """Return the sizes of a product, rounded to powers of two: products of about the same size are measured once.
 
     Those of matrices are (batches, rows, inner, columns). Those of a convolution are (images, channels, height, width,
-    filters) and, as they are, the height and width of the kernel, of its stride, its padding and its dilation.
+    filters) and, not rounded, the height and width of the kernel, of its stride, its padding and its dilation.
     """
     if kind.startswith("conv2d"):
         return _of_convolution(dict(zip("".join(PRODUCTS[kind].letters), (*a, *b, *call.shape), strict=False)), call)
     size = dict.fromkeys("bric", 1)
     b = (*b, 1) if kind == "matmul_forward" and len(b) == 1 else b
     for letters, shape in zip(PRODUCTS[kind].letters, (a, b), strict=False):
-        # More dims than letters are more batches, or more rows; a vector has fewer.
+        # Additional dims are batches or rows; a vector has fewer dims than letters.
         more = max(len(shape) - len(letters), 0)
         lengths = (math.prod(shape[: more + 1]), *shape[more + 1 :])
         for letter, length in zip(reversed(letters), reversed(lengths), strict=False):
             size[letter] = max(length, size[letter])
     sizes = [_power(length) for length in size.values()]
-    # Fewest first: batches and rows are what a larger product has more of.
+    # Batches first, then rows, then columns: that is what larger products have more of.
     for place in (0, 1, 3):
         while math.prod(sizes) > _MOST and sizes[place] > 64 ** (place > 0):
             sizes[place] //= 2
     return tuple(sizes)
 
 
-def _of_convolution(size: dict[str, int], call: Call) -> tuple[int, ...]:
+def _of_convolution(size: dict[str, int], call: Options) -> tuple[int, ...]:
     kernel, dilation = (size["k"], size["l"]), call.geometry.dilation
     # Large enough for the filter, whatever the rounding.
     high, wide = (max(_power(size["hw"[i]]), dilation[i] * (kernel[i] - 1) + 1) for i in (0, 1))
@@ -155,18 +155,18 @@ def _of_convolution(size: dict[str, int], call: Call) -> tuple[int, ...]:
     return (images, channels, high, wide, filters, *kernel, *itertools.chain(*call.geometry))
 
 
-def arguments(kind: str, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], Call]:
-    """Return the shapes of two factors for rounded sizes, and what else the product takes."""
+def arguments(kind: str, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...], Options]:
+    """Return the shapes of two factors for rounded sizes, and the other options of the product."""
     size, geometry = dict(zip("bric", sizes, strict=False)), Geometry()
     if kind.startswith("conv2d"):
         size, geometry = dict(zip("nchwfkl", sizes, strict=False)), Geometry(sizes[7:9], sizes[9:11], sizes[11:])
         size["p"], size["q"] = geometry.output_size(sizes[2:4], sizes[5:7])
     a, b, result = (tuple(size[letter] for letter in letters) for letters in PRODUCTS[kind].letters)
-    return a, b, Call(shape=result, geometry=geometry)
+    return a, b, Options(shape=result, geometry=geometry)
 
 
 def _power(size: int) -> int:
-    """Return the power of two next to a size, by ratio."""
+    """Return the power of two nearest to a size, by ratio."""
     if size <= 1:
         return 1
     below = 1 << (size.bit_length() - 1)
@@ -174,7 +174,7 @@ def _power(size: int) -> int:
 
 
 def _some_codes(shape: tuple[int, ...]) -> Tensor:
-    """Make codes without a random generator: whoever measures must not change anybody's random numbers."""
+    """Return codes made without a random generator: a measurement must not change the user's random numbers."""
     return (torch.arange(math.prod(shape), dtype=torch.int32) % 255 - 127).to(torch.int8).view(shape)
 
 
@@ -189,7 +189,7 @@ def _file() -> Path:
 
 
 def _read() -> dict[str, float]:
-    """Read the decisions on disk; a file that is not there, or broken, holds none."""
+    """Read the cached ratios; a file that is missing or damaged holds none."""
     try:
         found = json.loads(_file().read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -200,7 +200,7 @@ def _read() -> dict[str, float]:
 
 
 def _write(found: dict[str, float]) -> None:
-    """Replace the file as a whole, so that two processes never mix theirs; where nothing can be written, nothing is."""
+    """Replace the file as a whole, so that processes never mix their results; without write access, cache nothing."""
     try:
         _file().parent.mkdir(parents=True, exist_ok=True)
         replace(_file(), json.dumps(found, indent=1, sort_keys=True))

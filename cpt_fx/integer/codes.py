@@ -1,4 +1,4 @@
-"""Quantizing to 8-bit codes: what the symmetric quantizer computes before it multiplies by its scale again."""
+"""Quantization to 8-bit codes: what the symmetric quantizer computes before it multiplies by its scale again."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from cpt_fx.formats import Rounding
-from cpt_fx.native import simulate
-from cpt_fx.numerics import Grid, extent_of, reduced_dims, symmetric_codes, working_dtype
+from cpt_fx.quantizers import kernels as simulate
+from cpt_fx.quantizers.numerics import Grid, extent_of, reduced_dims, symmetric_codes, working_dtype
 
 _is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
 WIDEST = 8
-"""Most bits whose codes an int8 holds."""
+"""The largest bit-width whose codes fit in int8."""
 
 
 class Codes(NamedTuple):
-    """A quantized tensor, `values * scale`: int8 codes, and one scale, or one per group, broadcastable to the codes.
+    """A quantized tensor, `values * scale`: int8 codes, and one scale, or one per range, broadcastable to the codes.
 
     A range that is not finite makes the scale NaN, and with it every product: codes cannot hold a NaN, scales can.
     """
@@ -37,15 +37,15 @@ class Codes(NamedTuple):
 
     @property
     def mT(self) -> Codes:  # noqa: N802
-        """The same with the last two dims exchanged, a vector as it is."""
+        """The matrix transpose; a vector stays as it is."""
         return self._moved(lambda part: part.mT) if self.ndim > 1 else self
 
     def unsqueeze(self, dim: int) -> Codes:
-        """Return the same with another dim of size 1."""
+        """Insert a dim of size 1."""
         return self._moved(lambda part: part.unsqueeze(dim))
 
     def flatten(self, first: int, last: int) -> Codes:
-        """Return the same with several dims as one."""
+        """Flatten several dims into one."""
         return self._moved(lambda part: part.flatten(first, last))
 
     def _moved(self, move: Callable[[Tensor], Tensor]) -> Codes:
@@ -54,7 +54,7 @@ class Codes(NamedTuple):
 
 @torch.no_grad()
 def quantize_codes(x: Tensor, bits: int, grid: Grid, seed: Tensor | None = None) -> Codes:
-    """Quantize to a symmetric grid of 1 to 8 bits. Noise is that of a seed, or of one that is drawn."""
+    """Quantize to codes of a symmetric grid of 1 to 8 bits. Noise is drawn from `seed`, or from a new one."""
     if not 1 <= bits <= WIDEST:
         raise ValueError(f"codes of int8 have 1 to {WIDEST} bits, got bits={bits}")
     if not x.numel():
@@ -62,7 +62,7 @@ def quantize_codes(x: Tensor, bits: int, grid: Grid, seed: Tensor | None = None)
     x = x.detach()
     scales = torch.empty(scale_shape(grid, x.shape), dtype=torch.float32, device=x.device)
     if not (x.is_contiguous() or (grid.rounding is Rounding.NEAREST and not scales.ndim and _is_dense(x))):
-        # Noise belongs to an element's place in the tensor, and so does a group's range.
+        # Noise and ranges depend on the index of an element in the tensor, not on its place in memory.
         x = x.contiguous()
     if simulate.serves(x, grid, as_stored=True):
         return Codes(simulate.quantize(x, bits, grid, seed=seed, scales=scales).values, scales)
@@ -70,14 +70,14 @@ def quantize_codes(x: Tensor, bits: int, grid: Grid, seed: Tensor | None = None)
     extent = extent_of(x, grid.keep, grid.over)
     codes, half, scale = symmetric_codes(values, width, grid.rounding, extent, seed)
     if bits == 1:
-        # The codes sit half a step off zero; twice the codes are whole, and half the scale is the amplitude.
+        # The values are half a step off the codes: twice the codes plus one are whole, and so the scale is halved.
         codes, scale = codes.mul_(2).add_(1), scale * half
-    # Finite numbers over an infinite scale come out of the simulated quantizer as 0 * inf: NaN, like everything else.
+    # Over an infinite scale the simulated quantizer returns NaN for finite numbers, too (0 * inf).
     finite = scale.isfinite()
     return Codes(codes.where(finite, 0.0).to(torch.int8), scale.where(finite, torch.nan))
 
 
 def scale_shape(grid: Grid, shape: torch.Size) -> list[int]:
-    """Return the shape that the scales of a tensor have."""
+    """Return the shape of the scales of a tensor."""
     dims = reduced_dims(len(shape), grid.keep, grid.over)
     return [] if len(dims) == len(shape) else [1 if dim in dims else size for dim, size in enumerate(shape)]

@@ -1,4 +1,4 @@
-"""What an operator counts of its products: how often each was made, and how."""
+"""Counters of the products of an operator: how often each ran, on integers or not, and why not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ DIRECTIONS = ("forward", "left", "right")
 """The products of an operator: its result, the gradient of its left operand, the gradient of its right one."""
 
 
-class Outcome(IntEnum):
+class ProductOutcome(IntEnum):
     """How one product was executed: on integers, or in floating point and why."""
 
     INTEGER = 0
@@ -20,15 +20,15 @@ class Outcome(IntEnum):
 
 
 REASONS = {
-    Outcome.WIDTH: "an operand is not at 1 to 8 bits",
-    Outcome.SIZE: "too small to be faster on integers here",
-    Outcome.GROUPS: "a scale differs along what this product sums over",
-    Outcome.NO_CODES: "an operand has no codes: empty, float64, complex, sparse, not on a CPU, or in a torch.func "
-    "transform",
-    Outcome.DIFFERENTIATED: "a gradient was itself to be differentiated (create_graph=True)",
+    ProductOutcome.WIDTH: "an operand is not at 1 to 8 bits",
+    ProductOutcome.SIZE: "too small to be faster on integers here",
+    ProductOutcome.GROUPS: "a scale differs along what this product sums over",
+    ProductOutcome.NO_CODES: "an operand has no codes: empty, float64, complex, sparse, not on a CPU, or in a "
+    "torch.func transform",
+    ProductOutcome.DIFFERENTIATED: "a gradient was itself to be differentiated (create_graph=True)",
 }
-RATIO = len(Outcome)
-"""Behind the counts of a direction: how many times as fast its last product is on integers, in thousandths, where that
-was measured."""
-COUNTS = (len(DIRECTIONS), len(Outcome) + 1)
+RATIO = len(ProductOutcome)
+"""Index after the counts of a direction: how many times as fast its last product is on integers, in thousandths, if
+that was measured."""
+COUNTS = (len(DIRECTIONS), len(ProductOutcome) + 1)
 """The shape of the tensor in which an operator counts its products."""

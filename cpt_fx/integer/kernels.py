@@ -1,4 +1,4 @@
-"""The kernels of `native/` for integer execution, as functions of tensors. Each returns None where it cannot run."""
+"""The kernels of `native/` for integer execution, as functions of tensors. Each returns None if it cannot run."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 _LONG = ctypes.c_int64
 LONGEST_SUM = (2**31 - 1) // (127 * 127)
-"""How many products of two codes an int32 holds for sure: 133,144."""
+"""Most products of two codes whose sum fits in an int32 for sure: 133,144."""
 Pair = tuple[int, ...]
 """One number for the height, one for the width."""
 
 
 class Geometry(NamedTuple):
-    """How the filter of a convolution moves."""
+    """Stride, padding and dilation of a convolution."""
 
     stride: Pair = (1, 1)
     padding: Pair = (0, 0)
     dilation: Pair = (1, 1)
 
     def output_size(self, size: Sequence[int], kernel: Sequence[int]) -> Pair:
-        """Return how many places a filter has along the height and the width of images."""
+        """Return the height and the width of the result of a convolution."""
         along = zip(size, kernel, *self, strict=True)
         places = tuple((s + 2 * pad - gap * (k - 1) - 1) // step + 1 for s, k, step, pad, gap in along)
         if places[0] < 1 or places[1] < 1:
@@ -44,7 +44,7 @@ class Geometry(NamedTuple):
 def product(
     left: Tensor, right: Tensor, scales: tuple[Tensor, Tensor] | None, bias: Tensor | None = None
 ) -> Tensor | None:
-    """Multiply matrices, or batches of them in one or two dims: float32 with scales, int32 sums without."""
+    """Multiply matrices, or batches of them: float32 with scales, int32 sums without."""
     library = native.load("integer_products.cpp")
     if library is None:
         return None
@@ -63,7 +63,7 @@ def product(
 
 
 def _in_two_batches(x: Tensor, batch: torch.Size) -> Tensor:
-    """Bring the batches of matrices into two dims, without a copy where strides allow."""
+    """Reshape batches of matrices to two batch dims, without a copy if the strides allow."""
     x = (x if 1 in x.stride()[-2:] else x.contiguous()).expand(*batch, *x.shape[-2:])
     if len(batch) > 2:
         return x.reshape(batch[0], -1, *x.shape[-2:])
@@ -73,7 +73,7 @@ def _in_two_batches(x: Tensor, batch: torch.Size) -> Tensor:
 def convolution(
     x: Codes, w: Codes, bias: Tensor | None, out: Pair, geometry: Geometry, *, turned: bool = False
 ) -> Tensor | None:
-    """Convolve images; or, `turned`, carry a gradient back to images. The result has the height and width `out`."""
+    """Convolve images, or, if `turned`, return the gradient of images. The result has the height and width `out`."""
     library = native.load("integer_convolutions.cpp")
     taps = w.values.shape[2:].numel()
     if library is None or not _suit(x, w) or x.values.shape[1] * taps > LONGEST_SUM or min(out) <= 0:
@@ -81,7 +81,7 @@ def convolution(
     images, filters = x.values.contiguous(), w.values.contiguous()
     first, second = filters.shape[:2]
     plan = (_plan_turned if turned else _plan)(images.shape[1], images.shape[2:], filters.shape[2:], out, geometry)
-    # How many channels come out, and how far apart those that come out and those that go in are in the filters.
+    # The number of output channels, and the strides of output channels and of input channels in the filters.
     rows = (second, taps, second * taps) if turned else (first, second * taps, taps)
     result = _new((images.shape[0], rows[0], *out))
     floats = _in_single(x.scale, w.scale, bias)
@@ -94,7 +94,7 @@ def convolution(
 
 
 def filters(g: Codes, x: Codes, kernel: Pair, geometry: Geometry) -> Tensor | None:
-    """Return the gradient of filters from that of the output and from the images."""
+    """Return the gradient of filters from the gradient of the output and from the images."""
     library = native.load("integer_filters.cpp")
     if library is None or not _suit(g, x):
         return None
@@ -111,26 +111,26 @@ def filters(g: Codes, x: Codes, kernel: Pair, geometry: Geometry) -> Tensor | No
 
 
 def _suit(a: Codes, b: Codes) -> bool:
-    """Whether the kernels of convolutions take two operands: one scale each, nothing empty."""
+    """Return whether the kernels of convolutions take two operands: one float32 scale each, nothing empty."""
     plain = a.scale.ndim == b.scale.ndim == 0 and a.scale.dtype == b.scale.dtype == torch.float32
     return plain and bool(a.values.numel() and b.values.numel())
 
 
 def _in_single(*parts: Tensor | None) -> list[Tensor | None]:
-    """Return scales and biases as kernels read them. Hold them until the call is over."""
+    """Return scales and biases as kernels read them; the caller has to hold them until the call is over."""
     return [None if part is None else part.to(torch.float32).contiguous() for part in parts]
 
 
 def _new(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Make what a kernel writes its result into. Not of the default dtype, which is the user's."""
+    """Return the memory for the result of a kernel. The default dtype is the user's, and is not used."""
     return torch.empty(tuple(shape), dtype=dtype)
 
 
 class _Plan(NamedTuple):
-    """Where the pixels of a convolution lie: arrays for `native/integer_convolutions.cpp`, see there.
+    """Memory layout of a convolution: arrays for `native/integer_convolutions.cpp`, see there.
 
-    A plane holds every n-th row and column of an image with its padding. In it, what one tap of the filter sees at
-    neighbouring places are neighbouring pixels: places and pixels differ by an offset, one for every tap.
+    A plane holds every n-th row and column of a padded image, n the stride. In it, what one tap of the filter reads for
+    neighbouring outputs are neighbouring pixels: outputs and pixels differ by one offset per tap.
     """
 
     planes: ctypes.Array[ctypes.c_int64]
@@ -147,10 +147,10 @@ def _array(numbers: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
 
 @lru_cache(maxsize=1024)
 def _plan(channels: int, size: Pair, kernel: Pair, out: Pair, geometry: Geometry, *, by_plane: bool = False) -> _Plan:
-    """Describe a convolution. `by_plane` gives taps as (plane, offset in it) for gradients of filters."""
+    """Return the plan of a convolution. `by_plane` gives taps as (plane, offset in it), for gradients of filters."""
     stride, padding, dilation = geometry
     if kernel == stride == (1, 1) and padding == (0, 0):
-        # Without neighbours an image is one long row.
+        # A filter of one pixel has no neighbours: an image is one long row.
         size = out = (1, size[0] * size[1])
     along = [_taps_along(kernel[i], stride[i], dilation[i]) for i in (0, 1)]
     rows, columns = (out[i] + max(shift for _, shift in along[i]) for i in (0, 1))
@@ -167,9 +167,9 @@ def _plan(channels: int, size: Pair, kernel: Pair, out: Pair, geometry: Geometry
 
 @lru_cache(maxsize=1024)
 def _plan_turned(channels: int, size: Pair, kernel: Pair, out: Pair, geometry: Geometry) -> _Plan:
-    """Describe the gradient of the images, of size `out`, from one of size `size`.
+    """Return the plan for the gradient of images of size `out`, from an output gradient of size `size`.
 
-    With a stride, every n-th row and column of the result is a convolution with some of the taps.
+    With a stride n, every n-th row and column of the result is a convolution with some of the taps.
     """
     stride, padding, dilation = geometry
     if kernel == stride == (1, 1) and padding == (0, 0):
@@ -195,12 +195,12 @@ def _plan_turned(channels: int, size: Pair, kernel: Pair, out: Pair, geometry: G
 
 
 def _taps_along(kernel: int, stride: int, dilation: int) -> list[tuple[int, int]]:
-    """Return for every tap its phase, and its shift in the plane of that phase."""
+    """Return the phase of every tap, and its shift in the plane of that phase."""
     return [(tap * dilation % stride, tap * dilation // stride) for tap in range(kernel)]
 
 
 def _taps_back(kernel: int, stride: int, padding: int, dilation: int) -> list[list[tuple[int, int]]]:
-    """Return for every phase of the result the taps that reach it, each with its shift in the gradient."""
+    """Return, for every phase of the result, the taps that reach it, each with its shift in the gradient."""
     return [
         [
             (tap, (phase + padding - tap * dilation) // stride)

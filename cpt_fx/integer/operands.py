@@ -1,10 +1,10 @@
-"""A product and its factors while the graph runs: codes at 8 bits or less, floating point numbers above.
+"""Operands of products at run time: codes at 8 bits or less, floating point numbers above.
 
-In eager execution the width is known and an operand is one or the other. A compiled graph is made for all widths: there
-an operator that no compiler looks into reads the width when the graph runs, and fills one of two tensors whose shapes
+In eager code the bit-width is known, and an operand is one or the other. A compiled graph serves all bit-widths: there
+an operator that compilers do not trace into reads the bit-width at run time, and fills one of two tensors whose shapes
 are known before. The other one is a `blank`: it has the shape, and no memory of its own.
 
-Two operands are multiplied on integers where both are codes and that pays, else in floating point; it is counted.
+Two operands are multiplied on integers if both are codes and that is faster, else in floating point; this is counted.
 """
 
 from __future__ import annotations
@@ -17,61 +17,61 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cpt_fx.evidence import LOOKING, show, witness
+from cpt_fx.common.functorch import is_transformed
 from cpt_fx.formats import Rounding
 from cpt_fx.integer import choice
 from cpt_fx.integer.codes import WIDEST, Codes, quantize_codes, scale_shape
-from cpt_fx.integer.counts import RATIO, Outcome
+from cpt_fx.integer.counts import RATIO, ProductOutcome
 from cpt_fx.integer.kernels import Geometry
-from cpt_fx.integer.products import PRODUCTS, Call, Product, bias_grad
-from cpt_fx.noise import new_seed
-from cpt_fx.numerics import Grid
-from cpt_fx.ops import FAKE_QUANTIZE, LIBRARY, define
-from cpt_fx.saving import check_unchanged
-from cpt_fx.straight_through import grid_of
-from cpt_fx.transformed import is_transformed
-from cpt_fx.widths import host_value, is_free
+from cpt_fx.integer.products import PRODUCTS, Options, Product, bias_grad
+from cpt_fx.quantizers.counters import LOOKING, show, witness
+from cpt_fx.quantizers.noise import new_seed
+from cpt_fx.quantizers.numerics import Grid
+from cpt_fx.quantizers.ops import FAKE_QUANTIZE, LIBRARY, define
+from cpt_fx.quantizers.recompute import check_unchanged
+from cpt_fx.quantizers.straight_through import grid_of
+from cpt_fx.quantizers.widths import host_value, is_free
 
 R = TypeVar("R")
 Operand = Sequence[Tensor]
-"""Floating point numbers alone; codes and their scale; in a graph that is being compiled codes, scale and numbers."""
+"""Floating point numbers alone; codes and their scale; in a compiled graph codes, scale and numbers."""
 Dtypes = tuple[torch.dtype, torch.dtype]
-"""Of floating point arithmetic, and of the result."""
+"""The dtypes of floating point arithmetic, and of the result."""
 _SUPPORTED = (torch.float32, torch.bfloat16, torch.float16)
 _RAW = torch.uint32
-"""What the floating point numbers of a compiled graph, float32 all of them, are declared as. Compilers let a buffer
-that nobody reads any more hold the next value of its type. That must not happen to a blank, and no other value of a
-model has this type."""
+"""The declared dtype of the floating point numbers of a compiled graph, all of them float32. Compilers reuse a buffer
+that is not read any more for the next value of its dtype. That must not happen to a blank, and no other value of a
+model has this dtype."""
 _TRACED = 3
-"""The length of an operand of which only the run will tell what it is."""
+"""The length of an operand of a compiled graph, of which only the run tells what it is."""
 _NOT_CODES = -1.0
-"""A scale that says: look at the floating point numbers. Those of codes are not negative."""
+"""The scale of an operand that is floating point numbers. Scales of codes are not negative."""
 
 
 def symmetric(options: dict[str, Any], rounding: str) -> Grid:
-    """Return the grid that the options of an operator speak of: which elements share a scale, how they are rounded."""
+    """Return the symmetric grid of an operator's options: its granularity and rounding."""
     return grid_of({**options, "scheme": "symmetric"}, rounding)
 
 
 def is_supported(x: Tensor) -> bool:
-    """Whether a tensor can have codes: others, on other devices or under transforms, are quantized as in simulation."""
+    """Return whether a tensor can have codes: others, on other devices or under transforms, are simulated."""
     ordinary = x.layout is torch.strided and x.dtype in _SUPPORTED and x.device.type == "cpu"
     return ordinary and not is_transformed() and forward_ad._current_level < 0
 
 
 def _has_codes(x: Tensor, width: int) -> bool:
-    """Whether a tensor is multiplied by its codes at a width."""
+    """Return whether a tensor is multiplied by its codes at a bit-width."""
     return 1 <= width <= WIDEST and x.numel() > 0
 
 
 def has_no_codes(x: Tensor, bits: Tensor) -> bool:
-    """Whether it is known that a tensor is quantized as in simulation."""
+    """Return whether a tensor is known to be quantized as in simulated execution."""
     width = host_value(bits)
     return not is_supported(x) or (width is not None and not _has_codes(x, width))
 
 
 def quantized(x: Tensor, bits: Tensor, grid: Grid, record: Tensor | None) -> Operand:
-    """Quantize a tensor to what its width says; what is not multiplied by codes is what simulated execution has."""
+    """Quantize a tensor at its bit-width: to codes, or, if it cannot have them, as in simulated execution."""
     if has_no_codes(x, bits):
         return (_simulated(x, bits, grid, record),)
     width = host_value(bits)
@@ -85,7 +85,7 @@ def quantized(x: Tensor, bits: Tensor, grid: Grid, record: Tensor | None) -> Ope
 
 
 class Weight(NamedTuple):
-    """A parameter that codes were made of in eager execution: backward makes them again, instead of keeping them."""
+    """A parameter whose codes the backward pass computes again instead of saving them, in eager code."""
 
     parameter: Tensor
     version: int
@@ -93,7 +93,7 @@ class Weight(NamedTuple):
     grid: Grid
 
     def again(self) -> Codes:
-        """Return the codes once more."""
+        """Compute the codes again."""
         check_unchanged(self.parameter, self.version)
         return _codes(self.parameter, self.width, self.grid, None, None)
 
@@ -102,7 +102,7 @@ _WEIGHT = "_cpt_fx_weight"
 
 
 def weight_of(operand: Operand) -> Weight | None:
-    """Return the parameter that an operand is made of, where that is noted."""
+    """Return the parameter that an operand is made of, if there is one."""
     return getattr(operand[0], _WEIGHT, None)
 
 
@@ -128,7 +128,7 @@ def _emptiness(size: int, device: torch.device) -> Tensor:
 
 
 def blank(shape: torch.Size, device: torch.device) -> Tensor:
-    """Return a tensor that nobody reads. All of one shape share one piece of memory, which is never written."""
+    """Return a tensor that is never read. All of one size share memory, which is never written."""
     return _emptiness(shape.numel(), device)[: shape.numel()].view(shape)
 
 
@@ -141,11 +141,11 @@ def _quantize_at_run_time(
     if _has_codes(x, width):
         codes, scale = _codes(x, width, grid, seed, record)
         return codes.contiguous(), scale, blank(x.shape, x.device)
-    # A copy where nothing is rounded: an operator returns none of its arguments.
+    # A copy if nothing was rounded: an operator must not return one of its arguments.
     wide = _simulated(x, bits, grid, record).to(torch.float32).contiguous()
     wide = wide.clone() if wide.data_ptr() == x.data_ptr() else wide
     scale = x.new_full(scale_shape(grid, x.shape), _NOT_CODES, dtype=torch.float32)
-    # Never written, which on a CPU means that it takes no memory.
+    # Never written, so that it takes no memory on a CPU.
     return torch.empty(x.shape, dtype=torch.int8, device=x.device), scale, wide.view(_RAW)
 
 
@@ -159,7 +159,7 @@ def _quantize_shapes(
 
 
 def revealed(operand: Operand) -> Codes | Tensor:
-    """Return what an operand is, now that the graph runs."""
+    """Return at run time what an operand is: codes, or floating point numbers."""
     first, *rest = operand
     if not rest:
         return first
@@ -170,7 +170,7 @@ def revealed(operand: Operand) -> Codes | Tensor:
 
 
 def value_of(factor: Codes | Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a factor as floating point numbers: those that simulated execution multiplies."""
+    """Return a factor as floating point numbers, as simulated execution multiplies them."""
     value = (factor.dequantized() if isinstance(factor, Codes) else factor).to(dtype)
     if LOOKING and isinstance(factor, Codes):
         show(value, None, Grid())
@@ -183,12 +183,12 @@ def _dequantize_at_run_time(operand: Operand, dtype: torch.dtype) -> Tensor:
 
 
 def dequantized(operand: Operand, dtype: torch.dtype) -> Tensor:
-    """Return an operand as the tensor that simulated execution has."""
+    """Return an operand as the tensor that simulated execution multiplies."""
     return DEQUANTIZE(operand, dtype) if len(operand) == _TRACED else value_of(revealed(operand), dtype)
 
 
 def summed(operand: Operand, shape: Sequence[int], dtype: torch.dtype, channel: int) -> Tensor:
-    """Add an operand up to the shape of a bias; one of a single dim belongs to the channels."""
+    """Sum an operand to the shape of a bias; one of a single dim belongs to the channels."""
     return (SUM if len(operand) == _TRACED else _summed)(operand, shape, dtype, channel)
 
 
@@ -203,8 +203,8 @@ def _summed(operand: Operand, shape: Sequence[int], dtype: torch.dtype, channel:
     return (factor.sum(dims) if dims else factor.clone()).to(dtype)
 
 
-def multiply(name: str, call: Call, a: Operand, b: Operand, dtypes: Dtypes, counts: Tensor | None) -> Tensor:
-    """Return a product, by its name in `products`, and count how it was made."""
+def multiply(name: str, call: Options, a: Operand, b: Operand, dtypes: Dtypes, counts: Tensor | None) -> Tensor:
+    """Return a product, by its name in `PRODUCTS`, and count how it ran."""
     if _TRACED in (len(a), len(b)):
         geometry = [number for pair in call.geometry for number in pair]
         return MULTIPLY(name, a, b, call.bias, call.shape, geometry, *dtypes, counts)
@@ -213,7 +213,7 @@ def multiply(name: str, call: Call, a: Operand, b: Operand, dtypes: Dtypes, coun
 
 def _multiply(
     name: str,
-    call: Call,
+    call: Options,
     a: Codes | Tensor,
     b: Codes | Tensor,
     dtypes: Dtypes,
@@ -223,35 +223,37 @@ def _multiply(
     outcome = _outcome(product, call, a, b, counts)
     if counts is not None:
         counts[product.direction, outcome].add_(1)
-    if outcome is not Outcome.INTEGER:
+    if outcome is not ProductOutcome.INTEGER:
         a, b = value_of(a, dtypes[0]), value_of(b, dtypes[0])
     return product.run(a, b, call, dtypes[1])
 
 
-def _outcome(product: Product, call: Call, a: Codes | Tensor, b: Codes | Tensor, counts: Tensor | None) -> Outcome:
-    """Decide how a product is made, and note the measurement that it rests on."""
+def _outcome(
+    product: Product, call: Options, a: Codes | Tensor, b: Codes | Tensor, counts: Tensor | None
+) -> ProductOutcome:
+    """Decide how a product runs, and note the measurement behind that."""
     if not isinstance(a, Codes) or not isinstance(b, Codes):
         empty = any(isinstance(factor, Tensor) and not factor.numel() for factor in (a, b))
-        return Outcome.NO_CODES if empty else Outcome.WIDTH
+        return ProductOutcome.NO_CODES if empty else ProductOutcome.WIDTH
     if product.misfit(a, b):
-        return Outcome.GROUPS
+        return ProductOutcome.GROUPS
     decision = choice.decide(product.run.__name__, a.values.shape, b.values.shape, call)
     if counts is not None and decision.measured:
         counts[product.direction, RATIO].fill_(round(1000 * decision.ratio))
-    return Outcome.INTEGER if decision.worth else Outcome.SIZE
+    return ProductOutcome.INTEGER if decision.worth else ProductOutcome.SIZE
 
 
 def _multiply_at_run_time(
     name: str, a: list[Tensor], b: list[Tensor], bias: Tensor | None, shape: list[int], geometry: list[int],
     arithmetic: torch.dtype, dtype: torch.dtype, counts: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    call = Call(bias, tuple(shape), Geometry(*zip(geometry[::2], geometry[1::2], strict=True)))
-    # What a compiler was told: a tensor of this shape, in this order.
+    call = Options(bias, tuple(shape), Geometry(*zip(geometry[::2], geometry[1::2], strict=True)))
+    # What the compiler was told: this shape, contiguous.
     return _multiply(name, call, revealed(a), revealed(b), (arithmetic, dtype), counts).reshape(shape).contiguous()
 
 
 def _opaque(schema: str, run: Callable[..., R], shapes: Callable[..., Any]) -> Callable[..., R]:
-    """Make an operator that no compiler looks into. `shapes` returns what a compiler is told of the results."""
+    """Define an operator that compilers do not trace into; `shapes` is its fake implementation."""
     operator = define(schema, run, "CPU")
     torch.library.register_fake(f"cpt_fx::{schema.partition('(')[0]}", shapes, lib=LIBRARY)
     return operator

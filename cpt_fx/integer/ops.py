@@ -1,9 +1,9 @@
 """The operators of a lowered graph: `torch.ops.cpt_fx.to_integer`, `integer_linear`, `integer_matmul`, `integer_conv`.
 
-`to_integer` stands for the quantizer of an operand. It returns a list for the products that read it: a tensor that
-carries the gradient, and the operand: codes and scale in eager execution, numbers too in a graph that is being
-compiled. A list of one tensor is an operand in simulated form: above 8 bits in eager execution, and where a tensor
-cannot have codes. Two such operands are multiplied by the operators of simulated execution.
+`to_integer` replaces the quantizer of an operand. It returns a list for the products that read it: a tensor that
+carries the gradient, and the operand: codes and scale in eager code, and floating point numbers, too, in a compiled
+graph. A list of one tensor is an operand in simulated form: above 8 bits in eager code, and where a tensor cannot have
+codes. Two such operands are multiplied by the operators of simulated execution.
 
 A product quantizes the gradient of its result once, and multiplies it with both operands.
 """
@@ -19,32 +19,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cpt_fx.evidence import DIFFERENTIATED
-from cpt_fx.frames import skip_frame
+from cpt_fx.common.compilers import skip_frame
+from cpt_fx.common.functorch import are_gradients, each, is_transformed
 from cpt_fx.integer import operands
-from cpt_fx.integer.counts import Outcome
+from cpt_fx.integer.counts import ProductOutcome
 from cpt_fx.integer.kernels import Geometry
 from cpt_fx.integer.operands import Operand
-from cpt_fx.integer.products import Call
-from cpt_fx.numerics import Grid
-from cpt_fx.ops import FAKE_QUANTIZE, QUANTIZE_GRADIENT, define
-from cpt_fx.straight_through import arm
-from cpt_fx.transformed import are_gradients, each, is_transformed
+from cpt_fx.integer.products import Options
+from cpt_fx.quantizers.counters import DIFFERENTIATED
+from cpt_fx.quantizers.numerics import Grid
+from cpt_fx.quantizers.ops import FAKE_QUANTIZE, QUANTIZE_GRADIENT, define
+from cpt_fx.quantizers.straight_through import arm
 
 _GRID = "int[] keep=[], int[]? over=None, str rounding='{rounding}'"
 _PRODUCT = _GRID.format(rounding="stochastic") + ", Tensor(a!)? record=None, Tensor(b!)? counts=None) -> Tensor"
 _STILL = Geometry()
-"""Of a product whose operands do not move, and of the dims in which a filter does not."""
+"""The geometry of products that are no convolutions, and of the added height of a convolution in one dim."""
 
 
 class _Kind(NamedTuple):
     """One kind of product."""
 
     names: tuple[str, str, str]
-    """Its functions in `products`: forward, for the gradient of the left operand, for that of the right one."""
+    """Its names in `PRODUCTS`: forward, the gradient of the left operand, that of the right one."""
     simulated: Callable[[Tensor, Tensor, Tensor | None, Geometry], Tensor]
     shape: Callable[[Sequence[int], Sequence[int], Geometry], tuple[int, ...]]
-    """Of the result, given those of the operands."""
+    """Returns the shape of the result from those of the operands."""
     channel: int = -1
     """The dim of the result that a bias belongs to."""
 
@@ -80,13 +80,13 @@ _CONV = _Kind(
 
 
 def _geometry_of(dims: int, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> Geometry:
-    """Return the geometry of a convolution in one or two dims: one in one dim has images of height 1."""
+    """Return the geometry of a convolution in one or two dims; in one dim, images have a height of 1."""
     given = (tuple(values) * dims if len(values) == 1 else tuple(values) for values in (stride, padding, dilation))
     return Geometry(*((*still[: 2 - dims], *moved) for still, moved in zip(_STILL, given, strict=True)))
 
 
 def _as_images(operand: Operand, ndim: int, dims: int) -> Operand:
-    """Give what a convolution multiplies four dims. `ndim` is how many it has, `dims` how many the filter moves in."""
+    """Give an operand of `ndim` dims the four of a 2d convolution; the filter moves in `dims` of them."""
     places = [0] * (ndim < dims + 2) + [2] * (dims == 1)
     for place in places:
         operand = [part.unsqueeze(place) if part.ndim else part for part in operand]
@@ -94,20 +94,20 @@ def _as_images(operand: Operand, ndim: int, dims: int) -> Operand:
 
 
 def _without_added(shape: tuple[int, ...], ndim: int, dims: int) -> tuple[int, ...]:
-    """Return the shape of a result as it is without the dims that `_as_images` added."""
+    """Return the shape of a result without the dims that `_as_images` added."""
     images, channels, *sizes = shape
     return (*((images,) if ndim == dims + 2 else ()), channels, *sizes[2 - dims :])
 
 
 class _Quantize(torch.autograd.Function):
-    """An operand of a product; the gradient of what the product gets of it is the gradient of the tensor."""
+    """Quantize an operand of a product; the gradient of the first output is the gradient of the tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bits: Tensor, grid: Grid, record: Tensor | None) -> tuple[Tensor, ...]:
         operand = operands.quantized(x, bits, grid, record)
         ctx.mark_non_differentiable(*operand)
         ctx.set_materialize_grads(False)
-        # Not the tensor itself: its place in the autograd graph changes when it is overwritten later.
+        # Not the tensor itself: its autograd node changes if it is overwritten later.
         return (x.new_empty(()).expand(x.shape), *operand)
 
     @staticmethod
@@ -124,7 +124,7 @@ def _to_integer(x: Tensor, bits: Tensor, *, record: Tensor | None = None, **opti
 
 @dataclass(frozen=True)
 class _Job:
-    """What a product is, besides its operands."""
+    """Everything about a product but its operands."""
 
     kind: _Kind
     geometry: Geometry
@@ -137,7 +137,7 @@ class _Job:
 
 
 class _Multiply(torch.autograd.Function):
-    """A product and its gradients. For backward it keeps operands: codes, where those are what is multiplied."""
+    """A product and its gradients. For the backward pass it saves operands as codes if those are what is multiplied."""
 
     @staticmethod
     def forward(
@@ -149,13 +149,13 @@ class _Multiply(torch.autograd.Function):
         kept_right = right if needs_left and ctx.weights[1] is None else ()
         ctx.save_for_backward(*kept_left, *kept_right)
         ctx.split = len(kept_left)
-        # Held, not saved: a schedule may write the width before backward, which then has the new one.
+        # Held, not saved: a schedule may write the bit-width before the backward pass, which then uses the new one.
         ctx.job, ctx.edges = job, (left_edge, right_edge)
         ctx.bias = None if bias is None else (bias.shape, bias.dtype)
         left, right = _images(ctx, left, right)
         ctx.factors = left[0].shape, right[0].shape
         shape = job.kind.shape(left[0].shape, right[0].shape, job.geometry)
-        call = Call(bias, shape, job.geometry)
+        call = Options(bias, shape, job.geometry)
         result = operands.multiply(job.kind.names[0], call, left, right, (job.dtype, job.dtype), job.counts)
         if job.kind is _CONV:
             shape = _without_added(shape, left_edge.ndim, right_edge.ndim - 2)
@@ -166,7 +166,7 @@ class _Multiply(torch.autograd.Function):
         if are_gradients(gradient):
             return tuple(each(partial(_Multiply.backward, ctx), gradient))
         job: _Job = ctx.job
-        saved = ctx.saved_tensors  # once: checkpointing counts how often it is asked for
+        saved = ctx.saved_tensors  # once: checkpointing counts the accesses
         left, right = (
             weight.again() if weight is not None and needed else parts
             for weight, needed, parts in zip(
@@ -182,7 +182,7 @@ class _Multiply(torch.autograd.Function):
             found = _gradients(ctx, factor, left, right, gradient.dtype)
         bias = None
         if ctx.needs_input_grad[2]:
-            # The channels of a gradient are where they are in its images, without the dim of the images themselves.
+            # The channels of a gradient are a dim further to the front if it is that of a single image.
             channel = job.kind.channel - (job.kind is _CONV and ctx.edges[0].ndim < ctx.edges[1].ndim)
             shape, dtype = ctx.bias
             bias = operands.summed(factor, shape, dtype, channel)
@@ -190,7 +190,7 @@ class _Multiply(torch.autograd.Function):
 
 
 def _images(ctx: Any, left: Operand, right: Operand) -> tuple[Operand, Operand]:
-    """Return operands, or a gradient and an operand, with the dims that products of their kind have."""
+    """Return operands, or a gradient and an operand, with four dims for a convolution."""
     if ctx.job.kind is not _CONV:
         return left, right
     dims = ctx.edges[1].ndim - 2
@@ -210,7 +210,7 @@ def _gradients(
             found.append(None)
             continue
         edge = ctx.edges[which]
-        call = Call(shape=ctx.factors[which], geometry=job.geometry)
+        call = Options(shape=ctx.factors[which], geometry=job.geometry)
         name = job.kind.names[1 + which]
         found.append(operands.multiply(name, call, images, other, (dtype, edge.dtype), job.counts).view(edge.shape))
     return found[0], found[1]
@@ -219,7 +219,7 @@ def _gradients(
 def _differentiable(
     ctx: Any, gradient: Tensor, left: Operand, right: Operand
 ) -> tuple[tuple[Tensor | None, Tensor | None], Operand]:
-    """Return what backward returns, as simulated execution computes it: with a graph of its own."""
+    """Return the gradients as simulated execution computes them, so that they can be differentiated again."""
     job: _Job = ctx.job
     if job.bits is not None:
         if job.record is not None:
@@ -227,20 +227,20 @@ def _differentiable(
         gradient = FAKE_QUANTIZE(gradient, job.bits, **job.grid.keywords(), record=job.record)
     values = []
     for edge, operand in zip(ctx.edges, (left, right), strict=True):
-        # An operand that was not kept is a factor of no gradient that is asked for.
+        # An operand that was not saved is in no gradient that is asked for.
         value = _Dequantize.apply(edge, operand) if operand else torch.zeros_like(edge)  # type: ignore[no-untyped-call]
         values.append(value if value.requires_grad else value.requires_grad_())
     result = job.kind.simulated(values[0].to(job.dtype), values[1].to(job.dtype), None, job.geometry)
     needed = [which for which in (0, 1) if ctx.needs_input_grad[which]]
     made = torch.autograd.grad(result, [values[which] for which in needed], gradient, create_graph=True)
     if job.counts is not None:
-        _count(job.counts, [1 + which for which in needed], Outcome.DIFFERENTIATED)
+        _count(job.counts, [1 + which for which in needed], ProductOutcome.DIFFERENTIATED)
     found = dict(zip(needed, made, strict=True))
     return (found.get(0), found.get(1)), (gradient,)
 
 
 def _no_view(result: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return a tensor in a shape, not as a view of another one: what follows may overwrite it."""
+    """Return a tensor in a shape, but not as a view: an in-place op may follow."""
     if result._base is None and tuple(result.shape) == shape:
         return result
     owned: Tensor = torch.ops.aten._unsafe_view.default(result, shape)
@@ -248,7 +248,7 @@ def _no_view(result: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 class _Dequantize(torch.autograd.Function):
-    """An operand as simulated execution has it, for a product that runs as it does there."""
+    """Dequantize an operand for a product that runs as in simulated execution."""
 
     @staticmethod
     def forward(ctx: Any, edge: Tensor, operand: Operand) -> Tensor:
@@ -259,7 +259,7 @@ class _Dequantize(torch.autograd.Function):
         return gradient, None
 
 
-# Where forward itself asks for gradients, a compiler is around that would take the backward pass for the model's code.
+# If forward itself computes gradients, a compiler around it would take the backward pass for the model's code.
 for _function in (_Quantize, _Multiply, _Dequantize):
     skip_frame(_function.backward.__code__, inside=True)
 
@@ -285,19 +285,19 @@ def _product(
 
 
 def _operand(parts: list[Tensor]) -> Operand:
-    """Return the operand in a list: a tensor in simulated form is one that is not codes."""
+    """Return the operand in a list of `to_integer`; in simulated form that is the tensor itself."""
     return parts[1:] or [parts[0].detach()]
 
 
 def _simulated(job: _Job, values: list[Tensor], bias: Tensor | None) -> Tensor:
-    """Multiply as simulated execution does, and count that."""
+    """Multiply as simulated execution does, and count it."""
     result = job.kind.simulated(values[0], values[1], bias, job.geometry)
     counts = job.counts
-    # Under torch.func a record can only be written inside of an autograd function.
+    # Under torch.func, counters can only be written inside an autograd function.
     if counts is not None and not is_transformed():
-        outcome = Outcome.WIDTH
+        outcome = ProductOutcome.WIDTH
         if not all(map(operands.is_supported, values)) or not all(value.numel() for value in values):
-            outcome = Outcome.NO_CODES
+            outcome = ProductOutcome.NO_CODES
         counts[0, outcome].add_(1)
         needed = [1 + place for place, value in enumerate(values) if value.requires_grad]
         if needed and result.requires_grad:
@@ -308,7 +308,7 @@ def _simulated(job: _Job, values: list[Tensor], bias: Tensor | None) -> Tensor:
     return quantized
 
 
-def _count(counts: Tensor, directions: list[int], outcome: Outcome) -> None:
+def _count(counts: Tensor, directions: list[int], outcome: ProductOutcome) -> None:
     for direction in directions:
         counts[direction, outcome].add_(1)
 

@@ -1,9 +1,9 @@
 """Products of two factors: linear, matmul and convolution, forward and for both gradients.
 
-Factors are codes, or the floating point numbers that simulated execution multiplies. Products of codes sum in integers
-and multiply by the scales once. Where there is no kernel of ours, float64 holds every sum of codes exactly; torch's own
-product of int8 matrices does not, on processors without VNNI. The result is the product of the dequantized operands up
-to the rounding of its own type, and exactly `scale * integer` where the integer is below 2**24.
+Factors are codes, or the floating point numbers that simulated execution multiplies. Products of codes are summed as
+integers and multiplied by the scales once. Without our kernels they are summed in float64, which holds every sum of
+codes exactly; torch's own product of int8 matrices does not, on processors without VNNI. The result is the product of
+the dequantized operands up to the rounding of its dtype, and exactly `scale * integer` for integers below 2**24.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ Factor = TypeVar("Factor", Codes, Tensor)
 Run = Callable[..., Tensor]
 
 
-class Call(NamedTuple):
+class Options(NamedTuple):
     """What a product takes besides its factors."""
 
     bias: Tensor | None = None
     shape: Sequence[int] = ()
-    """Of the result. Forward products find it themselves."""
+    """Of the result. Forward products do not need it."""
     geometry: Geometry = Geometry()
     """Of a convolution."""
 
 
-_NOTHING_ELSE = Call()
+_NOTHING_ELSE = Options()
 
 
 class Product(NamedTuple):
@@ -43,14 +43,14 @@ class Product(NamedTuple):
 
     run: Run
     direction: int
-    """Where it is counted."""
+    """The index of its counters: see `counts.DIRECTIONS`."""
     letters: tuple[str, str, str]
-    """The dims of both factors and of the result: `i` is what matrices sum over, `b` their batches."""
+    """The dims of both factors and of the result: `i` is the one that matrices sum over, `b` their batches."""
     summed: tuple[Sequence[int], Sequence[int]]
-    """Over which dims of its two factors it sums; a vector does not have them all."""
+    """The dims of its two factors that it sums over; a vector does not have them all."""
 
     def misfit(self, a: Codes, b: Codes) -> str:
-        """Say which scale differs inside of one sum; nothing where both can be multiplied in afterwards."""
+        """Return what is wrong if a scale differs along a summed dim; empty if both can be applied to the sums."""
         for which, codes, summed in (("first", a, self.summed[0]), ("second", b, self.summed[1])):
             dims = tuple(dim for dim in summed if -codes.ndim <= dim) if codes.scale.ndim else ()
             if not _is_constant(codes.scale, dims):
@@ -66,11 +66,11 @@ PRODUCTS: dict[str, Product] = {}
 
 
 def _product(direction: int, letters: str, first: Sequence[int], second: Sequence[int]) -> Callable[[Run], Run]:
-    """Enter a function as a product: refuse codes that it cannot take, and give the result the type that is asked."""
+    """Register a function as a product: refuse codes that it cannot take, and cast the result to `dtype`."""
 
     def enter(function: Run) -> Run:
         @wraps(function)
-        def run(a: Factor, b: Factor, call: Call = _NOTHING_ELSE, dtype: torch.dtype = FLOAT) -> Tensor:
+        def run(a: Factor, b: Factor, call: Options = _NOTHING_ELSE, dtype: torch.dtype = FLOAT) -> Tensor:
             if isinstance(a, Codes) and isinstance(b, Codes) and (why := product.misfit(a, b)):
                 raise ValueError(why)
             return function(a, b, call, dtype).to(dtype)
@@ -83,7 +83,7 @@ def _product(direction: int, letters: str, first: Sequence[int], second: Sequenc
 
 
 @_product(0, "ri ci rc", (-1,), (-1,))
-def linear_forward(x: Factor, w: Factor, call: Call, dtype: torch.dtype) -> Tensor:
+def linear_forward(x: Factor, w: Factor, call: Options, dtype: torch.dtype) -> Tensor:
     """Return x @ w.T + bias."""
     if isinstance(x, Tensor):
         return F.linear(x, w, _bias_like(x, call))
@@ -91,26 +91,26 @@ def linear_forward(x: Factor, w: Factor, call: Call, dtype: torch.dtype) -> Tens
 
 
 @_product(1, "ri ic rc", (-1,), (-2,))
-def linear_grad_input(g: Factor, w: Factor, call: Call, dtype: torch.dtype) -> Tensor:
+def linear_grad_input(g: Factor, w: Factor, call: Options, dtype: torch.dtype) -> Tensor:
     """Return the gradient of x: g @ w."""
     return _matmul(_gradient_as_matrix(g, False, w.ndim == 1), _as_matrix(w, 0), dtype)
 
 
 @_product(2, "ir ic rc", range(-8, -1), range(-8, -1))
-def linear_grad_weight(g: Factor, x: Factor, call: Call, dtype: torch.dtype) -> Tensor:
+def linear_grad_weight(g: Factor, x: Factor, call: Options, dtype: torch.dtype) -> Tensor:
     """Return the gradient of w: the sum over all rows of the outer products of g and x."""
     return _matmul(_rows(_gradient_as_matrix(g, False, len(call.shape) == 1)).mT, _rows(x), dtype)
 
 
 @_product(0, "bri bic brc", (-1,), (-2,))
-def matmul_forward(a: Factor, b: Factor, call: Call, dtype: torch.dtype) -> Tensor:
-    """Return a @ b, batches broadcast as torch.matmul does, plus what is to be added."""
+def matmul_forward(a: Factor, b: Factor, call: Options, dtype: torch.dtype) -> Tensor:
+    """Return a @ b, batches broadcast as in torch.matmul, plus `bias`."""
     result = _matmul(a, b, dtype).to(dtype)
     return result if call.bias is None else result + call.bias.to(dtype)
 
 
 @_product(1, "bri bci brc", (-1,), (-1,))
-def matmul_grad_left(g: Factor, b: Factor, call: Call, dtype: torch.dtype) -> Tensor:
+def matmul_grad_left(g: Factor, b: Factor, call: Options, dtype: torch.dtype) -> Tensor:
     """Return the gradient of a, of its shape: g @ b.T, summed over the batches that a was broadcast to."""
     vector = len(call.shape) == 1
     g, b = _gradient_as_matrix(g, vector, b.ndim == 1), _as_matrix(b, -1)
@@ -118,7 +118,7 @@ def matmul_grad_left(g: Factor, b: Factor, call: Call, dtype: torch.dtype) -> Te
 
 
 @_product(2, "bic bir brc", (-2,), (-2,))
-def matmul_grad_right(g: Factor, a: Factor, call: Call, dtype: torch.dtype) -> Tensor:
+def matmul_grad_right(g: Factor, a: Factor, call: Options, dtype: torch.dtype) -> Tensor:
     """Return the gradient of b, of its shape: a.T @ g, summed over the batches that b was broadcast to."""
     vector = len(call.shape) == 1
     g, a = _gradient_as_matrix(g, a.ndim == 1, vector), _as_matrix(a, 0)
@@ -129,8 +129,8 @@ def matmul_grad_right(g: Factor, a: Factor, call: Call, dtype: torch.dtype) -> T
 
 
 @_product(0, "nchw fckl nfpq", (1, 2, 3), (1, 2, 3))
-def conv2d_forward(x: Factor, w: Factor, call: Call, dtype: torch.dtype) -> Tensor:
-    """Return the convolution of images x with filters w. In one dim: give both a height of 1."""
+def conv2d_forward(x: Factor, w: Factor, call: Options, dtype: torch.dtype) -> Tensor:
+    """Return the convolution of images x with filters w. For one in one dim, give both a height of 1."""
     if isinstance(x, Tensor):
         return torch.conv2d(x, w, _bias_like(x, call), *call.geometry)
     out = call.geometry.output_size(x.values.shape[2:], w.values.shape[2:])
@@ -142,7 +142,7 @@ def conv2d_forward(x: Factor, w: Factor, call: Call, dtype: torch.dtype) -> Tens
 
 
 @_product(1, "nfpq fckl nchw", (1, 2, 3), (0, 2, 3))
-def conv2d_grad_input(g: Factor, w: Factor, call: Call, dtype: torch.dtype) -> Tensor:
+def conv2d_grad_input(g: Factor, w: Factor, call: Options, dtype: torch.dtype) -> Tensor:
     """Return the gradient of x, of its shape."""
     if isinstance(g, Tensor):
         return _conv2d_input(g, w, call)
@@ -154,7 +154,7 @@ def conv2d_grad_input(g: Factor, w: Factor, call: Call, dtype: torch.dtype) -> T
 
 
 @_product(2, "nfpq nchw fckl", (0, 2, 3), (0, 2, 3))
-def conv2d_grad_weight(g: Factor, x: Factor, call: Call, dtype: torch.dtype) -> Tensor:
+def conv2d_grad_weight(g: Factor, x: Factor, call: Options, dtype: torch.dtype) -> Tensor:
     """Return the gradient of w, of its shape."""
     if isinstance(g, Tensor):
         return _conv2d_weight(g, x, call)
@@ -165,28 +165,28 @@ def conv2d_grad_weight(g: Factor, x: Factor, call: Call, dtype: torch.dtype) -> 
     return _scaled(sums, g.scale.reshape(-1, 1, 1, 1), x.scale)
 
 
-def _conv2d_input(g: Tensor, w: Tensor, call: Call) -> Tensor:
+def _conv2d_input(g: Tensor, w: Tensor, call: Options) -> Tensor:
     return _conv2d_backward(g, g.new_zeros(1).expand(tuple(call.shape)), w, call, 0)
 
 
-def _conv2d_weight(g: Tensor, x: Tensor, call: Call) -> Tensor:
+def _conv2d_weight(g: Tensor, x: Tensor, call: Options) -> Tensor:
     return _conv2d_backward(g, x, g.new_zeros(1).expand(tuple(call.shape)), call, 1)
 
 
-def _conv2d_backward(g: Tensor, x: Tensor, w: Tensor, call: Call, which: int) -> Tensor:
-    """Return one gradient. Of its own factor only the shape is read; torch.nn.grad takes numbers from nowhere for it,
-    which a proof that looks at all factors would count."""
+def _conv2d_backward(g: Tensor, x: Tensor, w: Tensor, call: Options, which: int) -> Tensor:
+    """Return one gradient. Of the factor that it belongs to, only the shape is read."""
+    # Not by torch.nn.grad, which passes uninitialized numbers for it: a proof that looks at all factors counts them.
     wanted = (which == 0, which == 1, False)
     made = torch.ops.aten.convolution_backward(g, x, w, None, *call.geometry, False, (0, 0), 1, wanted)
     return made[which]  # type: ignore[no-any-return]
 
 
-def _bias_like(x: Tensor, call: Call) -> Tensor | None:
+def _bias_like(x: Tensor, call: Options) -> Tensor | None:
     return None if call.bias is None else call.bias.to(x.dtype)
 
 
 def bias_grad(g: Codes, channel: int = -1, dtype: torch.dtype = FLOAT) -> Tensor:
-    """Return the gradient of a bias: the sum of a gradient over every dim but the channels'."""
+    """Return the gradient of a bias: the sum of a gradient over all dims but the channels."""
     dims = [dim for dim in range(g.ndim) if dim != channel % g.ndim]
     if not _is_constant(g.scale, dims):
         return g.dequantized().sum(dims).to(dtype)
@@ -208,9 +208,9 @@ def _is_constant(scale: Tensor, dims: Iterable[int]) -> bool:
 
 
 def _matmul(a: Factor, b: Factor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """Return a @ b; of codes in the type that is given, and with a bias.
+    """Return a @ b; `dtype` and `bias` are for codes.
 
-    A single matrix on the right takes the rows of all batches at once.
+    With a single matrix on the right, the rows of all batches are multiplied at once.
     """
     if isinstance(a, Tensor):
         return torch.matmul(a, b)
@@ -230,7 +230,7 @@ def _matmul(a: Factor, b: Factor, dtype: torch.dtype, bias: Tensor | None = None
 
 
 def _rows(x: Factor) -> Factor:
-    """Take all dims but the last as rows of one matrix."""
+    """Flatten all dims but the last into the rows of a matrix."""
     return x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)
 
 
@@ -247,7 +247,7 @@ def _as_matrix(x: Factor, dim: int) -> Factor:
 
 
 def _gradient_as_matrix(g: Factor, no_rows: bool, no_columns: bool) -> Factor:
-    """Put back the dims that a product with a vector dropped."""
+    """Restore the dims that a product with a vector dropped."""
     # Columns first: then -2 is where the rows were.
     g = g.unsqueeze(-1) if no_columns else g
     return g.unsqueeze(-2) if no_rows else g

@@ -1,7 +1,7 @@
-"""Kernels in C++ for eager execution on CPU. Optional: whatever they do, torch operators do with the same bits.
+"""Kernels in C++ for eager execution on CPU. Optional: torch operators compute the same bits.
 
-They are built when one is first needed, never at import, into a private folder of the user's cache (`building.py`);
-where there is no compiler, or `CPT_FX_NATIVE=0` is set, the torch operators run, and `status()` says so.
+They are built on first use, never at import, into a private folder of the user's cache (`building.py`); without a
+compiler, or with `CPT_FX_NATIVE=0`, torch operators run instead, and `status()` says so.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _FUNCTIONS = {
     "integer_convolutions.cpp": {"cpt_fx_convolve": "ppp l pppp l p ll ppp i"},
     "integer_filters.cpp": {"cpt_fx_filters": "ppp ll ppp l pp i"},
 }
-"""What each function takes: pointers, and integers of 64 bits (`l`) or of C's own size (`i`). All return an int, or
-nothing that anybody reads."""
+"""What each function takes: pointers (`p`), integers of 64 bits (`l`) or of C's own size (`i`), doubles (`d`). All
+return an int or nothing."""
 
 
 def load(name: str) -> ctypes.CDLL | None:
-    """Return the library built from one source of this folder; None where kernels are off or cannot be built."""
+    """Return the library built from a source file of this folder; None if kernels are off or cannot be built."""
     return None if _switched_off else _built(name)
 
 
 def status() -> str:
-    """Say in a few words whether kernels are used, and if not, why."""
+    """Return in a few words whether kernels are used, and if not, why."""
     if _switched_off:
         return "switched off"
     if _built("simulate.cpp") is not None:
@@ -66,7 +66,7 @@ def _built(name: str) -> ctypes.CDLL | None:
         for function, arguments in _FUNCTIONS[name].items():
             getattr(library, function).argtypes = [_TYPES[letter] for letter in arguments.replace(" ", "")]
         return library
-    except Exception as error:  # no compiler, an unsafe or read-only folder, another kind of system: all are no harm
+    except Exception as error:  # no compiler, an unsafe or read-only folder, an unsupported system
         _failures.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
         _LOG.warning("native kernels cannot be used (%s): torch operators run instead, slower", _failures[-1])
         return None
@@ -76,16 +76,16 @@ _failures: list[str] = []
 
 
 def reads(x: Tensor) -> bool:
-    """Whether kernels can read a tensor as it lies in memory, in single precision."""
+    """Return whether kernels can read a tensor's memory: plain, in float32, on the CPU."""
     plain = x.dtype is torch.float32 and type(x) in _PLAIN and x.is_cpu
     return plain and not (x.is_neg() or x._is_zerotensor())
 
 
 def address(x: Tensor | None) -> int | None:
-    """Return where a tensor lies, for a kernel that takes none as well."""
+    """Return the address of a tensor, or None for a null pointer."""
     return None if x is None else x.data_ptr()
 
 
 def threads(count: int) -> int:
-    """Return how many threads a kernel over so many elements is worth: torch's own rule for its operators."""
+    """Return the number of threads for a kernel over so many elements, by torch's own rule for its operators."""
     return 1 if count < 32768 else torch.get_num_threads()

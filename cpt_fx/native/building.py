@@ -1,9 +1,9 @@
-"""Where kernels are built, kept and checked before they run in this process.
+"""Where kernels are built, cached and checked before they are loaded into this process.
 
-A library is code, so it comes from a folder that nobody else can write to, and its name tells the hash of its content:
-one that was cut short, or is another's, is built again. It is built under another name first, so that any number of
-processes may do so at once, and may be killed while they do. For every instruction set there are objects of its own,
-and the processor is asked which it has each time: folders are copied between machines, and shared by them.
+A library is code, so it comes from a folder that nobody else can write to, and its name holds the hash of its content:
+one that is truncated, or was replaced, is built again. It is built under a temporary name first, so that any number of
+processes may do so at once, and may be killed meanwhile. Every instruction set has a library of its own, and the
+processor is asked each time which it has: folders are copied between machines, and shared by them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from typing import Any
 
 import torch
 
-# Sums keep their order and products stay apart from them: so results are equal to those of torch's operators.
+from cpt_fx.common.resources import shipped
+
+# No reordered sums and no fused multiply-add: results are equal to those of torch's operators.
 FLAGS: tuple[str, ...] = (
     "-std=c++17",
     "-O3",
@@ -37,24 +39,24 @@ FLAGS: tuple[str, ...] = (
     "-ffp-contract=off",
 )
 COMPILERS = ("g++", "c++", "clang++")
-"""Where CXX names none."""
+"""Tried in this order if CXX is not set."""
 _THREADS = ("-Xpreprocessor", "-fopenmp", "-lomp") if sys.platform == "darwin" else ("-fopenmp",)
 _SWITCHES = {
     "avx2": ["-mavx2"], "fma3": ["-mfma"], "avx512_f": ["-mavx512f", "-mprefer-vector-width=512"],
     "avx512_bw": ["-mavx512bw"], "avx512_dq": ["-mavx512dq"], "avx512_vl": ["-mavx512vl"],
     "avx512_vnni": ["-mavx512vnni"],
 }  # fmt: skip
-"""What a compiler is told for an instruction that torch says a processor has."""
+"""Compiler flags for each instruction set extension, by torch's name of it."""
 _AVX2 = ("avx2", "fma3")
 _AVX512 = (*_AVX2, "avx512_f", "avx512_bw", "avx512_dq", "avx512_vl")
 SETS: dict[str, tuple[str, ...]] = {
     "plain": (), "avx2": _AVX2, "avx512": _AVX512, "avx512_vnni": (*_AVX512, "avx512_vnni"),
 }  # fmt: skip
-"""The instructions that objects of each kind use beyond those of every processor of the architecture; best last."""
+"""The extensions that a library of each kind uses beyond the baseline of the architecture; best last."""
 
 
 def instructions(has: Mapping[str, Any], wanted: str = "") -> str:
-    """Return which objects a processor gets, by what it has: the best, or those wanted if it can run them."""
+    """Return the instruction set for a processor with these extensions: the best, or the wanted one if it has it."""
     runs = [name for name, needed in SETS.items() if all(has.get(instruction) for instruction in needed)]
     if not wanted:
         return runs[-1]
@@ -64,7 +66,7 @@ def instructions(has: Mapping[str, Any], wanted: str = "") -> str:
 
 
 def library(name: str) -> ctypes.CDLL:
-    """Return the library of one source of this folder, built if it was not, or if what is there is not sound."""
+    """Return the library of a source file of this folder; build it if it is missing or damaged."""
     wanted = os.environ.get("CPT_FX_NATIVE", "1")
     chosen = instructions(torch.cpu.get_capabilities(), "" if wanted in ("", "1") else wanted)
     source = _text(name)
@@ -80,13 +82,13 @@ def library(name: str) -> ctypes.CDLL:
 
 
 def _text(name: str) -> str:
-    """Return a source with its headers in it."""
-    text = (Path(__file__).parent / name).read_text(encoding="utf-8")
+    """Return a source file with its headers inlined."""
+    text = (shipped("native") / name).read_text(encoding="utf-8")
     return re.sub(r'#include "(\w+\.h)"', lambda header: _text(header[1]), text)
 
 
 def _found(folder: Path, stem: str) -> Path | None:
-    """Return the file whose content is what its name says."""
+    """Return the library whose content has the hash in its name."""
     for path in folder.glob(f"{stem}-*.so"):
         with suppress(FileNotFoundError):  # another process has removed it
             state = path.lstat()
@@ -100,7 +102,7 @@ def _digest(path: Path) -> str:
 
 
 def _build(source: str, flags: tuple[str, ...], folder: Path, stem: str) -> Path:
-    """Compile beside the place where it belongs, and move it there when it is whole; what is not sound goes."""
+    """Compile in a temporary folder, and move the result into place; remove damaged libraries."""
     for bad in folder.glob(f"{stem}-*.so"):
         bad.unlink()
     named = os.environ.get("CXX")
@@ -122,13 +124,13 @@ def _build(source: str, flags: tuple[str, ...], folder: Path, stem: str) -> Path
 
 @contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Let one process build at a time: the others find what it made."""
-    import fcntl  # not on every system; but where it is missing, no folder is accepted
+    """Let one process build at a time: the others find its result."""
+    import fcntl  # not on every system; where it is missing, `_folder` refuses
 
     with (folder / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:  # a file system without locks: the work is done several times
+        except OSError:  # a file system without locks: several processes may build
             yield
             return
         for left in folder.glob("building-*"):  # by processes that were killed
@@ -137,13 +139,13 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 
 
 def cache_folder() -> Path:
-    """Return where this package keeps what it found out or made, for all processes of a user."""
+    """Return the folder of everything that this package caches, for all processes of a user."""
     folder = os.environ.get("CPT_FX_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(folder) / "cpt_fx"
 
 
 def _folder() -> Path:
-    """Return the folder of libraries, made if it is not there; refuse one that somebody else can change."""
+    """Return the folder of libraries, which is made if it is missing; refuse one that another user can change."""
     if not hasattr(os, "geteuid"):
         raise OSError("this system does not tell who owns a folder that code is loaded from")
     folder = cache_folder() / "native"
@@ -166,7 +168,7 @@ def _open_to_others(state: os.stat_result) -> bool:
 
 
 def _replaceable(state: os.stat_result) -> bool:
-    """Whether somebody else could put another folder in the place of one inside. A group of one's own is no other."""
+    """Return whether another user could replace a folder inside. The user's own group is trusted."""
     if state.st_uid not in (0, os.geteuid()):
         return True
     others = stat.S_IWOTH | (stat.S_IWGRP if state.st_gid not in (0, os.getegid()) else 0)

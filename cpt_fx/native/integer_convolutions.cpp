@@ -1,6 +1,6 @@
-// Convolutions run on the same tile: its columns are places of the filter, its sums go over taps and channels. Images
-// are copied once, four channels side by side and with their padding; then what one tap sees at 64 places in a row of
-// such a plane is one piece of memory. A stride splits an image into planes of every n-th row and column.
+// Convolutions on the same tile: its columns are output positions, its sums go over taps and channels. Images are
+// copied once, with their padding and four channels interleaved; then what one tap reads for 64 positions in a row of
+// such a plane is contiguous. A stride splits an image into planes of every n-th row and column.
 
 #include "integer_tile.h"
 
@@ -42,7 +42,7 @@ void spread(const int8_t* image, const Planes& p, uint8_t* out) {
   }
 }
 
-// What one set of taps computes: a grid of places, and where in the output they lie.
+// What one set of taps computes: a grid of positions, and where they are in the output.
 struct Job {
   int64_t first_tap, taps, rows, columns, row, row_step, column, column_step;
 };
@@ -52,7 +52,7 @@ struct Filters {
   int64_t rows, row, channel;  // how many output channels, and the distances of output and input channels
 };
 
-// Pack filters for one job into [block of rows][tap][group][row][4], and count what the flip of the images adds.
+// Pack filters for one job into [block of rows][tap][group][row][4], and sum up the excess of the 128 added to images.
 void pack_filters(const Filters& w, const Planes& p, const Job& job, const int64_t* taps, int8_t* out, uint32_t* over) {
   for (int64_t block = 0; block < w.rows; block += kRows, over += kRows) {
     int32_t sums[kRows] = {};
@@ -68,11 +68,11 @@ void pack_filters(const Filters& w, const Planes& p, const Job& job, const int64
   }
 }
 
-// Where the places of one tile go: the offset of each in an output channel, negative where there is no place.
+// Where the columns of one tile go: the offset of each in an output channel, negative where there is no position.
 struct Landing {
   int32_t offset[kColumns];
-  bool together;  // all that are places lie side by side
-  bool whole;     // ... and all are places
+  bool together;  // all positions are side by side
+  bool whole;     // ... and every column is one
 };
 
 Landing landing_of(const Job& job, int64_t place, int64_t pitch, int64_t out_width) {
@@ -121,7 +121,7 @@ void land(const uint32_t* __restrict sums, uint32_t over, float scale, float bia
     if (landing.offset[j] >= 0) out[landing.offset[j]] = value[j];
 }
 
-// All jobs of one image, or of a part of its places.
+// All jobs of one image, or of a part of its positions.
 void convolve(const int8_t* image, const Planes& p, const Filters& w, const Job* jobs, int64_t job_count,
               const int64_t* taps, const int8_t* packed, const uint32_t* over, float scale, const float* bias,
               float* out, int64_t out_height, int64_t out_width, int64_t part, int64_t parts) {

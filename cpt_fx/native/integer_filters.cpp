@@ -1,8 +1,8 @@
 // The gradient of filters: for every pair of channels and every tap, the product of two images, summed over all places.
 //
-// Both operands are stored by places, so they are multiplied as they lie, 64 places at a time. The gradient is laid out
-// like a plane of the images, with zeros where the filter has no place; so what a tap saw is one piece of memory there.
-// Processors multiply unsigned by signed bytes: images are stored with 128 added, of which the sums are freed at the end.
+// Both operands are stored by position and multiplied as they are, 64 positions at a time. The gradient is laid out
+// like a plane of the images, with zeros where the filter has no position; so what a tap read is contiguous there.
+// Processors multiply unsigned by signed bytes: images are stored with 128 added, the excess is subtracted at the end.
 #include "shared.h"
 
 #ifdef __AVX512VNNI__
@@ -12,7 +12,7 @@
 namespace {
 
 constexpr int64_t kRows = 6, kColumns = 4;
-constexpr int64_t kSpan = 4096;           // places that are summed at a time: what rows of a tile keep in the cache
+constexpr int64_t kSpan = 4096;           // positions summed at a time: rows of a tile stay in the cache
 constexpr int64_t kChunk = 2 * 1024 * 1024;  // bytes of images that are laid out at a time
 
 using Sums = int32_t[kRows][kColumns];
@@ -66,7 +66,7 @@ void tile(const int8_t* const* gradients, const uint8_t* const* images, int64_t 
 }
 #endif
 
-// Lay out one channel of one image, or of one gradient: its pixels, `flip`ped, between what stands for zero.
+// Lay out one channel of one image, or of one gradient: its pixels, XORed with `flip`, and zeros around, likewise.
 void lay_out(const int8_t* pixels, const Planes& p, const int64_t* phase, uint8_t flip, uint8_t* __restrict out) {
   const int64_t shift = phase[1] - p.left;
   for (int64_t i = 0; i < p.rows; ++i, out += p.columns) {
@@ -94,7 +94,7 @@ extern "C" {
 void cpt_fx_filters(const int8_t* g, const int8_t* x, float* out, int64_t images, int64_t outputs,
                     const int64_t* planes, const int64_t* phases, const int64_t* taps, int64_t tap_count,
                     const float* first_scale, const float* second_scale, int threads) {
-  // Here one channel lies beside the same channel of the next image.
+  // Here one channel of an image is followed by the same channel of the next image.
   const Planes p = planes_of(planes, phases);
   const Planes of_g{outputs, planes[10], planes[11], 1, 1, 0, 0, p.rows, p.columns, 1, nullptr};
   const int64_t size = p.rows * p.columns, most = std::max(p.channels * p.count, outputs);

@@ -43,7 +43,7 @@ void pack(const Matrix& m, int64_t first, int64_t count, int64_t width, int64_t 
       }
 }
 
-// Take off what the 128 added to the right operand brought into the sums of a row.
+// Compute the excess that the 128 added to the right operand brings into the sums of each row.
 void excess(const int8_t* left, int64_t groups, uint32_t out[kRows]) {
   int32_t sums[4 * kRows] = {};
   for (int64_t group = 0; group < groups; ++group, left += 4 * kRows)

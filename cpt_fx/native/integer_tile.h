@@ -1,6 +1,6 @@
-// A tile of integer products: 6 rows of the left operand by 64 columns of the right one, the sums of which fill the
-// registers. Processors multiply unsigned by signed bytes, so the right operand is stored with 128 added, and 128 times
-// the sum of a left row is taken off its sums. Both are packed in groups of four along the dim that is summed over.
+// A tile of integer products: 6 rows of the left operand by 64 columns of the right one, whose sums fill the registers.
+// Processors multiply unsigned by signed bytes, so the right operand is stored with 128 added, and 128 times the sum of
+// a left row is subtracted from its sums. Both are packed in groups of four along the dim that is summed over.
 #pragma once
 #include "shared.h"
 
@@ -11,13 +11,13 @@
 namespace {
 
 constexpr int64_t kRows = 6, kLanes = 16, kVectors = 4, kColumns = kLanes * kVectors;
-constexpr int64_t kDeepest = 4096;          // groups of a panel that are summed before its sums are put down
-constexpr int64_t kLeftBytes = 256 * 1024;  // of the left operand at a time: what a second level cache holds
+constexpr int64_t kDeepest = 4096;          // terms that are summed before the sums are stored
+constexpr int64_t kLeftBytes = 256 * 1024;  // of the left operand at a time: they fit in a second level cache
 
-// Sums wrap around on the way: what is taken off at the end brings them back. Of signed numbers C++ does not allow it.
+// Sums may wrap around until the excess is subtracted at the end; unsigned, since signed overflow is undefined.
 using Sums = uint32_t[kRows][kColumns];
 
-// Where the groups of the right operand lie: `groups` of them at a constant distance, from every one of the taps on.
+// Where the groups of the right operand are: `groups` of them at a constant distance, from the offset of each tap on.
 struct Walk {
   const int64_t* taps;
   int64_t count, groups, distance;
@@ -71,7 +71,7 @@ void tile_of(int64_t columns, const int8_t* left, const uint8_t* right, const Wa
   tile<1>(left, right, walk, sums);
 }
 
-// What a sum is without the excess that the 128 added to the right operand brought.
+// A sum without the excess that comes from the 128 added to the right operand.
 inline int32_t without(uint32_t sum, uint32_t excess) { return static_cast<int32_t>(sum - excess); }
 
 // Interleave four lines of bytes: out[4 * i + j] = lines[j][i] ^ flip.

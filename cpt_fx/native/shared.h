@@ -1,4 +1,4 @@
-// What several kernels need: a thread's part of the work, and memory to work in.
+// Shared by the kernels: a thread's part of the work, and scratch memory.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -26,7 +26,7 @@ inline void share(int64_t count, int64_t unit, int64_t part, int64_t parts, int6
   end = std::min(count, begin + size);
 }
 
-// Memory that one call works in; kept, since fresh memory costs more than what is done in it.
+// Scratch memory of one call; kept, since fresh memory costs more than what is done in it.
 template <typename T>
 T* scratch(int64_t count, int which) {
   thread_local std::vector<uint8_t> kept[3];
@@ -44,7 +44,7 @@ struct Planes {
   int64_t count;
   const int64_t* phases;  // the first row and column of every plane
   int64_t groups() const { return up(channels, 4) / 4; }
-  // Tiles may read a little past the last plane; lines a multiple of 4096 bytes apart would share a place in the cache.
+  // Tiles may read a little past the last plane; lines a multiple of 4096 bytes apart would share a set of the cache.
   int64_t distance() const { return up(4 * count * rows * columns, 256) + 320; }
 };
 

@@ -1,6 +1,6 @@
 // Quantize in one call: ranges in one read, values or codes in one read and one write, running ranges on the way.
 //
-// The arithmetic is that of cpt_fx/numerics.py, operation by operation in single precision, so that both give the same
+// The arithmetic is that of quantizers/numerics.py, operation by operation in float32, so that both give the same
 // bits. A tensor is seen as [outer, groups, inner]: every index of the middle has one range.
 #include "shared.h"
 
@@ -9,7 +9,7 @@
 
 namespace {
 
-// The noise of stochastic rounding, bit for bit that of cpt_fx/noise.py: a hash of a seed and of an element's place.
+// The noise of stochastic rounding, bit for bit that of quantizers/noise.py: a hash of a seed and an element's index.
 // Only the lower 30 bits of a hash count, so that products may wrap around.
 constexpr uint32_t kMask = (1u << 30) - 1;
 
@@ -75,7 +75,7 @@ template <bool stochastic>
 inline float rounded(float code, uint32_t place, Seed seed) {
   const float nearest = std::nearbyint(code);
   if (!stochastic) return nearest;
-  // The floor, by way of the nearest: compilers have no vector instruction for std::floor everywhere.
+  // The floor, from the nearest: not everywhere do compilers have a vector instruction for std::floor.
   const float below = nearest > code ? nearest - 1.0f : nearest;
   return below + (uniform(place, seed) < code - below ? 1.0f : 0.0f);
 }
@@ -104,7 +104,7 @@ struct Extent {
   }
 };
 
-// The comparisons ignore NaN, which is looked for beside them. Lanes, because one running minimum is one at a time.
+// The comparisons ignore NaN, which is tracked separately. In lanes, since a single running minimum is sequential.
 Extent measure(const float* x, int64_t count) {
   float low[kLanes], high[kLanes];
   int32_t poisoned[kLanes] = {};
@@ -136,7 +136,7 @@ void quantize(const float* x, float* out, int64_t count, const Grid grid, uint32
   }
 }
 
-// Codes of 8 bits instead. At one bit those of the grid sit half a step off zero: twice the code is stored.
+// Codes of 8 bits instead. At one bit the values are half a step off the codes: twice the code plus one is stored.
 template <bool stochastic>
 void encode(const float* x, int8_t* out, int64_t count, const Grid grid, uint32_t place, Seed seed) {
   const int32_t factor = grid.half > 0 ? 2 : 1, offset = factor - 1;
@@ -154,19 +154,19 @@ const Kernel kKernels[3][2] = {
     {quantize<kSymmetric, false>, quantize<kSymmetric, true>},
 };
 
-constexpr int kSkipped = 65;  // evidence.SKIPPED
+constexpr int kSkipped = 65;  // SKIPPED in quantizers/counters.py
 
 }  // namespace
 
 extern "C" {
 
 // Ranges are given (three arrays of one number per group: minimum, width, maximum) or measured, and then written there.
-// `running` (minimum, width, weight) learns from the measured range of a single group if `momentum` is not negative, and
-// if that range is finite; if not, `record` counts it.
-// Where there are `scales`, one for every group, `out` gets codes of the symmetric grid. A range that is not finite has no
+// `running` (minimum, width, weight) is updated by the measured range of a single group if `momentum` is not negative,
+// and if that range is finite; if not, `record` counts it.
+// With `scales`, one for every group, `out` gets codes of the symmetric grid. A range that is not finite has no
 // scale and no codes: NaN and zeros.
-// Rounds at random where `seed` is given. Counts the run in `record`, if there is one, and returns whether nothing is
-// noted there about this width.
+// Rounds stochastically if `seed` is given. Counts the run in `record`, if there is one, and returns whether that has
+// no levels for this bit-width yet.
 int cpt_fx_quantize(const float* x, void* out, float* scales, int64_t outer, int64_t groups, int64_t inner, int scheme,
                     int bits, const int32_t* seed, float* extents, int given, float* zero_point, float* width,
                     float* weight, double momentum, int64_t* record, int threads) {

@@ -1,4 +1,4 @@
-"""One list of operators: which multiply, what, and under which names. `register` adds a row to it."""
+"""The table of operators: which multiply, which operands, and under which names; `register` adds a row."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ for _family in (convolutions, linear, products, attention, recurrent, embeddings
         add(_row)
 
 OPERATOR_OF: dict[type[nn.Module], str] = {kind: row.name for row in ROWS for kind in row.modules if not row.left}
-"""The one operator of a layer, by the name it has in its row."""
+"""The one operator of a layer of torch, by its name in the table."""
 
 OPENED: tuple[type[nn.Module], ...] = tuple(OPERATOR_OF)
 """Layers that normalize replaces by the function they call, with the weight as an explicit value."""

@@ -10,7 +10,7 @@ from cpt_fx.operators.row import Row, left
 
 
 def _scatter(name: str, *arguments: str) -> tuple[Row, Row]:
-    """Return a sum over neighbours, to a new tensor and in place."""
+    """Return the rows of a sum over neighbours: to a new tensor, and in place."""
     source = next(place for place, argument in enumerate(arguments) if argument in ("source", "src", "values"))
     keywords = (("self", "input"),)
     operands, in_place = ((source, "input"),), f"{name}_"
@@ -32,7 +32,7 @@ ROWS = (
     *_scatter("scatter_add", "input", "dim", "index", "src"),
     *_scatter("scatter_reduce", "input", "dim", "index", "src", "reduce"),
     *_scatter("index_reduce", "input", "dim", "index", "source", "reduce"),
-    # With numbers instead of tensors, and unless told to add up, these two write values and sum nothing.
+    # With numbers instead of tensors, or unless told to accumulate, these two write values and sum nothing.
     *_scatter("scatter", "input", "dim", "index", "src"),
     *_scatter("index_put", "input", "indices", "values", "accumulate"),
     _sparse("sparse_mm", "input", "mat2", names=("_sparse_mm",),

@@ -25,7 +25,7 @@ def _is_nuclear(input: Any = None, p: Any = "fro", *rest: Any, **more: Any) -> b
 
 
 def _decomposes(input: Any = None, ord: Any = None, dim: Any = None, *rest: Any, **more: Any) -> bool:
-    """Whether a norm may be that of singular values: the nuclear one, and the spectral one of a matrix."""
+    """Return whether a norm may need singular values: the nuclear norm, and the spectral norm of a matrix."""
     return ord == "nuc" or (ord in (2, -2) and not isinstance(dim, int))
 
 

@@ -1,4 +1,4 @@
-"""What stands around products: operators that multiply no matrices, as far as passes have to know them."""
+"""Operators around products: those that multiply no matrices, as far as passes need to know them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VIEWS: frozenset[Any] = frozenset({
     *RESHAPING, *(getattr(torch, name) for name in RESHAPING), "view", "expand", "expand_as", "view_as", "contiguous",
     "detach", "to", "float", "half", "type_as", "mT", "T", operator.getitem, getattr, F.dropout,
 })  # fmt: skip
-"""Results that may share memory with their first argument, and with no other."""
+"""Operators whose result may share memory with their first argument, and with no other."""
 
 _NEW = (*COMPUTING, "true_divide")
 FRESH: frozenset[Any] = frozenset({
@@ -35,7 +35,7 @@ FRESH: frozenset[Any] = frozenset({
     operator.truediv, operator.pow, operator.neg, F.relu, F.gelu, F.silu, F.elu, F.leaky_relu, F.softmax, F.log_softmax,
     F.layer_norm, F.batch_norm, F.group_norm, F.cross_entropy, F.mse_loss, "size", "stride", "storage_offset",
 })  # fmt: skip
-"""Operators whose result is always a new tensor, or a number, unless they are told to write in place."""
+"""Operators whose result is always a new tensor or a number, unless told to write in place."""
 
 ADDS: frozenset[Any] = frozenset({operator.add, operator.iadd, torch.add, "add", "add_", "iadd"})
 MULTIPLIES: frozenset[Any] = frozenset(
@@ -49,14 +49,14 @@ FILLED: frozenset[Any] = frozenset(
     {torch.zeros, torch.ones, torch.full, torch.zeros_like, torch.ones_like, torch.full_like,
      "new_zeros", "new_ones", "new_full"}
 )  # fmt: skip
-"""Tensors of one value: summed over neighbours they count degrees, they carry no message."""
+"""Functions that make a constant tensor: summed over neighbours, it counts degrees and carries no message."""
 
 FACTORIES = ("zeros", "ones", "full", "empty", "rand", "randn", "randint", "randperm", "arange", "linspace", "eye")
-"""Functions of torch that make a tensor from nothing: they run in the graph, not once while tracing."""
+"""Functions of torch that make a tensor without an input tensor: they run in the graph, not once while tracing."""
 
 SAME_METHOD = ("view", "expand", "expand_as", "view_as", "contiguous", "detach", "type_as", "new_zeros", "new_ones",
                "new_full")  # fmt: skip
-"""Operators of ATen that only tensors have, with the same arguments in the same order."""
+"""ATen operators that become the tensor method of the same name, with the same arguments in the same order."""
 
 SAME: dict[str, Target] = {
     **{name: getattr(F, name) for name in ("gelu", "silu", "leaky_relu", "dropout")},
@@ -66,7 +66,7 @@ SAME: dict[str, Target] = {
                      "index_select", "gather")
     },
 }  # fmt: skip
-"""Operators of ATen, whatever the overload, and the function that takes the same positional arguments."""
+"""ATen operators, any overload, and the function that takes the same positional arguments."""
 
 
 _STATISTICS = ("input", "running_mean", "running_var", "weight", "bias")
@@ -78,20 +78,20 @@ CONVERTED: dict[str, tuple[Target | str, tuple[str, ...]]] = {
     "aten.sym_size.int": ("size", ("self", "dim")),
     "aten.native_dropout.default": (F.dropout, ("input", "p", "train")),
 }
-"""Operators of ATen whose arguments stand in another order, with those that the function or method takes."""
+"""ATen operators with another order of arguments: the function or method, and the arguments in its order."""
 FIRST_RESULT = ("aten.native_dropout.default",)
-"""Those of them that return several tensors, of which the function of torch returns the first."""
+"""Those of `CONVERTED` that return several tensors, of which the function returns the first."""
 
 PASSED_ON = frozenset({
     "index_select", "gather", "getitem", "index", "repeat_interleave", "expand", "expand_as", "unsqueeze", "view",
     "reshape", "clamp", "clamp_", "clamp_min", "add", "add_", "iadd", "masked_fill", "nan_to_num", "where", "detach",
 })  # fmt: skip
-"""What happens to the maximum or the sum of each node on its way back to the edges."""
+"""Operators that the maximum or sum of each node may go through on its way back to the edges."""
 
 UPDATES = frozenset({"setitem"} | {f"i{name}" for name in (
     "add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul",
 )})  # fmt: skip
-"""`x += y` and its like, by the names that Python has for them."""
+"""In-place operations such as `x += y`, by their names in Python's module `operator`."""
 
 FLAGS: dict[str, str] = {
     **{f"aten.{kind}dropout{in_place}.default": "train" for in_place in ("", "_")
@@ -104,9 +104,9 @@ FLAGS: dict[str, str] = {
     **{f"aten.{kind}.{form}": "train" for form in ("input", "data")
        for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
 }  # fmt: skip
-"""Operators with a training flag, by the name of that argument."""
+"""Operators with a training flag, and the name of that argument."""
 
 ONE_MODE = ("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
              "_batch_norm_with_update", "_batch_norm_with_update_functional", "_batch_norm_no_update",
              "_fused_rms_norm_training")  # fmt: skip
-"""What a decomposed program holds in place of a batch norm: the running statistics of one mode only."""
+"""What a decomposed program has in place of a norm: an operator that is fixed to one mode."""

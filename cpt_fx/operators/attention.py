@@ -1,4 +1,4 @@
-"""Attention: fused operators, which are opened into their products where they can be."""
+"""Attention: fused operators, which are decomposed into their products where possible."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _flash(query: Any, key: Any, value: Any, dropout_p: Any = 0.0, is_causal: An
 
 
 def _forward_and_backward(*names: str) -> dict[str, tuple[int, ...]]:
-    """The gradient of the result comes before query, key and value."""
+    """Return what kernels multiply: query, key and value, in backward after the gradient of the result."""
     return {name: (0, 1, 2, 3) if "backward" in name else (0, 1, 2) for name in names}
 
 

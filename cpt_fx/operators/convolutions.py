@@ -1,4 +1,4 @@
-"""Convolutions, in all dims, to both sides."""
+"""Convolutions and transposed convolutions, for all numbers of dims."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _KERNELS: dict[str, Places] = {
                      "mps_convolution_backward", "mps_convolution_transpose_backward"), (0, 1, 2)),
     "_convolution_double_backward": (0, 1, 3, 4, 5),
 }  # fmt: skip
-"""What a convolution is below autograd: the input and the weight, in backward passes the gradient before them."""
+"""Convolutions below autograd: positions of input and weight, in backward passes after the gradient."""
 
 
 def _general(
     input: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool,
     output_padding: Any, groups: Any, *flags: Any,
 ) -> Call:  # fmt: skip
-    """Spell a convolution in its general form as that of its dims."""
+    """Convert a convolution in its general form to the function for its number of dims."""
     dims = len(stride)
     if transposed:
         args = (input, weight, bias, stride, padding, output_padding, groups, dilation)
@@ -65,7 +65,7 @@ _GRADIENTS: Any = importlib.import_module("torch.nn.grad")
 
 ROWS = (
     _conv("conv1d", nn.Conv1d, integer="conv"),
-    # One of them speaks for all of them, whatever the dims.
+    # This row lists the kernels and the general forms for any number of dims.
     _conv("conv2d", nn.Conv2d, integer="conv", kernels=_KERNELS, converts=_GENERAL),
     _conv("conv3d", nn.Conv3d),
     _conv("conv_transpose1d", nn.ConvTranspose1d, transposed=True),

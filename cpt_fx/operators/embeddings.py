@@ -1,4 +1,4 @@
-"""Embeddings: rows that are looked up, or summed up in bags."""
+"""Embeddings: rows that are looked up, or reduced in bags."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MODES = ("sum", "mean", "max")
 
 
 def _padding(index: int | None) -> int | None:
-    """Return what the function of torch takes: ATen says -1 for "none", which to the function is the last row."""
+    """Convert ATen's padding index: -1 means none, but in the function of torch it means the last row."""
     return index if index is not None and index >= 0 else None
 
 

@@ -1,4 +1,4 @@
-"""Which numbers of an operand share a range, by what the operator sums over."""
+"""Granularity: which elements of an operand share a range, given what the operator sums over."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from cpt_fx.operators.row import Groups, Index, Row
 
 
 def einsum_group(equation: str, position: int, format: Format) -> Groups | None:
-    """Return `(keep, over)` of an operand of a two-operand einsum, as the product that the equation spells has them.
+    """Return `(keep, over)` of an operand of a two-operand einsum, as in the product that the equation describes.
 
-    A channel range spans what is summed over. A vector is what `matmul` has along its last dim: on the left what is
-    summed over, on the right what is left over. None where the equation does not tell, or the group does not ask.
+    A channel range spans the summed dims. A vector range spans what `matmul` has in its last dim: the summed dims on
+    the left, the free dims on the right. None if the equation does not tell, or for another granularity.
     """
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     names = inputs.split(",")
@@ -30,7 +30,7 @@ def einsum_group(equation: str, position: int, format: Format) -> Groups | None:
 
 
 def group_of(row: Row, index: Index, format: Format) -> Groups:
-    """Return `(keep, over)` of an operand: channel groups follow the operator's output axis."""
+    """Return `(keep, over)` of an operand; channel ranges follow the operator's output axis."""
     if format.group is Group.CHANNEL:
         # Without an output axis of its own (an activation, an einsum operand) a tensor has one range.
         return dict(row.channels).get(index if isinstance(index, int) else index[0], ((), None))
@@ -38,5 +38,5 @@ def group_of(row: Row, index: Index, format: Format) -> Groups:
 
 
 def gradient_groups(format: Format) -> Groups:
-    """Return `(keep, over)` of an output gradient, which has no output axis of its own: channels are the tensor."""
+    """Return `(keep, over)` of an output gradient, which has no output axis: per channel means one range here."""
     return ((), None) if format.group is Group.CHANNEL else group_dims(format.group, 0)

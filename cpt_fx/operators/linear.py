@@ -19,7 +19,7 @@ def _linear(name: str, *inputs: str, **more: Any) -> Row:
 
 def _trilinear_flops(x: Any, weight: Any, y: Any, expand_x: Any, expand_weight: Any, expand_y: Any, sums: Any,
                      *rest: Any, **options: Any) -> int:  # fmt: skip
-    """Count two products: with the weight, which sums over one dim, and of the result with the other factor."""
+    """Count two products: with the weight, which sums over one dim, and of the result with the other operand."""
     sizes = []
     for given, expanded in ((x, expand_x), (weight, expand_weight), (y, expand_y)):
         left_over = iter(given)

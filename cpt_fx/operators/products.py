@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from cpt_fx.operators.row import Call, Groups, Row, left
 
 _VF: Any = torch._C._VariableFunctions
-"""What the functions of torch call that are written in Python."""
+"""Namespace of the builtins that torch's functions in Python call."""
 
 
 def _product(name: str, *names: str, addend: bool = False, right: int = -2, **more: Any) -> Row:
     arguments = ("input", "mat1", "mat2") if addend else ("input", "other")
     first = 1 if addend else 0
     operands = ((first, "either"), (first + 1, "either"))
-    # Rank-free: the left operand's output axis is its rows, the right one's its columns, batched or not, or its rows.
+    # For any rank: the left operand has a range per row, the right one per column (per row with right=-1).
     channels: tuple[tuple[int, Groups], ...] = ((first, ((), (-1,))), (first + 1, ((), (right,))))
     bias = ((0, "bias"),) if addend else ()
     more.setdefault("keywords", (("self", "input"), ("mat2", "other")) if not addend else (("self", "input"),))
@@ -30,7 +30,7 @@ def _added_flops(addend: Any, left: Any, right: Any, *rest: Any, **options: Any)
 
 
 def _added(name: str, *keywords: tuple[str, str], flops: Any = _added_flops, **more: Any) -> tuple[Row, Row]:
-    """Return a product that is added to something, to a new tensor and in place."""
+    """Return the rows of a product with an addend: to a new tensor, and in place."""
     renamed = (("self", "input"), *keywords)
     in_place = f"{name}_"
     function = getattr(torch.Tensor, in_place)
@@ -42,14 +42,14 @@ def _added(name: str, *keywords: tuple[str, str], flops: Any = _added_flops, **m
 
 
 def _either(name: str, **more: Any) -> Row:
-    """A product whose output axes depend on how it is called: no operand has channels."""
+    """Return a product whose output axes depend on how it is called: no operand has channels."""
     return Row(
         "matmul", name, ("input", "other"), ((0, "either"), (1, "either")), names=(name,), keywords=_SELF, **more
     )
 
 
 def _several(name: str, argument: str, start: int = 0, **more: Any) -> Row:
-    """A product of as many operands as are given."""
+    """Return a product of any number of operands."""
     return Row("matmul", name, (argument,), variadic=start, between=True, **more)
 
 
@@ -113,7 +113,7 @@ ROWS = (
         keywords=(("a", "input"), ("b", "other")),
         converts=dict.fromkeys((_VF.tensordot, "aten::tensordot"), _by_dims),
     ),
-    # Products of experts: rows of the left operand meet the matrix of their group.
+    # Mixture of experts: each row of the left operand is multiplied by the matrix of its group.
     _product(
         "grouped_mm", "_grouped_mm", "transformers::grouped_mm_fallback", function=torch._grouped_mm,
         others=(F.grouped_mm,), keywords=_GROUPED,

@@ -1,4 +1,4 @@
-"""Recurrent layers and cells: fused operators, which are opened into their products where they can be."""
+"""Recurrent layers and cells: fused operators, which are decomposed into their products where possible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public way to add a row: an operator of your own is quantized, costed and shown as torch's own are."""
+"""The public API to add a row: your own operator is quantized, costed and shown like torch's own."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from cpt_fx.operators.row import MULTIPLY, Row
 from cpt_fx.recipes import FAMILIES
 
 _WHOLE: WeakSet[Callable[..., Any]] = WeakSet()
-"""Functions that are marked so."""
+"""Functions that `whole` has marked."""
 KINDS = ("input", "weight", "either", "bias")
 
 
 @dataclass(frozen=True)
 class Registration:
-    """What `register` returns: `remove()` takes the operator out of the list again."""
+    """What `register` returns; `remove()` takes the operator out of the table again."""
 
     row: Row
 
     def remove(self) -> None:
-        """Forget the operator. Models that were transformed before keep their quantizers."""
+        """Remove the operator; models that were transformed before keep their quantizers."""
         if self.row in table.ROWS:
             table.remove(self.row)
 
@@ -47,18 +47,18 @@ def register(
     mutates: tuple[str, ...] = (),
     left: str = "",
 ) -> Registration:
-    """Add an operator to the list, so that every frontend quantizes it, or says why it does not.
+    """Add an operator to the table, so that every frontend quantizes it, or says why it does not.
 
     Args:
         function: an operator made by `torch.library`, one of its overloads, its name ("mine::product"), or a Python
             function that is kept whole (`whole`).
-        family: whose rule of the recipe its operands follow: "linear", "matmul", "conv", ...
+        family: the family whose rule in the recipe applies to its operands: "linear", "matmul", "conv", ...
         operands: the arguments that are multiplied, by name, each with its kind: "input", "weight", "bias", or
             "either" for one that may be an activation or a weight.
-        output_axes: of weights, the dim that `group="channel"` gives a range each. Others have one range.
-        name: what its layers are called; the operator's own name by default.
+        output_axes: for weights, the dim whose indices each have a range with `group="channel"`; others have one range.
+        name: the name of its layers; by default, the operator's own name.
         flops: floating point operations of one call, from the shapes of its arguments and `out_shape`.
-        mutates: arguments that a Python function overwrites. The schema of an operator says it itself.
+        mutates: arguments that a Python function overwrites; for an operator, its schema says so.
         left: why it stays in full precision, instead of `operands`.
 
     Raises:
@@ -76,7 +76,7 @@ def register(
         if argument not in known:
             only = f"{', '.join(known)}.{nearest(argument, known)}"
             raise ValueError(f"{title} has no argument {argument!r} that has a position, only {only}")
-    # What all overloads have at the same places.
+    # The leading arguments that all overloads share.
     arguments = tuple(names[0] for names in takewhile(lambda names: len(set(names)) == 1, zip(*calls, strict=False)))
     for operand in given:
         if all("Tensor" not in call.get(operand, "") for call in calls):
@@ -106,9 +106,9 @@ def register(
 
 
 def _calls(function: Any) -> tuple[str, Any, list[dict[str, str]]]:
-    """Return the name of an operator or function, what graphs call, and of each overload the arguments with a position.
+    """Return an operator's name, the target in graphs, and the positional arguments of each overload with their types.
 
-    Each has its type; an argument of a Python function counts as a tensor.
+    The arguments of a Python function count as tensors.
     """
     function = getattr(function, "_opoverload", function)  # as torch.library.custom_op returns it
     if isinstance(function, str):
@@ -142,14 +142,14 @@ def _calls(function: Any) -> tuple[str, Any, list[dict[str, str]]]:
 
 
 def returns_one_tensor(target: Any) -> bool:
-    """Whether an operator returns a single tensor, whose gradient can be quantized; a function does."""
+    """Return whether an operator returns a single tensor, whose gradient can be quantized; True for functions."""
     return all(
         [str(given.type) for given in overload._schema.returns] == ["Tensor"] for overload in _overloads_of(target)
     )
 
 
 def _is_new(target: Any) -> bool:
-    """Whether a result is known to be a new tensor: that of an operator which does not say that it is an argument."""
+    """Return whether a result is known to be a new tensor: no overload of the operator returns an alias."""
     overloads = _overloads_of(target)
     returns = (given for overload in overloads for given in overload._schema.returns)
     return bool(overloads) and all(given.alias_info is None for given in returns)
@@ -180,7 +180,7 @@ def _costs(
 
 @dataclass(frozen=True)
 class _Uncounted:
-    """Costs an operator that does not say what it costs."""
+    """Raises when the cost of an operator is needed that was registered without one."""
 
     title: str
 
@@ -191,7 +191,7 @@ class _Uncounted:
 def whole(function: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a Python function that every frontend keeps as one call, so that it can be registered.
 
-    Its code is not looked into: torch.fx and Dynamo record the call, and between graphs it is rewritten as a whole.
+    Its code is not traced: torch.fx and Dynamo record the call, and between graphs it is quantized as one operator.
     """
 
     @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""What an operator is to quantization: one row, from which every table of operators is made."""
+"""The description of an operator: one row, from which every table of operators is made."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 Target = Callable[..., Any]
 Call = tuple[Target | str, tuple[Any, ...], dict[str, Any]]
-"""A function, or the name of a method, and its arguments."""
+"""A function or the name of a method, and its arguments."""
 Convert = Callable[..., Call]
 """Takes the arguments of one spelling and returns the call in normal form."""
 Index = int | tuple[int, int]
@@ -20,7 +20,7 @@ Places = tuple[int, ...]
 FIRST_DIM: Groups = ((0,), None)
 
 MULTIPLY = ("conv", "linear", "matmul", "attention", "recurrent")
-"""Families of products. The operators of the others multiply nothing by themselves: they look up, add, or scale."""
+"""Families of products; the operators of the others look up, add, or scale."""
 
 
 @dataclass(frozen=True)
@@ -31,44 +31,44 @@ class Row:
     name: str
     arguments: tuple[str, ...] = ()
     operands: tuple[tuple[int, str], ...] = ()
-    """An argument's position and its kind: `input`, `weight`, `bias`, `either` where a product takes two tensors of
-    which each may be a weight, `sparse` for one that is passed on as it is."""
+    """An argument's position and its kind: `input`, `weight`, `bias`, `either` for one that may be an activation or a
+    weight, `sparse` for one that is never quantized, `coefficients` for one that always has one range."""
     channels: tuple[tuple[int, Groups], ...] = ()
-    """By position, what `group="channel"` means for a weight there, as `(keep, over)`: its output axis is kept, or all
-    that a product sums over shares a range."""
+    """By position, `(keep, over)` of an operand with `group="channel"`: the output axis is kept, or the dims that a
+    product sums over share a range."""
     variadic: int | None = None
     """Position from which all further arguments are operands (einsum, multi_dot)."""
     function: Target | None = None
-    """The function it is called by in normal form; None for what is recognised in several operators (graph_sites)."""
+    """The function of its normal form; by default, the first one found by `others` and `names`."""
     names: tuple[str, ...] = ()
-    """Its names in torch, as ATen writes them: `mm`, `linalg_matmul`. Each is looked for among the functions and the
-    methods of torch, and as an operator of ATen; all take the same arguments in the same order. With `::`: that."""
+    """Its names in ATen: `mm`, `linalg_matmul`. Each is looked up among the functions and the methods of torch, and as
+    an ATen operator; all take the same arguments in the same order. A name with `::` is only that operator."""
     others: tuple[Target | str, ...] = ()
-    """Functions with the same arguments that are not found by a name."""
+    """Functions and methods with the same arguments that are not found by a name."""
     keywords: tuple[tuple[str, str], ...] = ()
-    """Keywords of torch where they differ from `arguments`."""
+    """Keywords of torch that differ from `arguments`, with the name there."""
     converts: Mapping[Target | str, Convert] = field(default_factory=dict)
-    """Spellings with other arguments: a function, the name of a method, or that of an operator with `::`."""
+    """Other forms with other arguments, and how to convert them: functions, method names, or operators with `::`."""
     firsts: tuple[Target | str, ...] = ()
     """Those of `converts` that return several tensors, of which `function` returns the first."""
     modules: tuple[type[nn.Module], ...] = ()
-    """Torch's layers that are this one operator, or that have it inside."""
+    """Torch's layers that consist of this operator or, for one with `left`, contain it."""
     integer: str = ""
-    """Its form on integers, if it has one: `linear`, `matmul` or `conv`."""
+    """Its integer form, if it has one: `linear`, `matmul` or `conv`."""
     kernels: Mapping[str, Places] = field(default_factory=dict)
-    """What it becomes below autograd, forward and backward: operators, and the positions of what they multiply."""
+    """The operators it becomes below autograd, forward and backward, and the positions of what they multiply."""
     flops: Mapping[str, Callable[..., int]] = field(default_factory=dict)
-    """Operations of those that torch's counter does not know, from the shapes of their arguments and `out_shape`."""
+    """FLOPs of operators that torch's counter does not know, from the shapes of their arguments and `out_shape`."""
     left: str = ""
-    """Why it stays in full precision, unless something opens it."""
+    """Why it stays in full precision, unless it is decomposed; empty if its operands are quantized."""
     when: Callable[..., bool] | None = None
-    """Whether a call of it multiplies, by its arguments; None where every call does."""
+    """Returns whether a call multiplies, given its arguments; None if every call does."""
     between: bool = False
-    """Whether it multiplies more than two operands, so that it has products of which nobody sees the factors."""
+    """Whether it may multiply more than two operands, with intermediate products that are not quantized."""
     registered: bool = False
-    """Whether its code is not torch's: products that it makes of what it computes itself are part of it, and listed."""
+    """Whether a user registered it: products of values that it computes itself count as part of it, and are listed."""
     mutates: Places = ()
-    """Arguments it overwrites, where its schema does not say."""
+    """Positions of arguments that it overwrites, if its schema does not say so."""
     fresh: bool = True
     """Whether its result is always a new tensor."""
 
@@ -82,5 +82,5 @@ class Row:
 
 
 def left(reason: str, *names: str, name: str = "", **more: Any) -> Row:
-    """Return the row of an operator that multiplies and stays as it is."""
+    """Return the row of an operator that multiplies but stays in full precision."""
     return Row("", name or names[0], names=names, left=reason, **more)

@@ -1,4 +1,4 @@
-"""All rows by all names: what passes and frontends look up. Rows that come later are found in the same tables."""
+"""Lookup tables of all rows by all names, for passes and frontends; registered rows are added to them."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from cpt_fx.operators.row import Call, Convert, Places, Row
 
 
 class Form(NamedTuple):
-    """One spelling of an operator: its row, the function it stands for, and how, if its arguments are others."""
+    """One spelling of an operator: its row, the function of its normal form, and how to convert other arguments."""
 
     row: Row
     target: Any
-    """None where it stays what it is."""
+    """None if the call keeps its own target."""
     convert: Convert | None = None
     first: bool = False
     """Whether it returns several tensors, of which the function returns the first."""
 
 
 FORMS: dict[Any, Form] = {}
-"""Every function, the name of every method, and of every operator with `::`."""
+"""Every spelling: functions, names of methods, and names of operators with `::`."""
 ROWS: list[Row] = []
 KERNELS: dict[str, Places | None] = {}
-"""What operators below autograd multiply; None for all their tensors."""
+"""Positions of what operators below autograd multiply; None means all their tensors."""
 FLOPS: dict[str, Callable[..., int]] = {}
 WRITES = "it writes its result to a tensor it is given (out=), in a form that is not in the list of operators"
 
 _OF_NUMPY = (("x", "input"), ("a", "input"), ("x1", "input"), ("x2", "other"))
-"""Names that every function of torch takes for its own, since numpy has them."""
+"""NumPy's names of arguments, which functions of torch accept, too."""
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _C: Any = torch._C
 _PLACES: tuple[tuple[str, Any, str], ...] = (
@@ -41,11 +41,11 @@ _PLACES: tuple[tuple[str, Any, str], ...] = (
     ("linalg_", _C._linalg, "linalg_"), ("special_", torch.special, ""), ("sparse_", torch.sparse, ""),
     ("_sparse_", torch.sparse, ""), ("sparse_", _C._sparse, "sparse_"),
 )  # fmt: skip
-"""Where functions of torch lie: the beginning of ATen's name, and what stands there instead."""
+"""Where functions of torch are: a prefix of the ATen name, the namespace, and the prefix used there instead."""
 
 
 def spelled(name: str) -> Iterator[Any]:
-    """Find the functions of a name of ATen, and the names under which its methods and itself are looked up."""
+    """Yield all spellings of an ATen name: functions, the tensor method and its name, and the name of the operator."""
     if "::" in name:
         yield name
         return
@@ -67,7 +67,7 @@ def forms_of(row: Row) -> dict[Any, Form]:
     if function is None and not row.left:
         function = next(found for found in spellings if not isinstance(found, str))
     forms = {key: Form(row, function) for key in spellings}
-    # Operators of other packages stay what they are, too.
+    # Operators of other packages keep their own target, too.
     forms |= {name: Form(row, None) for name in row.names if "::" in name}
     if function is not None:
         forms[function] = Form(row, function)
@@ -77,7 +77,7 @@ def forms_of(row: Row) -> dict[Any, Form]:
 
 
 def add(row: Row) -> None:
-    """Take in a row, or raise where one of its names is another's."""
+    """Add a row; raise if one of its names belongs to another row."""
     made = forms_of(row)
     for key in made:
         if key in FORMS:
@@ -88,7 +88,7 @@ def add(row: Row) -> None:
 
 
 def remove(row: Row) -> None:
-    """Take a row out again."""
+    """Remove a row."""
     for key in forms_of(row):
         del FORMS[key]
     ROWS.remove(row)
@@ -107,7 +107,7 @@ def _add_kernels(row: Row) -> None:
 
 
 def _kernels_of(row: Row) -> dict[str, Places | None]:
-    """Return what the operators of a row multiply; operators of ATen are named without their namespace."""
+    """Return the positions of what a row's operators multiply, by full name; rows omit the namespace `aten::`."""
     names = [key for key in row.names if not key.endswith("::")]
     own: Places | None = None if row.left else row.factors
     whole = {name if "::" in name else f"aten::{name}": own for name in names}
@@ -115,19 +115,19 @@ def _kernels_of(row: Row) -> dict[str, Places | None]:
 
 
 def form_of(target: Any) -> Form | None:
-    """Return what a function, or the name of a method, is to quantization."""
+    """Return the form of a function, an operator or the name of a method; None if it is not in the table."""
     form = FORMS.get(target)
     if form is not None or not isinstance(target, _OPERATORS):
         return form
     form = FORMS.get(_name(target))
     if form is None or not (isinstance(target, torch._ops.OpOverload) and target._overloadname.endswith("out")):
         return form
-    # No function of torch takes `out` at such a place: the operator stays itself.
+    # No function of torch takes `out` at that position: the operator keeps its target.
     return Form(form.row if form.convert is None else replace(form.row, operands=(), left=WRITES), target)
 
 
 def writes(form: Form, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a spelling of its own is given a tensor for its result, which the function may not take."""
+    """Return whether a spelling with other arguments is called with `out`, which the function may not take."""
     return form.convert is not None and kwargs.get("out") is not None
 
 
@@ -142,12 +142,12 @@ def row_for(target: Any) -> Row | None:
 
 
 def row_of(node: fx.Node) -> Row | None:
-    """Return the operator a normalized node is, if quantization knows it."""
+    """Return the row of a normalized node, if its operands are quantized."""
     return row_for(node.target) if node.op == "call_function" else None
 
 
 def why_left(target: Any, args: tuple[Any, ...] | None = None, kwargs: Mapping[str, Any] | None = None) -> str:
-    """Return why what a function, or a call of it, multiplies stays in full precision, or an empty string."""
+    """Return why the products of a function, or of one call of it, stay in full precision, or an empty string."""
     form = form_of(target)
     if form is not None:
         if args is not None and form.row.when is not None and not form.row.when(*args, **(kwargs or {})):
@@ -158,7 +158,7 @@ def why_left(target: Any, args: tuple[Any, ...] | None = None, kwargs: Mapping[s
             return "an operator from below autograd, whose operands are not quantized"
         namespace = name.partition("::")[0]
         return "" if namespace in _KNOWN_INSIDE else "a custom operator; what it multiplies is not seen"
-    if type(target).__module__ == "torch._dynamo.utils":  # a function of numpy, as Dynamo writes it
+    if type(target).__module__ == "torch._dynamo.utils":  # Dynamo's wrapper of a NumPy function
         name = target.__name__.removeprefix("wrapped_").strip("_").removeprefix("linalg.")
         return "a product of numpy, which the graph calls as a whole" if {name, f"aten::{name}"} & FORMS.keys() else ""
     return "a Python function the graph calls as a whole; what it multiplies is not seen" if is_opaque(target) else ""
@@ -166,11 +166,11 @@ def why_left(target: Any, args: tuple[Any, ...] | None = None, kwargs: Mapping[s
 
 WHOLE = "it returns several tensors, and more than the first is used"
 _KNOWN_INSIDE = ("aten", "prims", "prim", "cpt_fx", "profiler", "_c10d_functional", "c10d", "inductor")
-"""Namespaces whose operators that multiply all have a row."""
+"""Namespaces in which every operator that multiplies has a row."""
 
 
 def multiplies(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call in eager code multiplies, or may: there is something to quantize, or to list."""
+    """Return whether a call in eager code multiplies, or may, so that it is to be quantized or listed."""
     form = FORMS.get(func)
     if form is None:
         return isinstance(func, _OPERATORS) and (form_of(func) is not None or bool(why_left(func)))
@@ -178,7 +178,7 @@ def multiplies(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> b
 
 
 def is_opaque(target: Any) -> bool:
-    """Whether a target is a function of somebody else's, kept whole in a graph: what is inside is not seen."""
+    """Return whether a target is a function, not torch's or ours, that a graph calls as a whole: its code is unseen."""
     if isinstance(target, torch.jit.ScriptFunction):
         return True
     package = (getattr(target, "__module__", None) or "").partition(".")[0]
@@ -186,7 +186,7 @@ def is_opaque(target: Any) -> bool:
 
 
 def respelled(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-    """Return a call of an operator by its function, with its operands by position; None for other operators."""
+    """Return the normal form of a call: its function, with operands by position; None if it has none."""
     form = form_of(target)
     if form is None or writes(form, kwargs):
         return None
@@ -200,7 +200,7 @@ def respelled(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cal
     for other, name in (*row.keywords, *((other, name) for other, name in _OF_NUMPY if name in row.arguments)):
         if other in kwargs and other not in row.arguments:
             kwargs[name] = kwargs.pop(other)
-    # Operands come first in every signature: whatever is given by keyword after them (stride=, alpha=) stays so.
+    # Operands come first in every signature; what is given by keyword after them (stride=, alpha=) may stay so.
     while len(args) < len(row.arguments) and row.arguments[len(args)] in kwargs:
         args.append(kwargs.pop(row.arguments[len(args)]))  # type: ignore[attr-defined]
     if row.name == "einsum" and len(args) == 2 and isinstance(args[1], (list, tuple)):
@@ -209,10 +209,10 @@ def respelled(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cal
 
 
 def factors(func: torch._ops.OpOverload) -> Places:
-    """Return the positions, in its schema, of the tensors that an operator multiplies, as it is seen below autograd.
+    """Return the positions in its schema of the tensors that an operator below autograd multiplies.
 
-    Empty for what multiplies nothing. A position may hold a list of tensors, all of which are multiplied; None may
-    stand at one that is optional.
+    Empty for one that multiplies nothing. A position may hold a list of tensors, all of which are multiplied, or None
+    if it is optional.
     """
     known: Places | None = ()
     if func in FORMS:

@@ -1,14 +1,14 @@
-"""Training of an exported model in ONNX Runtime: what `cpt_fx.export.ort_training` wrote, driven step by step.
+"""Training of exported models in ONNX Runtime, from a directory that `cpt_fx.export.ort_training` wrote.
 
-Names load on first use: they need a build of ONNX Runtime that trains (extra `ort` or `ort-gpu`).
+Names are imported on first use, since they need ONNX Runtime (extra `ort` or `ort-gpu`).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cpt_fx.export.environment import require_training
-from cpt_fx.lazy import on_first_use
+from cpt_fx.common.lazy import on_first_use
+from cpt_fx.ort.environment import require_training
 
 if TYPE_CHECKING:
     from cpt_fx.ort.state_file import StateFileError as StateFileError
@@ -18,5 +18,5 @@ _HOMES = {"StateFileError": "cpt_fx.ort.state_file", "Trainer": "cpt_fx.ort.trai
 
 __all__ = sorted(_HOMES)  # pyright: ignore
 
-# First: a missing package, or a mixture of builds, fails in the imports in ways that help nobody.
+# Checked first: with a missing package, or several builds at once, the imports fail with unhelpful errors.
 __getattr__, __dir__ = on_first_use(__name__, _HOMES, lambda name: require_training())

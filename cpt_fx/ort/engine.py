@@ -1,4 +1,4 @@
-"""A graph in a session of ONNX Runtime: made quietly, on a device, and run on memory that is bound to it by name."""
+"""ONNX Runtime sessions on a device, which run on memory that is bound to inputs and outputs by name."""
 
 from __future__ import annotations
 
@@ -7,23 +7,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from numpy.typing import NDArray
-
+from cpt_fx.common.arrays import Array
 from cpt_fx.errors import ExportError
-from cpt_fx.export import environment
+from cpt_fx.ort import environment
 
 if TYPE_CHECKING:
     from cpt_fx.ort.memory import Block
 
-Array = NDArray[Any]
 CPU = "cpu"
 _ERRORS, _FATAL = 3, 4
 
 
 def session_providers(device: str) -> list[str | tuple[str, dict[str, str]]]:
-    """Return the `providers` of an `InferenceSession` on a device; refuse one that is not there.
+    """Return the `providers` of an `InferenceSession` on a device; refuse one that is not available.
 
-    ONNX Runtime would say so in a log line, and compute on the CPU.
+    ONNX Runtime itself would log a line and compute on the CPU.
     """
     found = re.fullmatch(r"cpu|cuda(?::(\d+))?", device)
     if found is None:
@@ -38,7 +36,7 @@ def session_providers(device: str) -> list[str | tuple[str, dict[str, str]]]:
 
 
 def check_session(session: Any, device: str) -> None:
-    """Raise an error where a session computes on the CPU though a GPU was asked for."""
+    """Raise an error if a session runs on the CPU though a GPU was asked for."""
     if device != "cpu" and environment.CUDA not in session.get_providers():
         raise ExportError(
             f"device={device!r} was asked for, and ONNX Runtime fell back to {', '.join(session.get_providers())}: its "
@@ -46,8 +44,8 @@ def check_session(session: Any, device: str) -> None:
         )
 
 
-class Engine:
-    """One graph in a session."""
+class BoundSession:
+    """One graph in an ONNX Runtime session."""
 
     def __init__(self, path: Path, device: str, threads: int | None) -> None:
         import onnxruntime
@@ -55,7 +53,7 @@ class Engine:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = _ERRORS
         options.use_deterministic_compute = True
-        # Threads that wait by spinning take the cores away from torch, which usually prepares the next batch beside.
+        # Spinning threads would take the cores away from torch, which usually prepares the next batch meanwhile.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         if threads is not None:
             options.intra_op_num_threads = threads
@@ -70,16 +68,16 @@ class Engine:
         self.inputs = [value.name for value in self._session.get_inputs()]
         self.outputs = [value.name for value in self._session.get_outputs()]
         self._run_options = onnxruntime.RunOptions()
-        # What it complains of comes as an exception, not on the terminal too.
+        # Errors are raised as exceptions: they need not be logged, too.
         self._run_options.log_severity_level = _FATAL
 
     def run(
         self, given: Mapping[str, Array], held: Mapping[str, Block], targets: Mapping[str, Block]
     ) -> dict[str, Array]:
-        """Run on arrays, and on blocks of memory, where they lie. Outputs that have no block are returned.
+        """Run on arrays and on blocks of memory, without copying blocks; return the outputs that have no block.
 
-        All is bound anew: what lies on another device than the node that reads it is copied when it is bound, and what
-        a run leaves in an output of its own would be the memory of the next one, whose batch may be larger.
+        Everything is bound anew for each run: an input on another device than the node that reads it is copied when it
+        is bound, and memory that a run allocates for an output would be reused by the next, whose batch may be larger.
         """
         bindings = self._session.io_binding()
         for name in self.inputs:

@@ -1,7 +1,7 @@
-"""What a user passes to a step, checked against what the graph takes, and converted where nothing is lost.
+"""The inputs of a step, checked against what the graph takes, and converted to its dtypes.
 
-What torch refuses in a batch and ONNX Runtime computes with is refused here, too. With labels and words that are out of
-range it counts from the end, or reads foreign memory.
+Batches that torch refuses are refused here, too: with labels or token ids that are out of range, ONNX Runtime counts
+from the end, or reads foreign memory.
 """
 
 from __future__ import annotations
@@ -12,18 +12,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from cpt_fx.arrays import array_of
-from cpt_fx.export.manifest import Manifest, Tensor
-
-Array = NDArray[Any]
+from cpt_fx.common.arrays import Array, array_of
+from cpt_fx.ort.manifest import Manifest, Tensor
 
 
 def arrays_of(
     manifest: Manifest, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, training: bool = False
 ) -> dict[str, Array]:
-    """Return arrays by the names of the graph's inputs: the model's inputs first, then the targets."""
+    """Return the inputs of a graph as arrays, by name: the model's inputs first, then the targets."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     signature = inspect.Signature([inspect.Parameter(tensor.name, kind) for tensor in manifest.taken])
     try:
@@ -56,7 +53,7 @@ def arrays_of(
 
 
 def _array(expected: Tensor, value: Any) -> Array:
-    """Return one input as the graph takes it."""
+    """Return one input as an array of the dtype and the shape that the graph takes."""
     if isinstance(value, torch.Tensor):
         if value.dtype == torch.bfloat16:
             value = value.float()
@@ -65,7 +62,7 @@ def _array(expected: Tensor, value: Any) -> Array:
         raise TypeError(f"{expected.name} must be a numpy array or a torch tensor, got {type(value).__name__}")
     array = np.asarray(value)
     _check_shape(expected, array)
-    # Unlike ascontiguousarray, this leaves an array without dims as it is.
+    # Unlike ascontiguousarray, this keeps a 0-dim array 0-dim.
     return np.asarray(_converted(expected, array), order="C")
 
 
@@ -80,7 +77,7 @@ def _check_shape(expected: Tensor, array: Array) -> None:
 
 
 def _converted(expected: Tensor, array: Array) -> Array:
-    """Convert numbers of one kind: any float to the one expected, integers where each one fits."""
+    """Convert between dtypes of one kind: any float to the one expected, integers if every value fits."""
     wanted = np.dtype(expected.dtype)
     if array.dtype == wanted:
         return array

@@ -1,30 +1,26 @@
-"""The tensors of a training run: each in one place that sessions read and write, and that PyTorch can share."""
+"""The tensors of a training run, in memory that sessions read and write and that PyTorch can share."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import torch
-from numpy.typing import NDArray
 
-from cpt_fx.export.manifest import VALUES, Manifest, State
-from cpt_fx.export.program import GRADIENT, NEXT
+from cpt_fx.common.arrays import Array
 from cpt_fx.ort.engine import CPU
-
-Array = NDArray[Any]
+from cpt_fx.ort.manifest import GRADIENT, NEXT, VALUES, Manifest, State
 
 
 class Block:
-    """A tensor in memory of its own, on the CPU or on a GPU."""
+    """A tensor with memory of its own, on the CPU or on a GPU."""
 
     def __init__(self, value: Array, device: str) -> None:
         import onnxruntime
 
-        # In memory of torch's: it is aligned for vector instructions. A copy always, since others hold the original.
+        # In torch's memory, which is aligned for vector instructions. Always a copy, since others hold the original.
         self._host: torch.Tensor | None = torch.from_numpy(np.array(value)).clone()
         kind, _, index = device.partition(":")
         self.ort = onnxruntime.OrtValue.ortvalue_from_numpy(self._host.numpy(), kind, int(index or 0))
@@ -55,10 +51,10 @@ Blocks = dict[str, Block]
 
 
 class Memory:
-    """Everything that lasts from step to step.
+    """All tensors that persist from step to step.
 
-    What swaps has two places, which take turns: a graph may read the old value after it has written the new one, and a
-    step that fails leaves the old one as it was.
+    Tensors that swap have two blocks, which take turns: a graph may read the old value after it wrote the new one,
+    and a step that fails leaves the old one as it was.
     """
 
     def __init__(self, manifest: Manifest, directory: Path, device: str) -> None:
@@ -76,30 +72,30 @@ class Memory:
         trained = [parameter.name for parameter in manifest.parameters if parameter.trainable]
         self.gradients = {name: Block(np.zeros_like(values[name]), device) for name in trained}
         self.states, self._next_states = turning(manifest.states)
-        """The running state as it is now, and where a step writes it."""
+        """The present running state; a step writes the next one to `_next_states`."""
         self.moments, self._next_moments = turning(manifest.optimizer.remembered)
-        """What the optimizer remembers, likewise."""
+        """The optimizer's state, likewise."""
 
     def swap_states(self) -> None:
-        """Make what the last step wrote the running state."""
+        """Make the state that the last step wrote the present one."""
         self.states, self._next_states = self._next_states, self.states
 
     def swap_moments(self) -> None:
-        """Make what the last update wrote what the optimizer remembers."""
+        """Make the optimizer's state that the last update wrote the present one."""
         self.moments, self._next_moments = self._next_moments, self.moments
 
     def held(self) -> Blocks:
-        """Return what there is now, by the names of inputs."""
+        """Return the blocks of present values, by input name."""
         gradients = {name + GRADIENT: block for name, block in self.gradients.items()}
         return self.parameters | gradients | self.moments | self.states
 
     def targets(self) -> Blocks:
-        """Return the blocks that take new values, by the names of outputs."""
+        """Return the blocks for new values, by output name."""
         return {name + NEXT: block for name, block in (self.held() | self._next_moments | self._next_states).items()}
 
 
 def initial_values(manifest: Manifest, path: Path) -> dict[str, Array]:
-    """Read the values that a training starts with; what an optimizer remembers, and has none, starts with zeros."""
+    """Read the values that a training starts with; optimizer state without a value starts with zeros."""
     held = ir.load(path).graph.initializers
     values = {name: np.array(one.const_value.numpy()) for name, one in held.items() if one.const_value is not None}
     for tensor in manifest.optimizer.remembered:

@@ -1,4 +1,4 @@
-"""Learning rates: numbers that are set, a function of the update, or one of torch's own schedulers."""
+"""Learning rates: set by number, by a function of the update, or by a torch scheduler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Group(dict[str, Any]):
     """The options of a parameter group that schedulers may change."""
 
     def __setitem__(self, key: str, value: Any) -> None:
-        """Set one, unless the exported update has it as a constant."""
+        """Set an option; refuse one that is a constant of the exported update."""
         if key in ("momentum", "betas"):
             raise ValueError(
                 f"{key} is a constant of the exported update, and this scheduler would change it: pass "
@@ -31,14 +31,14 @@ class OptimizerView(torch.optim.Optimizer):
 
     def __init__(self, rates: Sequence[float], wanted: Rate | RateFunction | None) -> None:
         groups = [_Group(params=[torch.nn.Parameter(torch.zeros(()))], lr=rate) for rate in rates]
-        # Those that cycle the momentum want to see one.
+        # Schedulers that cycle the momentum need one.
         super().__init__(groups, {"lr": 0.0, "momentum": 0.0})
         self._function = wanted if callable(wanted) else None
         if wanted is not None and not callable(wanted):
             self.write_rates(wanted)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Do nothing but count, as schedulers want it: the update runs in ONNX Runtime."""
+        """Do nothing, since the update runs in ONNX Runtime; schedulers count the calls."""
 
     def rates(self) -> list[float]:
         """Return the learning rates as they were set last."""
@@ -57,7 +57,7 @@ class OptimizerView(torch.optim.Optimizer):
         self.write_rates(rate)
 
     def write_rates(self, rate: Rate) -> None:
-        """Set them, wherever they come from: a user, a function, a file."""
+        """Set the learning rates, whether they come from the user, a function or a file."""
         rates = list(rate) if isinstance(rate, Sequence) else [rate] * len(self.param_groups)
         if len(rates) != len(self.param_groups):
             raise ValueError(f"{len(rates)} learning rates were given for {len(self.param_groups)} parameter groups")

@@ -1,8 +1,8 @@
-"""One file that holds a training run: what goes into it, how it is written, and what must fit when it comes back.
+"""Saving and loading of a training run as one file.
 
-It is a file of numpy's (`.npz`), of arrays and of facts as JSON, and a checksum at its end. It is written beside its
-target and moved there when it is complete, so that there is always a whole file, also when the process is killed.
-Nothing in it is code: numbers and text only.
+The file is an archive of NumPy's (`.npz`) with arrays and JSON, and a checksum at its end. It is written beside its
+target and moved there when it is complete, so that there is always a complete file, even if the process is killed.
+It holds numbers and text only, no code.
 """
 
 from __future__ import annotations
@@ -17,26 +17,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from cpt_fx.export.directory import digest
+from cpt_fx.common.arrays import Array
+from cpt_fx.common.files import digest
 
 if TYPE_CHECKING:
     from cpt_fx.ort.memory import Block
     from cpt_fx.ort.trainer import Trainer
 
-Array = NDArray[Any]
 
 _DIGEST = hashlib.sha256().digest_size
 _GENERATOR = "generator"
 _FACTS = "facts"
-_KNOWN = {
-    "updates", "optimizer_steps", "pending", "learning_rates", "optimizer", "schedule"
-}  # fmt: skip
+_KNOWN = {"updates", "optimizer_steps", "pending", "learning_rates", "optimizer", "schedule"}
 
 
 class StateFileError(ValueError):
-    """A file does not hold the state of a training run, or not that of this one."""
+    """A file is not the state of a training run, or of another one than this."""
 
 
 def save(trainer: Trainer, path: Path) -> None:
@@ -55,7 +52,7 @@ def save(trainer: Trainer, path: Path) -> None:
 
 
 def load(trainer: Trainer, path: Path, *, schedule: bool) -> None:
-    """Continue where a file was saved; a file that does not fit changes nothing."""
+    """Restore what `save` wrote; a file that does not fit changes nothing."""
     facts, arrays = read(path)
     mine, view = trainer.manifest.optimizer.name, trainer.optimizer_view
     if facts["optimizer"] != mine:
@@ -75,7 +72,7 @@ def load(trainer: Trainer, path: Path, *, schedule: bool) -> None:
                 f"{here.get(name, 'not known')} here"
             )
     if schedule:
-        # The last that may fail: from here on everything fits.
+        # The last step that may fail: from here on everything fits.
         trainer.schedule.load_state_dict(facts["schedule"])
     for name, block in blocks.items():
         block.write(arrays[name])
@@ -90,7 +87,7 @@ def _described(array: Array | Block) -> str:
 
 
 def _blocks(trainer: Trainer, pending: int) -> dict[str, Block]:
-    """Return what is saved, by names that say what it is. Gradients count where an update is half gathered."""
+    """Return the blocks to save, by kind and name; gradients only between two updates."""
     memory = trainer.memory
     kinds = {"parameter": memory.parameters, "state": memory.states, "moment": memory.moments}
     if pending:
@@ -99,11 +96,11 @@ def _blocks(trainer: Trainer, pending: int) -> dict[str, Block]:
 
 
 def write(path: Path, facts: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
-    """Write facts (what JSON can say) and arrays; what was at the path stays until all is written."""
+    """Write facts (as JSON) and arrays; an existing file stays until everything is written."""
     path = Path(os.path.realpath(path))
     if not path.parent.is_dir():
         raise FileNotFoundError(f"cannot save to {path}: there is no directory {path.parent}")
-    # Always the same name: what a killed process left behind is written over by the next one.
+    # Always the same name: the next save overwrites what a killed process left behind.
     working = path.with_name(f".{path.name}.partial")
     try:
         with working.open("wb") as file:
@@ -119,7 +116,7 @@ def write(path: Path, facts: Mapping[str, Any], arrays: Mapping[str, Array]) -> 
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
-    """Return facts and arrays, if every byte is as it was written."""
+    """Return facts and arrays; refuse a file that was changed."""
     data = path.read_bytes()
     if hashlib.sha256(memoryview(data)[:-_DIGEST]).digest() != data[-_DIGEST:]:
         raise StateFileError(f"{path} is damaged or cut short, or was not written by Trainer.save of this cpt_fx")
@@ -129,6 +126,6 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
         facts = json.loads(str(arrays.pop(_FACTS)))
         if not isinstance(facts, dict) or set(facts) != _KNOWN:
             raise ValueError("it says other things of a run")
-    except Exception as error:  # of whatever reads it: numpy, zipfile, json
+    except Exception as error:  # by numpy, zipfile or json
         raise StateFileError(f"{path} was not written by Trainer.save of this cpt_fx: {error}") from error
     return facts, arrays

@@ -1,4 +1,4 @@
-"""`Trainer`: a directory that `export.ort_training` wrote, trained in ONNX Runtime under a schedule."""
+"""`Trainer`: trains a directory of `export.ort_training` in ONNX Runtime under a schedule."""
 
 from __future__ import annotations
 
@@ -8,51 +8,48 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from cpt_fx.common.arrays import Array
 from cpt_fx.errors import ExportError, check_int
-from cpt_fx.export import manifest as files
-from cpt_fx.export.environment import require_training
-from cpt_fx.export.manifest import Manifest
-from cpt_fx.export.program import LOSS, MORE, OUTPUT, SEEDS
-from cpt_fx.export.updates import GRADIENT_SCALE, LEARNING_RATE, MAX_NORM, MAX_VALUE, STEP
+from cpt_fx.ir.state import dial_width
+from cpt_fx.ort import manifest as files
 from cpt_fx.ort import state_file, transfer
-from cpt_fx.ort.engine import CPU, Engine, session_providers
+from cpt_fx.ort.engine import CPU, BoundSession, session_providers
+from cpt_fx.ort.environment import require_training
 from cpt_fx.ort.feeding import arrays_of
+from cpt_fx.ort.manifest import Manifest
 from cpt_fx.ort.memory import Memory
 from cpt_fx.ort.rates import OptimizerView, Rate, RateFunction
-from cpt_fx.runtime import dial_width
 from cpt_fx.schedules import Bits
 from cpt_fx.schedules.base import Schedule
 
-Array = NDArray[Any]
 Outputs = Array | tuple[Array, ...] | dict[str, Array]
 
 
 class Trainer:
-    """Trains an exported model in ONNX Runtime; the widths of its quantizers follow a schedule.
+    """Trains an exported model in ONNX Runtime; the bit-widths of its quantizers follow a schedule.
 
         trainer = cpt_fx.ort.Trainer(directory, schedule)
         for x, y in batches:
             loss = trainer.step(x, y)
         trainer.to_torch(model)
 
-    One directory serves any schedule, since widths are inputs of its graphs. For a given directory, seed and number of
-    threads the numbers are the same in every run, to the last bit, also when training was interrupted and resumed by
-    `save` and `load`. With another number of threads sums are added up in another order.
+    One directory serves any schedule, since bit-widths are inputs of its graphs. For a given directory, seed and number
+    of threads the results are the same in every run, bit for bit, also if training was interrupted and resumed by
+    `save` and `load`. Another number of threads changes the order of sums.
 
     Args:
-        directory: what `cpt_fx.export.ort_training` wrote. Every file is compared with its checksum.
-        schedule: what the widths do; `schedule.step()` is called after each update.
+        directory: a directory that `cpt_fx.export.ort_training` wrote. Every file is compared with its checksum.
+        schedule: the schedule of the bit-widths; `schedule.step()` is called after each update.
         device: `"cpu"`, `"cuda"` or `"cuda:1"`.
-        accumulation: how many steps make one update, which is of the mean of their gradients.
+        accumulation: the number of steps per update, which is by the mean of their gradients.
         learning_rate: a number, one for each parameter group, or a function of the update, counted from 0, that
-            returns such; None for what the optimizer was exported with.
-        clip_norm: the largest norm of all gradients together, as of `torch.nn.utils.clip_grad_norm_`; None for none.
-        clip_value: the largest element of a gradient, as of `clip_grad_value_`; it comes before the norm.
-        seed: for stochastic rounding and dropout; None takes one from torch's generator (`torch.manual_seed`).
-        threads: how many threads ONNX Runtime uses; None for one per core.
+            returns either; None for that of the exported optimizer.
+        clip_norm: the largest norm of all gradients together, as in `torch.nn.utils.clip_grad_norm_`; None: no limit.
+        clip_value: the largest magnitude of a gradient's elements, as in `clip_grad_value_`; applied before the norm.
+        seed: for stochastic rounding and dropout; None draws one from torch's generator (`torch.manual_seed`).
+        threads: the number of threads of ONNX Runtime; None for one per core.
     """
 
     def __init__(
@@ -81,42 +78,42 @@ class Trainer:
                 raise ValueError(f"{name} must be a number above 0, or None, got {limit!r}")
         self.clip_norm, self.clip_value = clip_norm, clip_value
         require_training()
-        session_providers(str(device))  # Refuses a device that is not there, before anything is read.
+        session_providers(str(device))  # refuses a missing device before anything is read
         folder = Path(directory)
         self.manifest: Manifest = files.read(folder)
-        """What the directory says of itself."""
+        """The manifest of the directory."""
         files.check_files(folder, self.manifest)
         self.schedule = schedule
         self.device = str(device)
         self.generator = torch.Generator()
-        """Where the seeds of each step come from: int32, `torch.randint(-2**31, 2**31, (manifest.seeds, 2))`."""
+        """Draws the seeds of each step: int32, `torch.randint(-2**31, 2**31, (manifest.seeds, 2))`."""
         self.generator.manual_seed(int(torch.randint(1 << 62, ())) if seed is None else check_int("seed", seed, 0))
         self._gradients, self._first_update, self._update, self._evaluation = (
-            Engine(folder / name, self.device, threads)
+            BoundSession(folder / name, self.device, threads)
             for name in (files.GRADIENTS, files.FIRST_UPDATE, files.UPDATE, files.EVALUATION)
         )
-        self._clipping: Engine | None = None
+        self._clipping: BoundSession | None = None
         if clip_norm is not None or clip_value is not None:
-            self._clipping = Engine(folder / files.CLIPPING, self.device, threads)
+            self._clipping = BoundSession(folder / files.CLIPPING, self.device, threads)
         self.memory = Memory(self.manifest, folder, self.device)
         """Every tensor of the training, by name."""
         self.optimizer_view = OptimizerView(self.manifest.optimizer.learning_rates, learning_rate)
-        """What `torch.optim.lr_scheduler` takes for the optimizer: `CosineAnnealingLR(trainer.optimizer_view, 100)`."""
+        """The optimizer to give to `torch.optim.lr_scheduler`: `CosineAnnealingLR(trainer.optimizer_view, 100)`."""
         self._shared: transfer.SharedParameters | None = None
         self.updates = 0
-        """How many updates were done."""
+        """Number of updates so far."""
         self.optimizer_steps = 0
-        """How many of them the exported optimizer did: what it remembers is of these."""
+        """Number of updates by the exported optimizer; its state belongs to these."""
         self.pending = 0
-        """How many steps were done since the last update."""
+        """Number of steps since the last update."""
 
     # Training.
 
     def step(self, *inputs_and_targets: Any, **named: Any) -> float:
-        """Do one step on a batch and return its loss: forward, backward, and an update when enough is gathered.
+        """Do one step on a batch and return its loss: forward, backward, and an update after `accumulation` steps.
 
         The model's inputs come first, then the targets, in the order of the manifest or by name: numpy arrays or torch
-        tensors. Floats of another width are converted, integers too where each one fits.
+        tensors. Other float dtypes are converted, integers if every value fits.
         """
         loss = self.backward(*inputs_and_targets, **named)
         if self.pending >= self.accumulation:
@@ -124,19 +121,19 @@ class Trainer:
         return loss
 
     def backward(self, *inputs_and_targets: Any, **named: Any) -> float:
-        """Add a batch's gradients to those gathered since the last update, and return its loss.
+        """Add a batch's gradients to those accumulated since the last update, and return its loss.
 
-        Running ranges and statistics learn from the batch. For optimizers of torch, see `torch_parameters`.
+        Running ranges and statistics are updated. For torch optimizers see `torch_parameters`.
         """
         given = arrays_of(self.manifest, inputs_and_targets, named, training=True)
         if self._shared is not None:
             self._shared.before_backward(fresh=not self.pending)
         given |= self._widths(self.schedule.bits(self.schedule.position))
-        given |= {SEEDS: draw(self.manifest.seeds, self.generator), MORE: np.array(self.pending > 0)}
+        given |= {files.SEEDS: draw(self.manifest.seeds, self.generator), files.MORE: np.array(self.pending > 0)}
         try:
-            loss = self._gradients.run(given, self.memory.held(), self.memory.targets())[LOSS]
+            loss = self._gradients.run(given, self.memory.held(), self.memory.targets())[files.LOSS]
         except Exception:
-            # Gradients may be of a part of the layers: the ones gathered so far are lost.
+            # Some gradients may be written already: all those accumulated so far are lost.
             self.pending = 0
             raise
         self.memory.swap_states()
@@ -144,19 +141,19 @@ class Trainer:
         return float(loss)
 
     def update(self) -> None:
-        """Update the parameters now, by the mean of the gradients gathered so far: also before `accumulation` steps."""
+        """Update the parameters now, by the mean of the accumulated gradients, even before `accumulation` steps."""
         self._require_gradients("update")
-        limits = {MAX_VALUE: self.clip_value, MAX_NORM: self.clip_norm}
+        limits = {files.MAX_VALUE: self.clip_value, files.MAX_NORM: self.clip_norm}
         given: dict[str, Array] = {
             name: np.array(np.inf if limit is None else limit, np.float32) for name, limit in limits.items()
         }
-        given[GRADIENT_SCALE] = np.array(1 / self.pending, np.float32)
+        given[files.GRADIENT_SCALE] = np.array(1 / self.pending, np.float32)
         held, targets = self.memory.held(), self.memory.targets()
         if self._clipping is not None:
             self._clipping.run(given, held, targets)
         given |= {
-            LEARNING_RATE: self.optimizer_view.rates_at(self.updates),
-            STEP: np.array(float(self.optimizer_steps)),
+            files.LEARNING_RATE: self.optimizer_view.rates_at(self.updates),
+            files.STEP: np.array(float(self.optimizer_steps)),
         }
         (self._update if self.optimizer_steps else self._first_update).run(given, held, targets)
         self.memory.swap_moments()
@@ -164,7 +161,7 @@ class Trainer:
         self.advance()
 
     def advance(self) -> None:
-        """Say that an optimizer of torch has updated the parameters: the schedule goes on, gradients start afresh."""
+        """Complete an update that a torch optimizer made: advance the schedule, and start new gradients."""
         self._require_gradients("advance")
         self.updates += 1
         self.pending = 0
@@ -181,24 +178,24 @@ class Trainer:
     # Evaluation.
 
     def evaluate(self, *inputs_and_targets: Any, **named: Any) -> tuple[float, Outputs]:
-        """Return the loss and the outputs of the model in evaluation; nothing of the training changes.
+        """Return the loss and the outputs of the model in evaluation mode; the training is not affected.
 
-        Widths are the schedule's for evaluation; running ranges and statistics are used as they are. Outputs are one
-        array, a tuple, or a dict, as the model returns one, several, or several by name.
+        Bit-widths are the schedule's for evaluation; running ranges and statistics are used as they are. Outputs are
+        one array, a tuple, or a dict, as the model returns one, several, or several by name.
         """
         given = arrays_of(self.manifest, inputs_and_targets, named)
         given |= self._widths(self.schedule.evaluation_bits(self.schedule.position))
-        # Where a model draws at random even then, it does so from a seed of its own.
-        given[SEEDS] = draw(self.manifest.evaluation_seeds, torch.Generator().manual_seed(self.updates))
+        # A model that draws random numbers in evaluation gets a seed of its own.
+        given[files.SEEDS] = draw(self.manifest.evaluation_seeds, torch.Generator().manual_seed(self.updates))
         found = self._evaluation.run(given, self.memory.held(), {})
         outputs = [(tensor.name, found[tensor.name]) for tensor in self.manifest.outputs]
-        return float(found[LOSS]), arranged(outputs)
+        return float(found[files.LOSS]), arranged(outputs)
 
     # Learning rates.
 
     @property
     def lr(self) -> float | list[float]:
-        """The learning rate; one for each parameter group where they differ. It can be set, in the same forms."""
+        """The learning rate, or one for each parameter group if they differ. It can be set in the same forms."""
         rates = self.optimizer_view.rates()
         return rates[0] if len(set(rates)) == 1 else rates
 
@@ -211,17 +208,17 @@ class Trainer:
     def save(self, path: str | PathLike[str]) -> None:
         """Write everything that the following steps depend on to one file.
 
-        That is weights, what the optimizer remembers, running ranges and statistics, gradients of an update that is
-        half gathered, the schedule's position and the random state. What is at the path is replaced when all is
-        written. A learning-rate scheduler, or an optimizer of torch, has a `state_dict` of its own.
+        That is weights, the optimizer's state, running ranges and statistics, gradients of an incomplete update, the
+        schedule's position and the random state. An existing file is replaced when everything is written. A
+        learning-rate scheduler, or a torch optimizer, has a `state_dict` of its own.
         """
         state_file.save(self, Path(path))
 
     def load(self, path: str | PathLike[str], *, schedule: bool = True) -> None:
-        """Go on from a file that `save` wrote: the steps that follow are equal, bit for bit.
+        """Continue from a file that `save` wrote: the steps that follow are equal, bit for bit.
 
-        A file that is damaged, or of another model, is refused, and changes nothing. `schedule=False` leaves the
-        schedule where it is, for going on under another one.
+        A file that is damaged, or of another model, is refused and changes nothing. `schedule=False` leaves the
+        schedule where it is, to continue under another one.
         """
         state_file.load(self, Path(path), schedule=schedule)
 
@@ -234,18 +231,18 @@ class Trainer:
     def to_torch(self, model: nn.Module, *, strict: bool = True) -> nn.Module:
         """Write trained parameters, buffers and running ranges into a model, and return it.
 
-        The model is a plain one, which has no running ranges, or a transformed one. Nothing is written where a name is
-        missing or a shape differs; `strict=False` allows parameters that the training does not know.
+        The model is a plain one, which has no running ranges, or a transformed one. Nothing is written if a name is
+        missing or a shape differs; `strict=False` allows parameters that the training does not have.
         """
         transfer.to_torch(self.manifest, self._values(), model, strict=strict)
         return model
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return copies of the gradients that were gathered last, summed over the steps of an update."""
+        """Return copies of the accumulated gradients, summed over the steps of an update."""
         return {name: torch.from_numpy(block.read()).clone() for name, block in self.memory.gradients.items()}
 
     def torch_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the trainable parameters, on the memory that ONNX Runtime trains, for any optimizer of torch.
+        """Return the trainable parameters, on the memory that ONNX Runtime trains, for any torch optimizer.
 
             optimizer = torch.optim.RMSprop(trainer.torch_parameters().values())
             for x, y in batches:
@@ -254,8 +251,8 @@ class Trainer:
                 optimizer.step()
                 trainer.advance()
 
-        Nothing is copied: `.grad` is the memory that `backward` writes. Several calls before `advance` add up, as in
-        torch, unless `zero_grad` comes between them. On the CPU only.
+        Nothing is copied: `.grad` is the memory that `backward` writes. Several calls of `backward` before `advance`
+        add up, as in torch, unless `zero_grad` comes between them. On the CPU only.
         """
         if self.device != CPU:
             raise ExportError(f'parameters are shared with torch on the CPU only, this Trainer is on "{self.device}"')
@@ -274,8 +271,8 @@ def draw(rows: int, generator: torch.Generator) -> Array:
 
 
 def arranged(outputs: list[tuple[str, Array]]) -> Outputs:
-    """Return outputs as their names say that the model returned them."""
-    prefix = f"{OUTPUT}."
+    """Return outputs in the form that their names stand for: an array, a dict or a tuple."""
+    prefix = f"{files.OUTPUT}."
     if len(outputs) == 1 and not outputs[0][0].startswith(prefix):
         return outputs[0][1]
     if all(name.startswith(prefix) for name, _ in outputs):

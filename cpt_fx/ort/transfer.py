@@ -1,24 +1,21 @@
-"""Trained values and PyTorch: copied into a model or a state_dict, or parameters that both have in common."""
+"""Trained values in PyTorch: copied into a model or a state_dict, or as parameters on shared memory."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from cpt_fx.common.arrays import Array
 from cpt_fx.errors import nearest
-from cpt_fx.export.manifest import Manifest
-from cpt_fx.layer_state import is_range
+from cpt_fx.ir.layer_state import is_range
+from cpt_fx.ort.manifest import Manifest
 from cpt_fx.ort.memory import Memory
-
-Array = NDArray[Any]
 
 
 def state_dict(manifest: Manifest, values: Mapping[str, Array]) -> dict[str, Tensor]:
-    """Return copies of all values by their names in PyTorch; those of one tensor share theirs."""
+    """Return copies of all values by their names in PyTorch; names of one tensor share a copy."""
     found: dict[str, Tensor] = {}
     for tensor, names in _held(manifest):
         found |= dict.fromkeys(names, torch.from_numpy(values[tensor]).clone())
@@ -26,17 +23,17 @@ def state_dict(manifest: Manifest, values: Mapping[str, Array]) -> dict[str, Ten
 
 
 def to_torch(manifest: Manifest, values: Mapping[str, Array], model: nn.Module, *, strict: bool) -> None:
-    """Write all values into a model, or none where the model is another one: that is said by name."""
+    """Write all values into a model; if something does not fit, raise an error that names it and write nothing."""
     kind = type(model).__name__
     parameters = dict(model.named_parameters(remove_duplicate=False))
     targets = parameters | dict(model.named_buffers(remove_duplicate=False))
-    transformed = any(_is_ours(name) for name in targets)
+    transformed = any(is_range(name) for name in targets)
     pairs: list[tuple[Tensor, Tensor]] = []
     known: set[str] = set()
     for tensor, names in _held(manifest):
-        if _is_ours(tensor) and not transformed:
+        if is_range(tensor) and not transformed:
             continue  # A plain model has no running ranges.
-        # Names of one tensor in the exported model may be those of several in this one.
+        # Names of one tensor in the exported model may be separate tensors in this one.
         there = [name for name in names if name in targets]
         if not there:
             raise ValueError(f"{kind} has no parameter or buffer {tensor!r}.{nearest(tensor, targets)}")
@@ -61,13 +58,9 @@ def to_torch(manifest: Manifest, values: Mapping[str, Array], model: nn.Module, 
 
 
 def _held(manifest: Manifest) -> list[tuple[str, tuple[str, ...]]]:
-    """Return what a training changes: the name that a graph has for each tensor, and all that PyTorch has."""
+    """Return the tensors that training changes: the name of each in the graphs, and all its names in PyTorch."""
     states = [(state.name, (state.name,)) for state in manifest.states]
     return [(parameter.name, parameter.names) for parameter in manifest.parameters] + states
-
-
-def _is_ours(name: str) -> bool:
-    return is_range(name.rpartition(".")[2])
 
 
 def _shown(tensor: Tensor) -> str:
@@ -75,16 +68,16 @@ def _shown(tensor: Tensor) -> str:
 
 
 class SharedParameters:
-    """Torch parameters on the memory of a training run; their gradients lie where the backward pass writes them."""
+    """Torch parameters on the memory of a training run; `.grad` is where the backward pass writes."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self.parameters = {name: nn.Parameter(memory.parameters[name].tensor) for name in memory.gradients}
 
     def before_backward(self, *, fresh: bool) -> None:
-        """Bring gradients to where they belong; those that torch set to None start from zero.
+        """Point gradients to the shared memory and copy their values there, zeros where torch set them to None.
 
-        `fresh`: the backward pass writes over them, whatever they are.
+        `fresh`: the backward pass overwrites them, so nothing is copied.
         """
         for name, parameter in self.parameters.items():
             if parameter.data_ptr() != self._memory.parameters[name].tensor.data_ptr():

@@ -37,5 +37,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # The range test trains a model, so it needs torch; planning does not.
     if name in ("range_test", "RangeTest"):
-        return getattr(import_module("cpt_fx.range_test"), name)
+        return getattr(import_module("cpt_fx.study.range_test"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

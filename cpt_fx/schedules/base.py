@@ -1,4 +1,4 @@
-"""What every schedule can do, given its widths as a function of the step."""
+"""The base class of schedules: everything but the widths as a function of the step."""
 
 import copy
 import sys
@@ -25,16 +25,16 @@ IntArray = NDArray[np.int64]
 FloatArray = NDArray[np.float64]
 EvalBits = int | str | None
 BOOKS = ("total_steps", "eval_bits", "_position", "_warned", "_controllers", "_held", "_ran", "_best")
-"""What a schedule keeps for itself: no state of the user's."""
+"""Attributes of this class, which are not state of a user's subclass."""
 
 
 class Controller(Protocol):
-    """The module of a transformed model that writes a schedule's bits into the graph."""
+    """The state module of a transformed model, which sets the bit-widths that its graphs read."""
 
     is_precision_controller: bool
 
     def attach(self, schedule: "Schedule") -> None:
-        """Take ``schedule`` as the one to follow."""
+        """Follow ``schedule`` from now on."""
 
     def update(self) -> None:
         """Read the bits at the schedule's position."""
@@ -50,16 +50,16 @@ class Model(Protocol):
 class Schedule(ABC):
     """Bit-widths over a training run, and the position reached in it.
 
-    Two schedules are equal when they are configured alike; the position does not count. A function is compared as what
-    it is imported as. One that cannot be imported (a lambda, a function inside a function, a partial, a bound method)
-    makes its schedule, and any that holds it, equal to itself alone: nobody can tell that two of those do the same.
+    Two schedules are equal when they are configured alike; the position does not count. Functions that can be imported
+    by name are compared by identity. Any other (a lambda, a nested function, a partial, a bound method) makes its
+    schedule, and any that contains it, equal only to itself: whether two of those do the same cannot be known.
     """
 
     total_steps: int | None
     eval_bits: EvalBits
 
     def __init__(self, total_steps: int | None, eval_bits: EvalBits) -> None:
-        """Check and keep what all schedules share."""
+        """Check and store what all schedules share."""
         self.total_steps = None if total_steps is None else check_int("total_steps", total_steps, 1)
         self.eval_bits = _check_eval_bits(eval_bits)
         self._position = 0
@@ -69,7 +69,7 @@ class Schedule(ABC):
         self._best: Bits | None = None
         self._controllers: weakref.WeakSet[Controller] = weakref.WeakSet()
 
-    # What a kind of schedule supplies.
+    # What a subclass implements.
 
     @abstractmethod
     def _values(self, steps: IntArray) -> FloatArray:
@@ -86,9 +86,9 @@ class Schedule(ABC):
     # Widths.
 
     def bits(self, step: int) -> Bits:
-        """Return the widths of a step (from 0), set before its forward pass. After the end the last ones hold.
+        """Return the widths of a step (from 0), set before its forward pass; after the end the last ones hold.
 
-        Those of the position are looked up once, and hold until the next step, whatever a function learns meanwhile.
+        Those of the position are computed once and kept until the next step, even if a user's function changes state.
         """
         if self._held is not None and step == self._position:
             return self._held
@@ -112,7 +112,7 @@ class Schedule(ABC):
         return self._rounded(self._within_run(np.arange(first, first + count, dtype=np.int64)))
 
     def evaluation_bits(self, step: int) -> Bits:
-        """Return the widths that evaluation uses at a step; the gradient's stays the scheduled one."""
+        """Return the widths that evaluation uses at a step; the gradient width stays the scheduled one."""
         current = self.bits(step)
         if isinstance(self.eval_bits, int):
             return Bits(self.eval_bits, self.eval_bits, current.gradient)
@@ -132,7 +132,7 @@ class Schedule(ABC):
 
     @property
     def position(self) -> int:
-        """The step whose bits are in force, counted from 0. Setting it updates the models bound, as `step` does."""
+        """The current step, counted from 0; setting it updates the bound models, as `step` does."""
         return self._position
 
     @position.setter
@@ -149,18 +149,19 @@ class Schedule(ABC):
 
     @property
     def current(self) -> Bits:
-        """The bits in force: those of the position."""
+        """The bits at the position."""
         return self.bits(self._position)
 
     def reset(self) -> None:
-        """Start anew at position 0; running past the end will warn again."""
+        """Go back to position 0; running past the end will warn again."""
         self._warned = False
         self.position = 0
 
     def step(self, n: int = 1) -> None:
-        """Advance by ``n`` optimizer steps and update the models bound.
+        """Advance by ``n`` optimizer steps and update the bound models.
 
-        With ``not_finite="raise"`` in a model's recipe, FloatingPointError where a batch since the last step was not.
+        With ``not_finite="raise"`` in a model's recipe, raises FloatingPointError if a batch since the last step had a
+        NaN or an infinity.
         """
         over = self._position
         if check_int("n", n, 0):
@@ -181,9 +182,9 @@ class Schedule(ABC):
                 controller.look(over)
 
     def _widths_that_ran(self) -> list[tuple[Bits, int]]:
-        """Return the widths of the steps behind the position, each with how many steps it held.
+        """Return the widths of the steps before the position, each with the number of steps it held.
 
-        For steps whose widths nobody asked for, those of the plan; nothing where nobody asked for any.
+        Steps whose widths were never read have the planned ones. If none were ever read, the list is empty.
         """
         found: list[tuple[Bits, int]] = []
         start = 0
@@ -200,15 +201,15 @@ class Schedule(ABC):
         return found
 
     def _note(self, bits: Bits | None, count: int) -> None:
-        """Keep what widths the next steps ran at; None stands for those of the plan."""
+        """Record the widths of ``count`` more steps; None stands for the planned ones."""
         if count > 0:
             before = self._ran.pop()[1] if self._ran and self._ran[-1][0] == bits else 0
             self._ran.append((bits, before + count))
 
     def state_dict(self) -> dict[str, object]:
-        """Return the position, and the configuration in plain text so that a mix-up is noticed on loading.
+        """Return the position, and the configuration as text, by which loading detects another schedule.
 
-        Of a schedule with functions or a class of your own, also what these remember, and the widths that ran.
+        For a schedule with your own functions or of your own class, also their state and the widths that ran.
         """
         from cpt_fx.schedules.memory import remembered
 
@@ -219,7 +220,7 @@ class Schedule(ABC):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume at a saved position; ValueError when the state belongs to a differently configured schedule."""
+        """Resume at a saved position; raise ValueError if the state is of a differently configured schedule."""
         missing = [key for key in ("position", "schedule", "config") if key not in state]
         if missing:
             raise ValueError(f"not the state of a schedule: no {', '.join(missing)} among {sorted(map(str, state))}")
@@ -259,7 +260,7 @@ class Schedule(ABC):
     # Models.
 
     def bind(self, model: Model) -> None:
-        """Drive the precision of a transformed model from now on; one schedule may drive several."""
+        """Set the bit-widths of a transformed model from now on; one schedule may be bound to several models."""
         controllers = _controllers_of(model)
         for controller in controllers:
             controller.attach(self)
@@ -267,7 +268,7 @@ class Schedule(ABC):
             controller.update()
 
     def unbind(self, model: Model) -> None:
-        """Stop driving a model; it keeps the bits it has."""
+        """Stop updating a model, which keeps its current bits."""
         for controller in _controllers_of(model):
             self._controllers.discard(controller)
 
@@ -276,7 +277,7 @@ class Schedule(ABC):
             controller.update()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Schedule":
-        """Copy the plan; the models that were copied earlier in the same call follow the copy."""
+        """Copy the schedule; models that were copied earlier in the same call follow the copy."""
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
@@ -287,7 +288,7 @@ class Schedule(ABC):
         return new
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave the models behind: a copy drives nothing until it is bound."""
+        """Leave out the models: a copy is bound to none."""
         return {key: value for key, value in self.__dict__.items() if key != "_controllers"}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -311,7 +312,7 @@ class Schedule(ABC):
         return f"{type(self).__name__}({', '.join(arguments)})"
 
     def __eq__(self, other: object) -> bool:
-        """Compare by kind and configuration; what cannot be imported equals nothing else."""
+        """Compare by class and configuration; a schedule with a function that cannot be imported equals only itself."""
         if not isinstance(other, Schedule):
             return NotImplemented
         if self is other:
@@ -320,12 +321,12 @@ class Schedule(ABC):
         return type(self) is type(other) and mine == other._config() and _is_comparable(mine.values())
 
     def __hash__(self) -> int:
-        """Agree with equality: the length is part of every configuration."""
+        """Return a hash that agrees with equality: the length is part of every configuration."""
         return hash((type(self), self.total_steps))
 
 
 def _is_comparable(values: Iterable[object]) -> bool:
-    """Whether every callable in a configuration, and in the schedules it holds, is found under its own name."""
+    """Return whether every callable in a configuration, and in the schedules in it, can be imported by name."""
     for value in values:
         if isinstance(value, Schedule):
             value = list(value._config().values())
@@ -338,7 +339,7 @@ def _is_comparable(values: Iterable[object]) -> bool:
 
 
 def is_importable(function: object) -> bool:
-    """Whether a callable is what its module has under its name."""
+    """Return whether a callable is what its module has under its name."""
     found: object = sys.modules.get(getattr(function, "__module__", None) or "")
     for name in str(getattr(function, "__qualname__", "<unnamed>")).split("."):
         found = getattr(found, name, None)
@@ -346,7 +347,7 @@ def is_importable(function: object) -> bool:
 
 
 def show(value: object) -> str:
-    """Write a configuration value as source code; a function as its name, without what it remembers."""
+    """Format a configuration value as source code; a function as its name, without its state."""
     if isinstance(value, partial):
         return f"partial({', '.join([show(value.func), *map(show, value.args)])})"
     if callable(value):

@@ -117,9 +117,9 @@ class Piecewise(Schedule):
 class Custom(Schedule):
     """Widths from a function of the step that returns an int or ``Bits``.
 
-    The function may keep state, in an object or a closure: it is asked once for each step that runs, and what it
-    remembers is in the state_dict. Without ``total_steps`` the largest width cannot be known, so evaluation then runs
-    at the current one; of a function that keeps state, at the largest that was planned or ran (or give ``eval_bits``).
+    The function may keep state, in an object or a closure: it is called once for each step that runs, and its state is
+    saved in the state_dict. Evaluation runs at the largest width that was planned or ran; without ``total_steps`` that
+    is unknown, and evaluation runs at the current width. ``eval_bits`` overrides both.
     """
 
     def __init__(

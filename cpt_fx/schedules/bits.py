@@ -1,4 +1,4 @@
-"""The unit a schedule deals in: the bit-widths of one training step."""
+"""The bit-widths of one training step."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ FULL_PRECISION = 32
 
 
 class Bits(NamedTuple):
-    """Widths of one step. 32 is full precision; 0, the published "leave this alone", switches a quantizer off."""
+    """Bit-widths of one step; 32 is full precision, and 0 switches a quantizer off, as published."""
 
     weight: int
     activation: int
@@ -21,7 +21,7 @@ def check_width(field: str, value: object, *, zero: bool = False) -> int:
 
 
 def as_bits(field: str, value: object) -> Bits:
-    """Read one int for all three widths, or a ``Bits`` (or plain triple); 0 is allowed."""
+    """Convert one int for all three widths, or a ``Bits`` (or plain triple), to ``Bits``; 0 is allowed."""
     if isinstance(value, tuple):
         if len(value) != 3:
             raise ValueError(f"{field} must be an int or Bits(weight, activation, gradient), got {value!r}")

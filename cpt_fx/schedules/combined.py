@@ -13,7 +13,8 @@ from cpt_fx.schedules.bits import Bits, widest
 class Sequence(Schedule):
     """One schedule after another, each counted from its own first step.
 
-    ``eval_bits`` left out takes what all members agree on; None then means the largest width of them all.
+    Without ``eval_bits``, the members must agree on theirs, which is used; if that is None, evaluation runs at the
+    largest width of them all.
     """
 
     def __init__(self, schedules: SequenceOf[Schedule], *, eval_bits: EvalBits = None) -> None:
@@ -52,7 +53,7 @@ class Sequence(Schedule):
 class Delayed(Sequence):
     """The schedule's largest widths until ``start``, then the schedule, counted from there.
 
-    The remedy for a critical learning period. Evaluation follows the schedule's own ``eval_bits``.
+    Avoids low precision in a critical learning period. Evaluation follows the schedule's own ``eval_bits``.
     """
 
     def __init__(self, schedule: Schedule, start: int) -> None:

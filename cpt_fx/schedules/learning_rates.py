@@ -8,7 +8,7 @@ import math
 
 from cpt_fx.errors import check_int
 
-# The published cosine spells pi this way; it shifts the rate by about 1e-11 of the base rate.
+# The published cosine uses this value of pi; it shifts the rate by about 1e-11 of the base rate.
 _PI = 3.141592653
 
 

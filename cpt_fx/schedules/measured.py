@@ -1,7 +1,7 @@
-"""Which schedule to choose: by how schedules did on real tasks, or by what they cost.
+"""Recommend a schedule, by measurements on real tasks or by cost.
 
-What was measured is in measured.json beside this file, written by :func:`cpt_fx.study.measured.update` from the records
-of studies. Differences and their intervals are in it too, so that reading it needs no statistics.
+The measurements are in measured.json beside this file, which :func:`cpt_fx.study.measured.update` writes from the
+records of studies. It includes differences and their intervals, so that reading it needs no statistics.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from typing import Any
 
 import numpy as np
 
+from cpt_fx.common.resources import shipped
 from cpt_fx.errors import check_choice
 from cpt_fx.schedules.bits import check_range
 from cpt_fx.schedules.cyclic import NAMES, named
 from cpt_fx.schedules.savings import GROUPS, relative_cost, savings_group
 
-PATH = Path(__file__).with_name("measured.json")
+PATH = shipped("schedules/measured.json")
 MARGIN = 0.01
 _SHARES = ("accuracy", "f1", "map")
-"""Metrics from 0 to 1, where the margin is a difference; of others it is a part of the mean."""
+"""Metrics from 0 to 1, whose margin is a difference; for others it is a part of the mean."""
 FEWEST = 3
-"""Two seeds may agree by chance, and then have no spread."""
+"""The fewest seeds to draw conclusions from: two may agree by chance, and then have no spread."""
 _PRIORITIES = {"quality": "small", "balanced": "medium", "savings": "large"}
 _PUBLISHED = {
     "cnn": "convolutional networks used q_min 3 (CIFAR ResNets) or 4 (MobileNetV2, ImageNet), q_max 6 or 8, 8 cycles",
@@ -41,7 +42,7 @@ FAMILIES = tuple(_PUBLISHED)
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What was trained: the data, the model, their size, the figure in docs/results, and what it cannot show."""
+    """What was trained: the data, the model, their size, the figure in docs/results, and the limits of the study."""
 
     dataset: str
     model: str
@@ -76,7 +77,7 @@ class Measurement(Task):
 
     @property
     def decimals(self) -> int:
-        """How many decimals show two digits of the usual standard deviation."""
+        """The number of decimals that shows two digits of the median standard deviation."""
         return decimals([row["sd"] for row in self.schedules.values()], 4)
 
     def signed(self, value: float) -> str:
@@ -88,7 +89,7 @@ class Measurement(Task):
         return self.schedules[label]["relative_cost"]
 
     def quality(self, label: str) -> float:
-        """Return a schedule's mean, turned so that more is better."""
+        """Return a schedule's mean, with the sign changed if lower is better."""
         return self.schedules[label]["mean"] * (1 if self.better == "higher" else -1)
 
     def difference(self, one: str, other: str) -> tuple[float, float, float]:
@@ -101,7 +102,7 @@ class Measurement(Task):
 
     @property
     def static(self) -> str:
-        """What schedules are compared with: "static 8"."""
+        """The label of the baseline: "static 8"."""
         return f"static {self.q_max}"
 
     def loss(self, one: str, others: Iterable[str]) -> float:
@@ -115,7 +116,7 @@ class Measurement(Task):
         return max(found)
 
     def worse(self, one: str, other: str) -> bool:
-        """Say whether `one` is measurably worse: its interval excludes zero, on the wrong side."""
+        """Return whether `one` is measurably worse: the interval of the difference lies on the wrong side of zero."""
         if one == other:
             return False
         _, low, high = self.difference(one, other)
@@ -123,7 +124,7 @@ class Measurement(Task):
 
 
 def decimals(deviations: Iterable[float | None], otherwise: int) -> int:
-    """Return how many decimals show two digits of the usual one."""
+    """Return the number of decimals that shows two digits of the median deviation."""
     known = sorted(deviation for deviation in deviations if deviation)
     return min(max(1 - math.floor(math.log10(known[len(known) // 2])), 0), 8) if known else otherwise
 
@@ -133,8 +134,8 @@ class Recommendation:
     """Schedules to try, in order, what each costs relative to static q_max, and why.
 
     ``measured`` says whether measurements chose them, or the cost formula alone; ``known`` whether these measurements
-    show that the first one loses no more than a margin. Where they do not, the reason says "Not known", and the names
-    are only what to try first. ``figure`` is where the measurements are drawn, in the repository.
+    show that the first one loses no more than a margin. If they do not, the reason says "Not known", and the names are
+    only what to try first. ``figure`` is the path of a figure of the measurements, in the repository.
     """
 
     names: tuple[str, ...]
@@ -146,7 +147,7 @@ class Recommendation:
     known: bool = False
 
     def __str__(self) -> str:
-        """Return the first schedule with the reason; without the name where it is not known."""
+        """Return the first schedule with the reason, or the reason alone if the measurements do not decide."""
         return self.reason if self.measured and not self.known else f"{self.names[0]}. {self.reason}"
 
     @property
@@ -182,9 +183,9 @@ def recommend(
     ``priority`` is "quality", "balanced" or "savings"; ``budget`` the largest cost allowed, relative to static q_max.
     With a ``family`` ("cnn", "detector", "gnn", "rnn", "transformer") that was measured at these widths, the answer
     comes from the measurements: for quality the best mean, for savings the cheapest that is shown to lose at most a
-    margin against static q_max, balanced by both; or it is "Not known", where too few or too different seeds show
-    nothing. The margin is 0.01 of accuracy, or 1 % by other metrics. Otherwise the answer comes from the cost formula
-    alone, and the reason says so.
+    margin against static q_max, for balanced the best by both ranks. It is "Not known" if too few or too different
+    seeds show nothing. The margin is 0.01 for metrics from 0 to 1, or 1 % for others. Otherwise the answer comes from
+    the cost formula alone, and the reason says so.
     """
     wanted = _PRIORITIES[check_choice("priority", priority, _PRIORITIES)]
     if family is not None:
@@ -197,7 +198,7 @@ def recommend(
     if found and (choice := _choose(found, priority, limit)) is not None:
         return choice
     order = ["small", "medium", "large"]
-    # The group asked for, or else the first one that saves more and fits.
+    # The requested group, or else the first one that saves more and fits.
     for group in order[order.index(wanted) :]:
         names = tuple(sorted((name for name in GROUPS[group] if costs[name] <= limit), key=costs.__getitem__))
         if names:
@@ -248,7 +249,7 @@ def _why_not(family: str, known: Sequence[Measurement], low: int, high: int, bud
 
 
 def margin(found: Measurement) -> float:
-    """Return the loss that counts as none: a point of accuracy, or 1 % of static q_max's mean by any other metric."""
+    """Return the loss that is tolerated: 0.01 for metrics from 0 to 1, else 1 % of the mean of static q_max."""
     if found.metric in _SHARES:
         return MARGIN
     label = found.static if found.static in found.schedules else max(found.schedules, key=found.quality)
@@ -256,13 +257,13 @@ def margin(found: Measurement) -> float:
 
 
 def _choose(several: Sequence[Measurement], priority: str, limit: float) -> Recommendation | None:
-    """Return the schedules within a cost limit that a priority asks for, or None where none was measured within it.
+    """Return the schedules within a cost limit that a priority asks for, or None if none was measured within it.
 
-    The first of several measurements decides; the others are named.
+    The first of several measurements decides; the others are listed.
 
-    A schedule is named where its loss, to the far end of the 95 % interval, is at most the margin: against static q_max
-    for savings, else against the best, which itself must not lose more than that against any other. So noise leads to
-    "not known", never to a name.
+    A schedule is recommended if its loss, at the far end of the 95 % interval, is at most the margin: against static
+    q_max for savings, else against the best, which itself must not lose more than that against any other. So noise
+    leads to "Not known", never to a recommendation.
     """
     found, *others = several
     within = [name for name in NAMES if name in found.schedules and found.cost(name) <= limit]
@@ -300,7 +301,7 @@ def _choose(several: Sequence[Measurement], priority: str, limit: float) -> Reco
 
 
 def _ordered(found: Measurement, safe: Sequence[str], priority: str) -> list[str]:
-    """Order by mean, by cost, or by the sum of the two ranks; of equal sums the cheaper one is first."""
+    """Order by mean, by cost, or by the sum of the two ranks, where the cheaper one wins a tie."""
     by_cost = sorted(safe, key=found.cost)
     if priority == "balanced":
         return sorted(safe, key=lambda name: (safe.index(name) + by_cost.index(name), found.cost(name)))
@@ -308,7 +309,7 @@ def _ordered(found: Measurement, safe: Sequence[str], priority: str) -> list[str
 
 
 def _least_risk(found: Measurement, within: Sequence[str], rivals: Sequence[str], allowed: float) -> list[str]:
-    """Order by the largest loss that is not ruled out, those whose mean is within the margin; or else the first."""
+    """Order those with a mean within the margin by the largest loss not ruled out; else return the least risky."""
     risky = sorted(within, key=lambda name: (found.loss(name, rivals), -found.quality(name)))
     top = max(map(found.quality, rivals))
     return [name for name in risky if top - found.quality(name) <= allowed] or risky[:1]

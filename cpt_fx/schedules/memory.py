@@ -1,4 +1,4 @@
-"""What a schedule of the user's own remembers from step to step: in objects, in closures, in attributes."""
+"""State that a user's schedule keeps from step to step: in objects, closures and attributes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cpt_fx.schedules.base import BOOKS, Schedule
 
 
 class _Home(NamedTuple):
-    """Where something is remembered, what it is now, and how it is put back."""
+    """A place that holds state: its name, its current values, and how to restore them."""
 
     place: str
     values: dict[str, Any]
@@ -22,9 +22,9 @@ class _Home(NamedTuple):
 
 
 def remembered(schedule: Schedule) -> dict[str, Any]:
-    """Return by place what is remembered, as plain data for a checkpoint. A warning names what is no plain data.
+    """Return a schedule's state by place, as plain data for a checkpoint; warn about values that are no plain data.
 
-    An object with state_dict and load_state_dict of its own says itself what it remembers.
+    For an object with state_dict and load_state_dict, these are used.
     """
     found: dict[str, Any] = {}
     for place, values, write in _homes(schedule, "", set()):
@@ -41,7 +41,7 @@ def remembered(schedule: Schedule) -> dict[str, Any]:
 
 
 def recall(schedule: Schedule, saved: Mapping[str, Any]) -> None:
-    """Put back what was remembered."""
+    """Restore what `remembered` returned."""
     homes = {home.place: home for home in _homes(schedule, "", set())}
     if absent := [place for place in saved if place not in homes]:
         raise ValueError(f"this state remembers {', '.join(absent)}, which {schedule!r} does not have")
@@ -51,12 +51,12 @@ def recall(schedule: Schedule, saved: Mapping[str, Any]) -> None:
 
 @contextmanager
 def fresh(schedule: Schedule) -> Iterator[Schedule]:
-    """Yield a copy at position 0. Functions are not copied: afterwards they remember what they did before."""
+    """Yield a copy at position 0; functions are shared with it, so their state is restored afterwards."""
     homes = list(_homes(schedule, "", set()))
     known = [{name: part for name, part in home.values.items() if not callable(part)} for home in homes]
     names = [set(home.values) for home in homes]
     try:
-        made, before = copy.deepcopy(schedule), copy.deepcopy(known)  # not in one: they must share nothing
+        made, before = copy.deepcopy(schedule), copy.deepcopy(known)  # two calls: the copies must share nothing
     except (TypeError, NotImplementedError, RuntimeError) as error:
         raise TypeError(f"{schedule!r} cannot be copied for each run: {error}") from error
     made.reset()
@@ -72,13 +72,13 @@ def fresh(schedule: Schedule) -> Iterator[Schedule]:
 def _homes(value: Any, place: str, seen: set[int]) -> Iterator[_Home]:
     if id(value) in seen or isinstance(value, type | types.ModuleType):
         return
-    if not isinstance(value, list | tuple):  # those are made here, and others may take their place in memory
+    if not isinstance(value, list | tuple):  # some are temporary, and their ids may be reused
         seen.add(id(value))
     parts: dict[str, Any] = {}
     if isinstance(value, Schedule):
         config = {name: part for name, part in value._config().items() if not isinstance(part, dict)}
         parts = {f"{place}{'.' * bool(place)}{name}": part for name, part in config.items()}
-        if not type(value).__module__.startswith("cpt_fx."):  # what a class of the user's has beside its arguments
+        if not type(value).__module__.startswith("cpt_fx."):  # attributes of a user's class besides its arguments
             mine = {name: part for name, part in vars(value).items() if name not in {*value._config(), *BOOKS}}
             yield _Home(place or "self", mine, vars(value).update)
     elif isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""A picture of a schedule."""
+"""Plots of schedules."""
 
 from os import PathLike
 from typing import TYPE_CHECKING
@@ -26,7 +26,7 @@ def plot_schedule(
     if ax is None:
         ax = new_figure(8, 3).subplots()
         if path is None:
-            from matplotlib import pyplot  # there, or the line above has raised
+            from matplotlib import pyplot  # installed, or new_figure would have raised
 
             ax = pyplot.subplots(figsize=(8, 3), layout="constrained")[1]
     from matplotlib.ticker import MaxNLocator
@@ -53,7 +53,7 @@ def plot_schedule(
 
 
 def new_figure(width: float, height: float, *, dpi: int = 150) -> "Figure":
-    """Return a figure that pyplot does not know: it opens no window, and is freed when it is saved."""
+    """Return a figure that pyplot does not manage: it opens no window, and pyplot does not keep it alive."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

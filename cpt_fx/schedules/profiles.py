@@ -1,8 +1,8 @@
-"""The curves a cycle can follow, and how they turn round.
+"""The curves a cycle can follow, and their reflections.
 
-The published bits contain true ties (3.5, 4.5, ...), so the last bit of every intermediate result counts. Two
-habits keep it: the order of operations below is the published one, and the transcendental functions come from
-``math`` instead of numpy, whose vectorised versions may differ in the last place from machine to machine.
+The published bits contain true ties (3.5, 4.5, ...), so the last bit of every intermediate result counts. Two rules
+preserve it: the order of operations below is the published one, and the transcendental functions come from ``math``
+instead of NumPy, whose vectorised versions may differ in the last place from machine to machine.
 """
 
 import math
@@ -37,7 +37,7 @@ class Profile:
     def widths(
         self, bounds: Iterable[Range], t: FloatArray, u: FloatArray, decaying: NDArray[np.bool_], horizontal: bool
     ) -> list[FloatArray]:
-        """Return the widths at the positions given, for each pair of bounds; where ``decaying``, reflected."""
+        """Return the widths at the given positions, for each pair of bounds; where ``decaying``, reflected."""
         # Turned upside down, the same distance is travelled from the other end.
         from_top = decaying != self.from_top
         if horizontal and bool(decaying.any()):
@@ -66,7 +66,7 @@ def make_profile(profile: str | Growth, rex_constant: float = REX_CONSTANT) -> P
     return Profile(partial(_rex, rex_constant), from_top=True)
 
 
-# Functions of the module, and partials of them, so that schedules can be pickled.
+# Module-level functions, and partials of them, so that schedules can be pickled.
 
 
 def _cosine(t: FloatArray, u: FloatArray) -> FloatArray:

@@ -1,8 +1,8 @@
 """What a schedule costs, by the published formula.
 
 One training step at forward width q and gradient width g costs q*q/32^2 of a full precision forward pass and
-2*q*g/32^2 of a backward pass. The step average is a third of their sum. Nothing of that knows about quality:
-:mod:`cpt_fx.schedules.measured` knows what was measured, and recommends.
+2*q*g/32^2 of a backward pass. The step average is a third of their sum. This says nothing about quality:
+:mod:`cpt_fx.schedules.measured` recommends schedules by measured results.
 """
 
 from dataclasses import dataclass

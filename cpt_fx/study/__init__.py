@@ -2,7 +2,7 @@
 
 from cpt_fx import study
 
-def train(schedule, seed):     # your own training, from nothing
+def train(schedule, seed):     # your own training, from scratch
     ...
     return accuracy
 

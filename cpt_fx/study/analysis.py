@@ -1,6 +1,6 @@
-"""What the records of a study say: rows and panels, differences, groups, correlations. What is missing is counted.
+"""Analysis of a study's records: rows and panels, differences, groups, correlations; missing runs are counted.
 
-Of critical learning periods also: where a run had low precision, and what it is compared with.
+For critical learning periods also: in which steps a run had low precision, and what it is compared with.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ GROUPS = ("small", "medium", "large")
 FEWEST_POINTS = 4
 """Three points are in perfect order, up or down, once in three by chance; four once in twelve."""
 _BY_CHANCE = {4: 1.0, 5: 1.0, 6: 0.886, 7: 0.786, 8: 0.738, 9: 0.7, 10: 0.649}
-"""Points -> Spearman's rho that chance reaches once in twenty (of four: perfect order); above, by Student's t."""
+"""Points -> Spearman's rho that chance reaches once in twenty (4: perfect order); Student's t gives it for more."""
 EXPERIMENTS = ("schedules", "deficit", "window", "first-cycle", "delayed")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Values:
-    """A value for each seed, and what it cost."""
+class SeedValues:
+    """A value for each seed, and the relative cost."""
 
     relative_cost: float
     values: Mapping[int, float]
@@ -41,8 +41,8 @@ class Values:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row(Values):
-    """One schedule at one (q_min, q_max): a value for each seed, and what kept the other seeds from having one."""
+class ScheduleRow(SeedValues):
+    """One schedule at one (q_min, q_max): a value for each seed, and why other seeds have none."""
 
     label: str
     group: str
@@ -60,7 +60,7 @@ class Row(Values):
 
     @property
     def gaps(self) -> str:
-        """Say how many seeds have no value, and why; empty where all have."""
+        """How many seeds have no value, and why; an empty string if all have one."""
         parts = (f"{len(self.failed)} failed" * bool(self.failed), f"{len(self.missing)} missing" * bool(self.missing))
         return ", ".join(part for part in parts if part)
 
@@ -75,35 +75,35 @@ class Panel:
     metric: str
     better: str
     seeds: tuple[int, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[ScheduleRow, ...]
 
-    def row(self, label: str) -> Row | None:
+    def row(self, label: str) -> ScheduleRow | None:
         """Return the row with a label, or None."""
         return next((row for row in self.rows if row.label == label), None)
 
     @property
-    def static(self) -> Row | None:
-        """The row of static q_max, what all others are compared with."""
+    def static(self) -> ScheduleRow | None:
+        """The row of static q_max, which other rows are compared with by default."""
         return self.row(f"static {self.q_max}")
 
     @property
-    def cyclic(self) -> tuple[Row, ...]:
-        """The rows of schedules: neither static nor in full precision."""
+    def cyclic(self) -> tuple[ScheduleRow, ...]:
+        """The rows that are neither static nor in full precision."""
         return tuple(row for row in self.rows if row.group not in ("static", FULL))
 
     @property
     def sign(self) -> float:
-        """What turns the metric so that more is better."""
+        """The factor that turns the metric so that more is better."""
         return 1.0 if self.better == "higher" else -1.0
 
     @property
     def bits(self) -> str:
-        """Return "(3, 8)"."""
+        """The widths as text, as in "(3, 8)"."""
         return f"({self.q_min}, {self.q_max})"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group(Values):
+class SavingsGroup(SeedValues):
     """A savings group: the mean over its schedules, for each seed that all of them finished."""
 
     name: str
@@ -111,7 +111,7 @@ class Group(Values):
 
 
 def panels(records: Iterable[Record]) -> list[Panel]:
-    """Sort the records of one study into panels, the experiments in the order of the paper, high q_max first."""
+    """Group the records of one study into panels, experiments in the order of the paper, high q_max first."""
     found: dict[tuple[str, int, int], list[Record]] = {}
     for record in records:
         found.setdefault((record.experiment, record.q_min, record.q_max), []).append(record)
@@ -120,7 +120,7 @@ def panels(records: Iterable[Record]) -> list[Panel]:
     return [_panel(found[key]) for key in keys]
 
 
-def against(one: Values, other: Values) -> Estimate | None:
+def against(one: SeedValues, other: SeedValues) -> Estimate | None:
     """Return the mean of one minus that of the other; paired by seed where both have the same seeds."""
     if not one.values or not other.values:
         return None
@@ -137,40 +137,40 @@ def verdict(estimate: Estimate | None, better: str) -> str:
     return "better" if (estimate.value > 0) == (better == "higher") else "worse"
 
 
-def groups(panel: Panel) -> list[Group]:
-    """Return the savings groups that a panel has schedules of, from the most compute to the least."""
+def groups(panel: Panel) -> list[SavingsGroup]:
+    """Return the savings groups of which a panel has values, from the most compute to the least."""
     result = []
     for name in GROUPS:
         rows = [row for row in panel.rows if row.group == name and row.values]
         if rows:
             cost = sum(row.relative_cost for row in rows) / len(rows)
             labels = tuple(row.label for row in rows)
-            result.append(Group(name=name, labels=labels, relative_cost=cost, values=averaged(rows)))
+            result.append(SavingsGroup(name=name, labels=labels, relative_cost=cost, values=averaged(rows)))
     return result
 
 
-def averaged(rows: Sequence[Row]) -> dict[int, float]:
+def averaged(rows: Sequence[ScheduleRow]) -> dict[int, float]:
     """Return the mean over rows, for each seed that all of them have a value for."""
     common = set.intersection(*(set(row.values) for row in rows))
     return {seed: sum(row.values[seed] for row in rows) / len(rows) for seed in sorted(common)}
 
 
 def group_differences(panel: Panel) -> list[tuple[str, str, Estimate | None]]:
-    """Return each two groups, the one with more compute first, and how much more its mean is."""
+    """Return each pair of groups, the one with more compute first, and the difference of their means."""
     return [(one.name, two.name, against(one, two)) for one, two in combinations(groups(panel), 2)]
 
 
 def cost_correlation(panel: Panel, *, baselines: bool = False) -> Correlation:
     """Correlate relative cost with quality over the schedules; positive: more compute, better quality.
 
-    `baselines` counts the static runs too. Costs that agree to three digits are one cost.
+    `baselines` includes the static runs. Costs that agree to three decimals count as equal.
     """
     rows = [row for row in panel.rows if row in panel.cyclic or (baselines and row.group == "static")]
     return correlation([(round(row.relative_cost, 3), row) for row in rows], panel)
 
 
-def correlation(points: Sequence[tuple[float, Row]], panel: Panel) -> Correlation:
-    """Correlate a number of each row with its quality: the metric, turned so that more is better."""
+def correlation(points: Sequence[tuple[float, ScheduleRow]], panel: Panel) -> Correlation:
+    """Correlate a number for each row with its quality: the metric, turned so that more is better."""
     kept = [(place, row) for place, row in points if row.values]
     if not kept:
         return Correlation(points=0, runs=0, reason="no run has a value")
@@ -179,7 +179,7 @@ def correlation(points: Sequence[tuple[float, Row]], panel: Panel) -> Correlatio
 
 
 def is_trend(found: Correlation) -> bool:
-    """Say whether an order of points is more than their seeds, and points so few, show by chance."""
+    """Return whether a correlation is more than so few points, and their seeds, show by chance."""
     if found.rho is None or found.rho_interval is None or found.points < FEWEST_POINTS:
         return False
     t = statistics.t_quantile(found.points - 2)
@@ -187,8 +187,8 @@ def is_trend(found: Correlation) -> bool:
     return abs(found.rho) >= bound - 1e-9 and not found.rho_interval.covers(0.0)
 
 
-def low_steps(row: Row, panel: Panel) -> tuple[int, int] | None:
-    """Return the first step at low precision and the one after the last, (0, 0) for none; None for other schedules."""
+def low_steps(row: ScheduleRow, panel: Panel) -> tuple[int, int] | None:
+    """Return the first step at low precision and the one after the last, (0, 0) for none; None if not known."""
     if row.schedule.startswith("Deficit("):
         with suppress(ValueError):  # a store may hold any text
             made = rebuild(row.schedule)
@@ -202,18 +202,18 @@ def low_steps(row: Row, panel: Panel) -> tuple[int, int] | None:
     return None
 
 
-def low_rows(panel: Panel) -> list[tuple[tuple[int, int], Row]]:
-    """Return the rows with a value whose low precision is known, with its steps: the one that ends first, first."""
+def low_rows(panel: Panel) -> list[tuple[tuple[int, int], ScheduleRow]]:
+    """Return the rows with a value whose steps at low precision are known, with these steps, ordered by their end."""
     found = [(low, row) for row in panel.rows if row.values and (low := low_steps(row, panel)) is not None]
     return sorted(found, key=lambda pair: pair[0][::-1])
 
 
-def undisturbed(panel: Panel) -> Row | None:
+def undisturbed(panel: Panel) -> ScheduleRow | None:
     """Return the row that never had low precision."""
     return next((row for row in panel.rows if low_steps(row, panel) == (0, 0)), None)
 
 
-def reference(row: Row, panel: Panel) -> Row | None:
+def reference(row: ScheduleRow, panel: Panel) -> ScheduleRow | None:
     """Return what a row is compared with, or None where there is nothing.
 
     In the deficit and window experiments it is the run that never had low precision. ETV is compared with RTV where the
@@ -231,8 +231,8 @@ def reference(row: Row, panel: Panel) -> Row | None:
     return None if found is row else found
 
 
-def beside(row: Row) -> tuple[str, bool, int]:
-    """Return a key to sort by: schedules that begin late beside the same one that does not, baselines at the end."""
+def beside(row: ScheduleRow) -> tuple[str, bool, int]:
+    """Return a sort key that puts delayed schedules beside the same one without delay, and baselines at the end."""
     if row.group in ("static", FULL):
         return ("~", False, 0)
     first, *rest = row.label.split()
@@ -240,7 +240,7 @@ def beside(row: Row) -> tuple[str, bool, int]:
 
 
 def _panel(records: Sequence[Record]) -> Panel:
-    # A failed run may not know what it would have been compared by.
+    # A failed run may not know the metric.
     first = next((record for record in records if record.status == "done"), records[0])
     for name in ("metric", "better"):
         found = {getattr(record, name) for record in records if record.status == "done"}
@@ -251,7 +251,7 @@ def _panel(records: Sequence[Record]) -> Panel:
         cells.setdefault(record.label, []).append(record)
     seeds = tuple(sorted({record.seed for record in records}))
     rows = [_row(label, members, seeds) for label, members in cells.items()]
-    # Schedules of equal cost stand in the order of the paper.
+    # Schedules of equal cost are in the order of the paper.
     place = {name: index for index, name in enumerate(NAMES)}
     rows.sort(key=lambda row: (round(row.relative_cost, 3), place.get(row.label, len(place))))
     return Panel(
@@ -265,7 +265,7 @@ def _panel(records: Sequence[Record]) -> Panel:
     )
 
 
-def _row(label: str, members: Sequence[Record], seeds: Sequence[int]) -> Row:
+def _row(label: str, members: Sequence[Record], seeds: Sequence[int]) -> ScheduleRow:
     values: dict[int, float] = {}
     failed: dict[int, str] = {}
     for record in sorted(members, key=lambda record: record.seed):
@@ -277,9 +277,9 @@ def _row(label: str, members: Sequence[Record], seeds: Sequence[int]) -> Row:
             raise ValueError(f'"{label}" with seed {record.seed} is there twice: {values[record.seed]}, {record.value}')
         else:
             values[record.seed] = record.value
-    failed = {seed: reason for seed, reason in failed.items() if seed not in values}  # a second try may have worked
+    failed = {seed: reason for seed, reason in failed.items() if seed not in values}  # a retry may have succeeded
     first = members[0]
-    # A schedule that keeps state has a cost of its own in every run; one of a run that failed is only its plan.
+    # The cost of a schedule that keeps state differs between runs; that of a failed run is only the planned one.
     known = [record for record in members if record.status == "done"] or members
     group = savings_group(label) if label in NAMES else FULL if label == FULL else "other"
     group = "static" if label.startswith("static ") else group
@@ -288,7 +288,7 @@ def _row(label: str, members: Sequence[Record], seeds: Sequence[int]) -> Row:
             f'"{label}" was run for {first.total_steps} and for {different[0]} steps, which cannot be averaged: '
             "write runs of different lengths as studies of their own"
         )
-    return Row(
+    return ScheduleRow(
         label=label,
         group=group,
         schedule=first.schedule,

@@ -1,4 +1,4 @@
-"""What a study consists of: schedules x seeds x (q_min, q_max), each a cell. Nothing here trains, or needs torch."""
+"""The plan of a study: a cell for each schedule, seed and (q_min, q_max). Nothing here trains or needs torch."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ GradientBits = int | tuple[int, int] | None
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What is known of a schedule before anything is trained."""
+class ScheduleFacts:
+    """What is known of a schedule before training."""
 
     widths: str
-    """A digest of the widths of all steps as planned, and of what functions of the user's remember before the first."""
+    """A digest of the planned widths of all steps, and of the initial state of the user's functions."""
     relative_cost: float
     mean_bits: float
     first_cycle_bits: float | None
 
 
 class Setting:
-    """What all cells of a study have in common, checked."""
+    """What all cells of a study have in common, validated."""
 
     def __init__(
         self,
@@ -73,12 +73,12 @@ class Setting:
         return self.q_grad if isinstance(self.q_grad, int) else self.q_grad[1]
 
     def static(self, width: int, q_max: int) -> Static:
-        """Return the baseline of one forward width; gradients are as in the schedules, or in full precision with it."""
+        """Return the baseline of one forward width, with gradients as in the schedules, or at 32 bits if it is 32."""
         gradient = FULL_PRECISION if width == FULL_PRECISION else self.gradient(q_max)
         return Static(Bits(width, width, gradient), total_steps=self.total_steps)
 
     def named(self, name: str, bits: tuple[int, int], total_steps: int | None = None) -> Cyclic:
-        """Return one of the ten."""
+        """Return one of the ten published schedules."""
         low, high, steps = *bits, self.total_steps if total_steps is None else total_steps
         return named(name, q_min=low, q_max=high, total_steps=steps, cycles=self.cycles, q_grad=self.q_grad)
 
@@ -91,7 +91,7 @@ class Cell:
     experiment: str
     label: str
     schedule: Schedule
-    facts: Facts
+    facts: ScheduleFacts
     q_min: int
     q_max: int
     seed: int
@@ -104,36 +104,36 @@ class Cell:
 
     @cached_property
     def identity(self) -> str:
-        """What a result depends on, as text. Cells that agree in it share one run.
+        """All that a result depends on, as text; cells with the same identity share one run.
 
-        The experiment and the label are no part of it: static 8 bits is the same training in every comparison. The
-        widths themselves are, as a digest, because a schedule made of your own function shows only its name.
+        The experiment and the label are not part of it: static 8 bits is the same training in every comparison. The
+        widths are, as a digest, because the repr of a schedule made of your own function shows only its name.
         """
         common = self.setting
         return canonical([common.study, repr(self.schedule), self.facts.widths, self.seed, common.options])
 
     @property
     def place(self) -> tuple[str, str, str, int, int, int]:
-        """What tells it from all other cells of a store."""
+        """The key of the cell in a store."""
         return self.setting.study, self.experiment, self.label, self.q_min, self.q_max, self.seed
 
     @property
     def task(self) -> Task:
-        """What its training needs to know, wherever it runs."""
+        """What its training needs, in this process or another."""
         return self.schedule, self.seed, self.setting.options, self.setting.metric
 
 
-def facts(schedule: Schedule, q_max: int) -> Facts:
-    """Return what a schedule is planned to cost relative to static q_max, and how it begins.
+def facts(schedule: Schedule, q_max: int) -> ScheduleFacts:
+    """Return the planned cost of a schedule relative to static q_max, and how it begins.
 
-    The cost of a run comes from the widths that ran. They are the planned ones unless the schedule keeps state.
+    The cost of a run is computed from the widths that ran: the planned ones, unless the schedule keeps state.
     """
     memory = {place: values for place, values in remembered(schedule).items() if values}
     with fresh(schedule) as planned:
         widths = planned.trajectory()
         digest = hashlib.sha256(widths.tobytes() + repr(memory).encode() * bool(memory)).hexdigest()[:16]
         costs = costs_of(widths)
-        return Facts(digest, costs.average / static_cost(q_max), costs.mean_bits, _first_cycle_bits(planned))
+        return ScheduleFacts(digest, costs.average / static_cost(q_max), costs.mean_bits, _first_cycle_bits(planned))
 
 
 def _first_cycle_bits(schedule: Schedule) -> float | None:
@@ -148,7 +148,7 @@ def _first_cycle_bits(schedule: Schedule) -> float | None:
 
 
 def plan(setting: Setting, schedules: SequenceOf[Any] | None, bits: Iterable[tuple[int, int]]) -> list[Cell]:
-    """Return the cells of a comparison of schedules, seed by seed: one that is interrupted is a balanced one."""
+    """Return the cells of a comparison of schedules, seed by seed, so that an interrupted study is balanced."""
     entries = check_schedules([*NAMES, *BASELINES] if schedules is None else schedules)
     made: list[tuple[str, str, Schedule, tuple[int, int]]] = []
     for pair in check_bits(bits):
@@ -164,7 +164,7 @@ def plan(setting: Setting, schedules: SequenceOf[Any] | None, bits: Iterable[tup
 
 
 def ordered(setting: Setting, parts: Iterable[tuple[str, str, Schedule, tuple[int, int]]]) -> list[Cell]:
-    """Return the cells of (experiment, label, schedule, bits), seed by seed; the same one twice counts once."""
+    """Return the cells of (experiment, label, schedule, bits), seed by seed; duplicates count once."""
     schedules: dict[tuple[str, str, tuple[int, int]], Schedule] = {}
     for experiment, label, schedule, pair in parts:
         earlier = schedules.setdefault((experiment, label, pair), schedule)
@@ -231,7 +231,7 @@ def periods(
     delayed: Iterable[str] = ("RR", "RTH"),
     delays: Iterable[int] | None = None,
 ) -> list[Cell]:
-    """Return what the experiments consist of; all that can be wrong with them is said here."""
+    """Return the cells of the experiments on critical learning periods, after checking their settings."""
     bits = check_range(q_min, q_max)
     steps = setting.total_steps
     eighths = [steps * part // 8 for part in range(5)]
@@ -281,7 +281,7 @@ def _first_cycle(setting: Setting, bits: tuple[int, int]) -> Iterator[Labelled]:
 
 
 def _delayed(setting: Setting, bits: tuple[int, int], names: list[Any], delays: list[Any]) -> Iterator[Labelled]:
-    """Yield runs of one length: the schedule takes what is left of it."""
+    """Yield runs of equal length: after the delay, the schedule takes the remaining steps."""
     longest = setting.total_steps - setting.cycles
     for name in names:
         check_choice("delayed", name, NAMES)
@@ -300,11 +300,11 @@ def _low(setting: Setting, bits: tuple[int, int], start: int, end: int, total_st
     return Deficit(q_min=bits[0], q_max=bits[1], start=start, end=end, total_steps=total_steps, q_grad=gradient)
 
 
-# What is checked at the door.
+# Checks of arguments.
 
 
 def check_schedules(schedules: Any) -> list[tuple[str, Any]]:
-    """Return the entries of `schedules`, which are names, schedules and functions, with their labels, "" for none."""
+    """Return (label, entry) for all `schedules`: entries are names, schedules or functions; "" is no label."""
     if isinstance(schedules, str | Schedule) or callable(schedules):
         schedules = [schedules]
     entries = []
@@ -320,7 +320,7 @@ def check_schedules(schedules: Any) -> list[tuple[str, Any]]:
 
 
 def check_bits(bits: Any) -> list[tuple[int, int]]:
-    """Return the (q_min, q_max) pairs; a single pair may stand alone."""
+    """Return the (q_min, q_max) pairs; `bits` may be a single pair."""
     pairs = list(bits)
     if len(pairs) == 2 and all(isinstance(width, int) for width in pairs):
         pairs = [tuple(pairs)]
@@ -333,7 +333,7 @@ def check_bits(bits: Any) -> list[tuple[int, int]]:
 
 
 def check_seeds(seeds: int | Iterable[int]) -> tuple[int, ...]:
-    """Return the seeds; a number of them counts from 0."""
+    """Return the seeds; a number n of seeds means 0 to n - 1."""
     if isinstance(seeds, Iterable):
         found = tuple(dict.fromkeys(check_int("a seed of seeds", seed, 0) for seed in seeds))
     else:
@@ -344,7 +344,7 @@ def check_seeds(seeds: int | Iterable[int]) -> tuple[int, ...]:
 
 
 def check_options(options: Any) -> dict[str, Any]:
-    """Return the options as plain data that reads back as it was written."""
+    """Return the options as plain data, as they are read back from JSON."""
     if options is None:
         return {}
     if not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options):
@@ -363,7 +363,7 @@ def check_options(options: Any) -> dict[str, Any]:
 
 
 def canonical(data: object) -> str:
-    """Write data as the one JSON text that stands for it."""
+    """Return the canonical JSON text of data."""
     return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
 
 

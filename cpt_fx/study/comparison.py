@@ -1,20 +1,20 @@
-"""Two studies of the same schedules that differ in one thing, such as the recipe: which one does better."""
+"""Compares two studies of the same schedules that differ in one thing, such as the recipe."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cpt_fx.study.analysis import Panel, Row, against, averaged, panels, verdict
+from cpt_fx.study.analysis import Panel, ScheduleRow, against, averaged, panels, verdict
 from cpt_fx.study.findings import NOTHING, Table, decimals, signed, spread
 from cpt_fx.study.records import Record
 from cpt_fx.study.statistics import difference
 
 
 def compare(first: Iterable[Record], second: Iterable[Record], *, names: tuple[str, str]) -> list[Table]:
-    """Return a table for each experiment and (q_min, q_max) that both have: first less second, schedule by schedule.
+    """Return a table for each experiment and (q_min, q_max) that both have: first minus second, for each schedule.
 
     Differences are paired by seed where the seeds agree. The last row is the mean over all schedules that both have,
-    seed by seed. What only one of both has is named in the note.
+    seed by seed. Schedules that only one of them has are named in the note.
     """
     others = {(panel.experiment, panel.bits): panel for panel in panels(second)}
     pairs = [(panel, others.get((panel.experiment, panel.bits))) for panel in panels(first)]
@@ -49,8 +49,8 @@ def _table(one: Panel, two: Panel, names: tuple[str, str]) -> Table:
     return Table(f"{names[0]} and {names[1]} at {one.bits}", headings, tuple(rows), note)
 
 
-def _overall(shared: list[tuple[Row, Row]], panel: Panel, show: int) -> list[tuple[str, ...]]:
-    """The mean over schedules for each seed that all runs have a value for; nothing with fewer than two schedules."""
+def _overall(shared: list[tuple[ScheduleRow, ScheduleRow]], panel: Panel, show: int) -> list[tuple[str, ...]]:
+    """Return the row of the mean over schedules, from the seeds that all have a value for; none for fewer than two."""
     valued = [(row, other) for row, other in shared if row.values and other.values]
     if len(valued) < 2:
         return []

@@ -1,4 +1,4 @@
-"""Where the cells of a study are trained: in this process, in others of this machine, or as tasks of a Ray cluster."""
+"""Trains the cells of a study: in this process, in other processes of this machine, or as tasks of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Results = Generator[tuple[Cell, Outcome], None, None]
 
 @dataclass(frozen=True)
 class Engine:
-    """Where and how cells are trained; settings that contradict each other are refused."""
+    """Where and how cells are trained; conflicting settings raise ValueError."""
 
     workers: int
     threads: int
@@ -60,10 +60,10 @@ class Engine:
 
 
 def run_in_processes(cells: Sequence[Cell], train: TrainFunction, *, workers: int, threads: int) -> Results:
-    """Train the cells in processes of this machine. Leaving the loop ends them.
+    """Train the cells in processes of this machine, which are killed when the generator is closed.
 
-    A pool of the standard library gives up as a whole when one of its processes dies, and does not say which task it
-    had. So each process is a pool of its own, and one that dies costs the one cell it was at.
+    A `ProcessPoolExecutor` breaks as a whole when one of its processes dies, and does not tell which task that had. So
+    each process has a pool of its own, and one that dies costs only its current cell.
     """
     _check_portable(cells, train)
     queue = deque(cells)
@@ -79,7 +79,7 @@ def run_in_processes(cells: Sequence[Cell], train: TrainFunction, *, workers: in
                 worker.wait_until_ready()
                 try:
                     task = worker.pool.submit(_train_one, str(train.reference), train.takes_seed, threads, cell.task)
-                except BrokenProcessPool as error:  # it has died with nothing to do
+                except BrokenProcessPool as error:  # the process died while it was idle
                     task = Future()
                     task.set_exception(error)
                 at_work[task] = worker, cell, Stopwatch()
@@ -90,7 +90,7 @@ def run_in_processes(cells: Sequence[Cell], train: TrainFunction, *, workers: in
                 except BrokenProcessPool:
                     outcome = watch.failed(f"the process died while it trained: {worker.end()}")
                     crew[crew.index(worker)] = worker = _Worker()
-                except Exception as error:  # of the training itself nothing is raised
+                except Exception as error:  # not from the training itself, which raises nothing
                     said = f"{type(error).__name__}: {error}"
                     raise RuntimeError(f"the training function cannot be imported by a worker: {said}") from error
                 free.append(worker)
@@ -104,13 +104,13 @@ class _Worker:
     """A process that trains one cell after another."""
 
     def __init__(self) -> None:
-        # Always spawned: a fork would copy the threads' locks of torch, and there is none on some systems.
+        # Always spawned: a fork would copy locks that torch's threads hold, and some systems cannot fork.
         self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _prepare)
         self._started = self.pool.submit(os.getpid)
         (self._process,) = self.pool._processes.values()
 
     def wait_until_ready(self) -> None:
-        """Wait until the script that started the study is imported there."""
+        """Wait until the process has imported the script that started the study."""
         try:
             self._started.result()
         except BrokenProcessPool:
@@ -120,7 +120,7 @@ class _Worker:
             ) from None
 
     def end(self) -> str:
-        """End the process, at whatever it is, and say how it has ended."""
+        """Kill the process, whatever it is doing, and return how it ended."""
         self._process.kill()
         self._process.join()
         self.pool.shutdown(cancel_futures=True)
@@ -138,22 +138,22 @@ def _ending(code: int | None) -> str:
 
 
 def _prepare() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of the group; the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """Do not go on training for a process that was killed."""
+    """Exit when the parent process dies, instead of training on."""
     parent: Any = multiprocessing.parent_process()
     connection.wait([parent.sentinel])
     os._exit(1)
 
 
 def run_on_ray(cells: Sequence[Cell], train: TrainFunction, *, address: str, threads: int, gpus: float = 0) -> Results:
-    """Hand all cells to Ray, and yield each with its outcome as it ends. Leaving the loop cancels what is left.
+    """Submit all cells to Ray, and yield each with its outcome as it ends; closing the generator cancels the rest.
 
-    "auto" joins the cluster that this machine belongs to, or starts Ray on this machine alone. Where Ray was
-    initialized before, that is used as it is, and goes on afterwards.
+    "auto" joins the cluster that this machine belongs to, or starts Ray on this machine alone. If Ray is initialized
+    already, it is used as it is, and not shut down.
     """
     try:
         import ray
@@ -166,13 +166,13 @@ def run_on_ray(cells: Sequence[Cell], train: TrainFunction, *, address: str, thr
     printing = builtins.print
     if joined:
         place = str(train.reference).rpartition(":")[0]
-        # The folder of the training function's file goes to the workers, where they then run.
+        # The folder of the training function's file is sent to the workers, as their working directory.
         sent = {"working_dir": str(Path(place).parent)} if place.endswith(".py") else {}
         where = None if address == "auto" else address
         ray.init(address=where, runtime_env=sent, logging_level=logging.WARNING, log_to_driver=False)
     pending: dict[Any, tuple[Cell, Stopwatch]] = {}
     try:
-        # A cell that is lost with its node is recorded as failed, and tried again when the study is.
+        # A cell that is lost with its node is recorded as failed, and tried again when the study is run again.
         task: Any = ray.remote(num_cpus=threads, num_gpus=gpus, max_retries=0)(_train_one)
         for cell in cells:
             made = task.remote(train.reference, train.takes_seed, threads, cell.task)
@@ -191,7 +191,7 @@ def run_on_ray(cells: Sequence[Cell], train: TrainFunction, *, address: str, thr
             ray.cancel(made, force=True)
         if joined:
             ray.shutdown()
-            builtins.print = printing  # Ray has put its own there, for its progress bars, and leaves it there
+            builtins.print = printing  # Ray replaces it for its progress bars, and does not restore it
 
 
 def _train_one(reference: str, takes_seed: bool, threads: int, task: Task) -> Outcome:
@@ -200,7 +200,7 @@ def _train_one(reference: str, takes_seed: bool, threads: int, task: Task) -> Ou
 
 
 def _check_portable(cells: Sequence[Cell], train: TrainFunction) -> None:
-    """Refuse what cannot be sent to another process, before anything is trained."""
+    """Raise ValueError for what cannot be sent to another process, before anything is trained."""
     if train.reference is None:
         raise ValueError(
             f"{getattr(train.call, '__qualname__', train.call)} cannot be imported by another process: write it as a "

@@ -1,6 +1,6 @@
-"""The figures of a study. The main one: quality against relative cost, a point for each schedule.
+"""The figures of a study; the main one shows quality against relative cost, with a point for each schedule.
 
-The others are of critical learning periods: deficits, windows, first cycles, delayed schedules.
+The others are about critical learning periods: deficits, windows, first cycles, delayed schedules.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 
 from cpt_fx.schedules.plot import new_figure
 from cpt_fx.study import analysis
-from cpt_fx.study.analysis import FULL, GROUPS, Panel, Row
+from cpt_fx.study.analysis import FULL, GROUPS, Panel, ScheduleRow
 from cpt_fx.study.findings import cost_and_quality, number, trend, without_value
 from cpt_fx.study.statistics import Array
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from matplotlib.lines import Line2D
 
 INK, SOFT, RULE = "#16191d", "#5b636e", "#e4e7eb"
-# From the palette of Okabe and Ito, which colour-blind readers can tell apart; each colour has a marker of its own.
+# From the palette of Okabe and Ito, which colour-blind readers can tell apart; each colour has its own marker.
 COLOURS = {"small": "#0072b2", "medium": "#007a5a", "large": "#c44e00", "other": "#a3477f", "static": "#16191d"}
 MARKERS = {"small": "o", "medium": "^", "large": "v", "other": "D", "static": "s"}
 DPI = 160
 PANEL = (7.6, 4.9)
 """Width and height of a panel, in inches."""
 _LINE = 104
-"""Characters of a caption that fit below a panel."""
+"""Characters that fit in one line of a caption below a panel."""
 
 STYLE: Any = {
     "font.family": "sans-serif",
@@ -57,28 +57,28 @@ STYLE: Any = {
     "ytick.color": SOFT,
     "legend.frameon": False,
     "legend.fontsize": 9,
-    "svg.fonttype": "none",  # letters stay letters: small files, and text that can be searched
+    "svg.fonttype": "none",  # text stays text: small files that can be searched
     "svg.hashsalt": "cpt_fx",
-    "text.parse_math": False,  # names come from stores: a dollar is a dollar
+    "text.parse_math": False,  # names come from stores: a dollar sign does not start a formula
 }
 
 _NEAR, _APART = 0.02, 0.031
-"""Points nearer than the first, in axis lengths, are drawn this far apart."""
+"""Points nearer than the first, as a share of the axis, are drawn the second apart."""
 _FAR = 1.2
-"""A baseline this many ranges of all others away is drawn at the edge, with its value."""
+"""A baseline farther from the others than this many times their range is drawn at the edge, with its value."""
 _DISTANCES = (0.0, 0.7, 1.5, 2.5, 4.0)
-"""How far from its point a label may stand, in its heights."""
+"""How far from its point a label may be, in label heights."""
 _DIRECTIONS = ((0, 1), (0, -1), (1, 0), (-1, 0), (1, 1), (-1, 1), (1, -1), (-1, -1))
-"""From a point to its label, in order of preference."""
+"""Directions from a point to its label, in order of preference."""
 _OUTWARDS = np.array([-1, -1, 1, 1])
-"""Times a margin, what makes a box larger by it."""
+"""Multiplied by a margin and added to a box, enlarges the box by it."""
 
 
 def figures(panels: Sequence[Panel]) -> dict[str, Figure]:
     """Return the figures that a study has data for, by name: "cost", "deficit", "window", "first-cycle", "delayed"."""
     import matplotlib
 
-    # Full precision is a line beside the points of others, and no figure of its own.
+    # Full precision is a line beside the points of others, and gets no figure by itself.
     drawable = [panel for panel in panels if {row.group for row in _valued(panel)} - {FULL}]
     drawn: dict[str, Figure] = {}
     with matplotlib.rc_context(STYLE):
@@ -87,9 +87,9 @@ def figures(panels: Sequence[Panel]) -> dict[str, Figure]:
             is_cost = experiment == "schedules"
             figure, axes = new(len(own), height=PANEL[1] if is_cost else 4.2)
             points = [_DRAW.get(experiment, _draw_rows)(ax, panel) for ax, panel in zip(axes, own, strict=True)]
-            figure.draw_without_rendering()  # lays it out, once and for all
+            figure.draw_without_rendering()  # computes the layout, once
             figure.set_layout_engine("none")
-            if is_cost:  # labels are measured in pixels
+            if is_cost:  # labels are placed in pixels, which the layout determines
                 for ax, placed in zip(axes, points, strict=True):
                     _label(ax, placed)
             drawn["cost" if is_cost else experiment] = figure
@@ -97,7 +97,7 @@ def figures(panels: Sequence[Panel]) -> dict[str, Figure]:
 
 
 def _draw_cost(ax: Axes, panel: Panel) -> list[tuple[str, float, float, float]]:
-    """Draw quality against relative cost; return label, x, y and half the length of the bar of each point."""
+    """Draw quality against relative cost; return label, x, y and half the length of the error bar of each point."""
     rows = [row for row in _valued(panel) if row.group != FULL]
     ax.set_xlabel(f"BitOps relative to static {panel.q_max}")
     low, high = _limits(panel)
@@ -106,7 +106,7 @@ def _draw_cost(ax: Axes, panel: Panel) -> list[tuple[str, float, float, float]]:
     points = []
     for row, x in zip(rows, places, strict=True):
         y, bar, label = _mean(row), row.deviation or 0.0, row.label
-        if not low <= y <= high:  # a baseline far off: its place at the edge, and its value
+        if not low <= y <= high:  # a baseline far off is drawn at the edge, with its value
             label = f"{row.label}: {number(y, 3)} {'↓' if y < low else '↑'}"
             y, bar = (low if y < low else high), 0.0
         _point(ax, x, y, bar or None, row.group, clip_on=False)
@@ -155,7 +155,7 @@ def _draw_rows(ax: Axes, panel: Panel) -> None:
         ax.plot(spots, list(row.values.values()), "o", color=COLOURS[group], markersize=3.5, alpha=0.5, zorder=2)
         _point(ax, column, _mean(row), row.deviation, group)
     names = [_name(row, panel) for row in rows]
-    # From eight on, words of this size would run into each other.
+    # With eight or more, labels of this size would overlap.
     ax.set_xticks(range(len(rows)), names, fontsize="medium" if len(rows) < 8 else "x-small")
     ax.set_xlim(-0.6, len(rows) - 0.4)
     ax.grid(axis="x", visible=False)
@@ -169,11 +169,11 @@ _DRAW: dict[str, Callable[[Axes, Panel], Any]] = {
 }  # fmt: skip
 
 
-def _valued(panel: Panel) -> list[Row]:
+def _valued(panel: Panel) -> list[ScheduleRow]:
     return [row for row in panel.rows if row.values]
 
 
-def _mean(row: Row) -> float:
+def _mean(row: ScheduleRow) -> float:
     assert row.mean is not None  # rows without values are not drawn
     return row.mean.value
 
@@ -186,7 +186,7 @@ def _point(ax: Axes, x: float, y: float, bar: float | None, group: str, **more: 
 
 
 def _limits(panel: Panel) -> tuple[float, float]:
-    """The range of the y axis: of everything, unless a static baseline or full precision would flatten the rest."""
+    """Return the range of the y axis: of all rows, unless a baseline or full precision would flatten the others."""
     spans = {
         row.label: (_mean(row) - (row.deviation or 0.0), _mean(row) + (row.deviation or 0.0)) for row in _valued(panel)
     }
@@ -203,7 +203,7 @@ def _limits(panel: Panel) -> tuple[float, float]:
 
 
 def _side_by_side(costs: Sequence[float]) -> list[float]:
-    """Move points of nearly equal cost apart, around their middle. `costs` ascend."""
+    """Move points of nearly equal cost apart, around their mean; `costs` are in ascending order."""
     length = (max(costs, default=0.0) - min(costs, default=0.0)) or 1.0
     places: list[float] = []
     cluster: list[float] = []
@@ -216,7 +216,7 @@ def _side_by_side(costs: Sequence[float]) -> list[float]:
     return places
 
 
-def _keys(rows: Sequence[Row]) -> list[Line2D]:
+def _keys(rows: Sequence[ScheduleRow]) -> list[Line2D]:
     from matplotlib.lines import Line2D
 
     present = {row.group for row in rows}
@@ -251,7 +251,7 @@ def _baseline(ax: Axes, panel: Panel) -> list[Line2D]:
     return [line]
 
 
-def _bars(rows: Sequence[Row]) -> str:
+def _bars(rows: Sequence[ScheduleRow]) -> str:
     counts = sorted({len(row.values) for row in rows})
     seeds = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     return f"Bars: one standard deviation over {seeds} seeds."
@@ -262,7 +262,7 @@ def _bars_and_gaps(panel: Panel) -> str:
     return _bars(_valued(panel)) + f" {gaps}." * bool(gaps)
 
 
-def _name(row: Row, panel: Panel) -> str:
+def _name(row: ScheduleRow, panel: Panel) -> str:
     if panel.experiment == "first-cycle" and row.first_cycle_bits is not None:
         return f"{row.label}\nfirst cycle: {row.first_cycle_bits:.1f} bits\ncost {row.relative_cost:.3f}"
     return row.label.replace(" delayed ", "\ndelayed\n").replace(" after deficit ", "\nafter\ndeficit\n")
@@ -287,26 +287,26 @@ def _label(ax: Axes, points: Sequence[tuple[str, float, float, float]]) -> None:
     for text, middle, reach, box in zip(texts, middles, reaches, boxes, strict=True):
         offset = tuple(((box[:2] + box[2:]) / 2 - middle) / scale)
         text.set_position(offset)
-        if distance(box, reach) > 8 * scale:  # far enough that a thin line must say whose label it is
+        if distance(box, reach) > 8 * scale:  # so far away that a thin line must connect it to its point
             ax.annotate(
                 "", text.xy, xytext=offset, textcoords="offset points", zorder=2, annotation_clip=False,
                 arrowprops={"arrowstyle": "-", "color": SOFT, "linewidth": 0.6, "shrinkA": 7, "shrinkB": 5},
             )  # fmt: skip
 
 
-# How figures look, and how they are saved: the same bytes every time.
+# How figures look, and how they are saved: equal records give equal bytes.
 
 
 def new(panels: int, *, height: float = PANEL[1]) -> tuple[Figure, list[Axes]]:
-    """Return a figure with panels below each other: on a page two side by side would be too small to read."""
+    """Return a figure with panels below each other: two side by side would be too small to read on a page."""
     figure = new_figure(PANEL[0], height * panels, dpi=DPI)
     return figure, figure.subplots(panels, 1, squeeze=False).ravel().tolist()
 
 
 def frame(axes: Axes, panel: Panel, said: Sequence[str], keys: Sequence[Artist] = (), drop: float = 40) -> None:
-    """Write the title, the name of the metric, below the title the legend, and sentences in small type.
+    """Add the title, the name of the metric, the legend below the title, and a caption in small type.
 
-    These stand `drop` points under the axis; each starts a line.
+    The caption is `drop` points below the axis; each of its sentences starts a line.
     """
     axes.set_title(f"q_min {panel.q_min}, q_max {panel.q_max}", pad=24 if keys else 10)
     axes.set_ylabel(f"{panel.metric} ({panel.better} is better)")
@@ -331,15 +331,15 @@ def save(figure: Figure, kind: str) -> bytes:
     return target.getvalue()
 
 
-# Where labels go so that they cover neither each other nor the points. A box is an array: left, bottom, right, top.
+# Placement of labels, so that they cover neither each other nor the points. A box is (left, bottom, right, top).
 
 
 def labels(marks: Array, reaches: Array, sizes: Sequence[ArrayLike], bounds: Array, gap: float) -> list[Array]:
-    """Return a box for each label: near its point, inside `bounds`, off all points and the other labels.
+    """Return a box for each label: near its point, inside `bounds`, clear of all points and the other labels.
 
-    A point is a mark, and a reach that also holds its error bar: labels stand beside the one, above or below the
-    other. `sizes` are widths and heights. Each label takes the place with the least overlap, the nearest one of those;
-    a few rounds let the first ones make room for the later ones.
+    A point has a mark, and a reach that includes its error bar: labels go beside the mark, or above or below the reach.
+    `sizes` are widths and heights. Each label takes the place with the least overlap, and of several the nearest; a few
+    rounds let earlier labels make room for later ones.
     """
     placed: dict[int, Array] = {}
     for _ in range(3):
@@ -348,15 +348,15 @@ def labels(marks: Array, reaches: Array, sizes: Sequence[ArrayLike], bounds: Arr
             others = [box + gap / 2 * _OUTWARDS for other, box in placed.items() if other != index]
             covered = overlap(choices[:, None], np.array([*reaches, *others])).sum(axis=1)
             outside = size.prod() - overlap(choices, bounds)
-            # Distance decides only among places that cover nothing, or equally little. Among equals the earlier one
-            # wins: straight above, straight below, beside.
+            # Distance decides only among places that cover nothing, or equally little. Of equally near places the
+            # first one wins: straight above, straight below, beside.
             near = distance(choices, reach) / size[1] / 10 + np.arange(len(choices)) / 50
             placed[index] = choices[np.argmin(100 * (2 * outside + covered) / size.prod() + near)]
     return list(placed.values())
 
 
 def _around(mark: Array, reach: Array, size: Array, gap: float) -> Array:
-    """Return places for a label: beside the mark; above or below the bar, straight or with a corner near its end."""
+    """Return candidate boxes of a label: beside the mark, or above or below the bar, straight or diagonally."""
     x, y = np.tile(_DIRECTIONS, (len(_DISTANCES), 1)).T
     away = gap + np.repeat(_DISTANCES, len(_DIRECTIONS)) * size[1]
     side = np.where(y == 0, (mark[2] - mark[0]) / 2, 0.0)
@@ -368,14 +368,14 @@ def _around(mark: Array, reach: Array, size: Array, gap: float) -> Array:
 
 
 def overlap(one: Array, two: Array) -> Array:
-    """Return the area that two boxes both cover, or each of several boxes with another."""
+    """Return the area that two boxes share; arrays of boxes are broadcast."""
     sides: Array = np.minimum(one[..., 2:], two[..., 2:]) - np.maximum(one[..., :2], two[..., :2])
     area: Array = sides.clip(0.0).prod(axis=-1)
     return area
 
 
 def distance(one: Array, two: Array) -> Array:
-    """Return how far boxes are apart along the axis on which they are farther; 0 where they touch."""
+    """Return how far boxes are apart, on the axis where they are farther; 0 where they touch or overlap."""
     gaps: Array = np.maximum(one[..., :2], two[..., :2]) - np.minimum(one[..., 2:], two[..., 2:])
     farther: Array = gaps.max(axis=-1)
     return farther.clip(0.0)

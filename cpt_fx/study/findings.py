@@ -1,6 +1,6 @@
-"""What a study found, in tables and in sentences, made from its numbers alone, and how these are written.
+"""The findings of a study as tables and sentences, made from its numbers alone, and how numbers are formatted.
 
-Numbers are rounded to what their spread supports, with true signs. Sentences say what they cannot show.
+Numbers are rounded to what their spread supports, with typographic minus signs. Sentences state what they cannot show.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from html import escape
 
 from cpt_fx.schedules import measured
 from cpt_fx.study import analysis
-from cpt_fx.study.analysis import GROUPS, Panel, Row, against, reference, verdict
+from cpt_fx.study.analysis import GROUPS, Panel, ScheduleRow, against, reference, verdict
 from cpt_fx.study.records import said
 from cpt_fx.study.statistics import Correlation, Estimate, Interval
 
@@ -30,7 +30,7 @@ TITLES = {
 
 @dataclass(frozen=True)
 class Table:
-    """A table with its title and a note on how to read it. Cells are text."""
+    """A table of text cells, with its title and a note on how to read it."""
 
     title: str
     headings: tuple[str, ...]
@@ -38,7 +38,7 @@ class Table:
     note: str = ""
 
     def markdown(self) -> str:
-        """Return the table with its note, without the title."""
+        """Return the table with its note as Markdown, without the title."""
         rule = ("---", *["---:"] * (len(self.headings) - 1))
         lines = ["| " + " | ".join(map(markdown, row)) + " |" for row in (self.headings, rule, *self.rows)]
         return "\n".join([*lines, *(["", markdown(self.note)] if self.note else [])])
@@ -55,7 +55,7 @@ def tables(panels: Sequence[Panel]) -> list[Table]:
 
 
 def schedule_table(panel: Panel) -> Table:
-    """Return a row for each schedule, cheapest first."""
+    """Return a table with a row for each schedule, cheapest first."""
     show = decimals(panel)
     compared = [(row, reference(row, panel)) for row in panel.rows]
     others = list(dict.fromkeys(other.label for _, other in compared if other is not None))
@@ -89,7 +89,7 @@ def schedule_table(panel: Panel) -> Table:
 
 
 def group_table(panel: Panel) -> Table | None:
-    """Return the savings groups and their differences; None where a panel has fewer than two groups."""
+    """Return a table of the savings groups and their differences; None if a panel has fewer than two groups."""
     found, show = analysis.groups(panel), decimals(panel)
     if len(found) < 2:
         return None
@@ -109,7 +109,7 @@ def group_table(panel: Panel) -> Table | None:
 
 
 def correlation_table(panel: Panel) -> Table | None:
-    """Return the rank correlations of cost and quality; None for fewer than three points."""
+    """Return a table of the rank correlations of cost and quality; None for fewer than three points."""
     rows = []
     for name, baselines in (("schedules", False), ("schedules and static", True)):
         found = analysis.cost_correlation(panel, baselines=baselines)
@@ -126,7 +126,7 @@ def correlation_table(panel: Panel) -> Table | None:
 
 
 def failures(panels: Sequence[Panel]) -> Table | None:
-    """Return the runs without a value, or None where there are none."""
+    """Return a table of the runs without a value; None if there are none."""
     rows: list[tuple[str, ...]] = []
     for panel in panels:
         for row in panel.rows:
@@ -140,8 +140,8 @@ def failures(panels: Sequence[Panel]) -> Table | None:
     return Table("Runs without a value", headings, tuple(rows), note)
 
 
-def _place(panel: Panel, row: Row) -> dict[str, str]:
-    """Return where a row's precision was low, by its heading, in experiments that are about it."""
+def _place(panel: Panel, row: ScheduleRow) -> dict[str, str]:
+    """Return the additional cells of an experiment, by heading: the steps at low width, or the first cycle's bits."""
     if panel.experiment in ("deficit", "window"):
         low = analysis.low_steps(row, panel)
         place = NOTHING if low is None else "none" if low == (0, 0) else f"{low[0]} to {low[1]}"
@@ -156,14 +156,14 @@ def _place(panel: Panel, row: Row) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Conclusion:
-    """What one panel says: where it holds, and the findings."""
+    """The findings of one panel, and where they hold."""
 
     where: str
     findings: tuple[str, ...]
 
 
 def conclusions(panels: Sequence[Panel]) -> list[Conclusion]:
-    """Return what each panel says."""
+    """Return the findings of each panel."""
     found = []
     for panel in panels:
         title = TITLES.get(panel.experiment, panel.experiment)
@@ -213,7 +213,7 @@ def cost_and_quality(panel: Panel) -> str:
     return f"{text}: more compute goes with {'better' if found.rho > 0 else 'worse'} quality."
 
 
-def _against_static(panel: Panel, cyclic: Sequence[Row], show: int) -> Iterator[str]:
+def _against_static(panel: Panel, cyclic: Sequence[ScheduleRow], show: int) -> Iterator[str]:
     static = panel.static
     if static is None or not static.values or not cyclic:
         return
@@ -286,8 +286,8 @@ def _delayed(panel: Panel) -> Iterator[str]:
             yield f"{row.label} less {other.label}: {_difference(against(row, other), panel, show)}."
 
 
-def _order(panel: Panel, points: Sequence[tuple[int, Row]], subject: str) -> Iterator[str]:
-    """Say whether the points are a trend, and how each compares with the run that never had low precision."""
+def _order(panel: Panel, points: Sequence[tuple[int, ScheduleRow]], subject: str) -> Iterator[str]:
+    """Say whether the points form a trend, and how each compares with the run that never had low precision."""
     yield trend(panel, points, subject)
     base, show = analysis.undisturbed(panel), decimals(panel)
     if base is not None and base.values:
@@ -296,7 +296,7 @@ def _order(panel: Panel, points: Sequence[tuple[int, Row]], subject: str) -> Ite
         yield f"Against training without low precision, at {level}: {'; '.join(told)}."
 
 
-def trend(panel: Panel, points: Sequence[tuple[int, Row]], subject: str) -> str:
+def trend(panel: Panel, points: Sequence[tuple[int, ScheduleRow]], subject: str) -> str:
     """Say whether quality follows the order of points."""
     found = analysis.correlation(points, panel)
     if found.points < analysis.FEWEST_POINTS:
@@ -319,7 +319,7 @@ def _difference(estimate: Estimate | None, panel: Panel, show: int) -> str:
     return f"{signed(estimate, show)}, {NONE if word == 'not told apart' else word}"
 
 
-def _named(row: Row, show: int) -> str:
+def _named(row: ScheduleRow, show: int) -> str:
     return f"{row.label}, {spread(row.mean, row.deviation, show)} at a cost of {row.relative_cost:.3f}"
 
 
@@ -327,18 +327,18 @@ def _named(row: Row, show: int) -> str:
 
 
 def markdown(text: str) -> str:
-    """Return text that stays text in Markdown: no tags, links or code, and on one line."""
+    """Escape text for Markdown: no tags, links or code, and on one line."""
     return re.sub(r"([\\`\[\]|])", r"\\\1", escape(" ".join(text.split()), quote=False))
 
 
 def decimals(panel: Panel) -> int:
-    """Return how many decimals show two digits of the usual standard deviation, or of a hundredth of the values."""
+    """Return how many decimals show two digits of the median standard deviation, or of a hundredth of the values."""
     largest = max((abs(value) for row in panel.rows for value in row.values.values()), default=1.0)
     return measured.decimals([row.deviation for row in panel.rows], measured.decimals([largest / 100], 2))
 
 
 def counted(number: int, noun: str) -> str:
-    """Return "3 seeds"."""
+    """Return a number with its noun, as in "3 seeds"."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
@@ -349,44 +349,44 @@ def without_value(panel: Panel) -> str:
 
 
 def spread(estimate: Estimate | None, deviation: float | None, show: int) -> str:
-    """Return "0.912 ± 0.004"."""
+    """Return a mean and its standard deviation as text, as in "0.912 ± 0.004"."""
     if estimate is None:
         return NOTHING
     return f"{estimate.value:.{show}f}" + (f" ± {deviation:.{show}f}" if deviation is not None else "")
 
 
 def signed(estimate: Estimate | None, show: int) -> str:
-    """Return "−0.004 (−0.010 to +0.002)"."""
+    """Return a difference and its interval as text, as in "−0.004 (−0.010 to +0.002)"."""
     if estimate is None:
         return NOTHING
     return plus(estimate.value, show) + (f" ({ends(estimate.interval, show)})" if estimate.interval else "")
 
 
 def plus(value: float, show: int) -> str:
-    """Return a number with its sign, and a minus as wide as the plus; zero has none."""
+    """Return a number with its sign, with a typographic minus; zero has no sign."""
     text = f"{value:+.{show}f}"
     return text[1:] if float(text) == 0 else text.replace("-", "−")
 
 
 def number(value: float, show: int) -> str:
-    """Return a number with a true minus."""
+    """Return a number with a typographic minus."""
     return f"{value:.{show}f}".replace("-", "−")
 
 
 def ends(interval: Interval, show: int, write: Callable[[float, int], str] = plus) -> str:
-    """Return "−0.010 to +0.002"."""
+    """Return an interval as text, as in "−0.010 to +0.002"."""
     return f"{write(interval.low, show)} to {write(interval.high, show)}"
 
 
 def correlated(found: Correlation) -> tuple[str, str, str, str]:
-    """Return rho, its interval, tau-b and its interval."""
+    """Return rho, its interval, tau-b and its interval as text."""
     rho, tau = (NOTHING if value is None else plus(value, 2) for value in (found.rho, found.tau))
     rhos, taus = (ends(one, 2) if one else found.reason or NOTHING for one in (found.rho_interval, found.tau_interval))
     return rho, rhos, tau, taus
 
 
 def _told(estimate: Estimate | None, show: int, write: Callable[[float, int], str]) -> tuple[str, str, str]:
-    """Return value, interval and number of seeds."""
+    """Return value, interval and number of seeds as text."""
     if estimate is None:
         return NOTHING, NOTHING, "0"
     interval = ends(estimate.interval, show, write) if estimate.interval else NOTHING

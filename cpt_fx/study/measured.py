@@ -1,4 +1,4 @@
-"""Writes what a study measured where :func:`cpt_fx.schedules.recommend` reads it."""
+"""Writes what a study measured to the file that :func:`cpt_fx.schedules.recommend` reads."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from cpt_fx.common.files import replace
 from cpt_fx.errors import check_choice
-from cpt_fx.files import replace
 from cpt_fx.schedules import NAMES
 from cpt_fx.schedules.measured import FAMILIES, PATH, Measurement, Task, read
 from cpt_fx.study.analysis import Panel, against, panels
@@ -24,9 +24,9 @@ __all__ = ["Task", "update"]
 def update(
     path: str | os.PathLike[str] | None, family: str, task: Task, records: Iterable[Record]
 ) -> list[Measurement]:
-    """Put a study's comparison of schedules into a file of measurements, and return what was written.
+    """Add a study's comparison of schedules to a file of measurements, and return what was written.
 
-    `path` None is the file of the package. There is one entry for each (q_min, q_max); an entry of the same study and
+    `path` None means the package's own file. There is one entry for each (q_min, q_max); an entry of the same study and
     widths is replaced. A schedule with fewer than two finished seeds has no interval, and is left out by name.
     """
     check_choice("family", family, FAMILIES)
@@ -44,7 +44,7 @@ def update(
     data: dict[str, Any] = {name: [asdict(one) for one in entries] for name, entries in known.items()}
     data[family] = [asdict(one) for one in [*kept, *made]]
     text = json.dumps({"families": dict(sorted(data.items()))}, indent=1)
-    # Three numbers on a line, rather than each on its own: the file is read by people too.
+    # Lists of numbers on one line rather than one number per line: the file is read by people too.
     text = re.sub(r"\[\s+([-+.\deE,\s]+?)\s+\]", lambda match: f"[{' '.join(match[1].split())}]", text)
     replace(target, text + "\n")
     return made
@@ -87,5 +87,5 @@ def _measurement(study: str, task: Task, panel: Panel) -> Measurement:
 
 
 def _rounded(value: float) -> float:
-    """Seven digits: far below any spread, and a file that can be read."""
+    """Round to seven digits: far below any spread, and readable in the file."""
     return float(f"{value:.7g}")

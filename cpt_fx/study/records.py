@@ -1,4 +1,4 @@
-"""One cell of a study, finished or failed: what every table and figure is made from."""
+"""The record of one cell of a study, finished or failed, from which all tables and figures are made."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Record:
     options: dict[str, object]
 
     def rebuilt(self) -> Schedule:
-        """Return a schedule equal to the one that was trained; ValueError where it was made of your own functions."""
+        """Return a schedule equal to the one that was trained; raise ValueError if it has functions of your own."""
         return rebuild(self.schedule)
 
     def to_dict(self) -> dict[str, object]:
@@ -59,20 +59,20 @@ class Record:
 
 
 def said(error: str | None) -> str:
-    """Return the line of an error that says most: the last one of a traceback, else the first."""
+    """Return the most informative line of an error: the last one of a traceback, else the first."""
     lines = (error or "").strip().splitlines() or ["no reason is known"]
     return lines[-1 if lines[0].startswith("Traceback") else 0].strip()
 
 
 def duration(seconds: float) -> str:
-    """Return "42 s", "12 min" or "3.4 h"."""
+    """Return a duration as text: "42 s", "12 min" or "3.4 h"."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 def rebuild(text: str) -> Schedule:
-    """Build the schedule that a repr describes, of the package's own kinds and plain values. The text is only data."""
+    """Build the schedule that a repr describes, from the package's classes and plain values; no other code is run."""
     try:
         made = _made(_parsed(text))
         if isinstance(made, Schedule):
@@ -84,7 +84,7 @@ def rebuild(text: str) -> Schedule:
 
 
 def _parsed(text: str) -> ast.expr:
-    """Parse calls, names, numbers, texts, lists, tuples and dicts; ValueError where there is anything else."""
+    """Parse calls, names, numbers, strings, lists, tuples and dicts; raise ValueError for anything else."""
     if _PLAIN.fullmatch(text) is None:
         raise ValueError("it is more than calls with plain values")
     depths = accumulate((mark in "([{") - (mark in ")]}") for mark in _TEXT.sub("", text))
@@ -97,7 +97,7 @@ def _parsed(text: str) -> ast.expr:
 
 
 def _made(node: ast.expr) -> object:
-    """Build what was parsed; nothing but the kinds of the table is ever called."""
+    """Build what was parsed; nothing but the classes in `_KINDS` is ever called."""
     if isinstance(node, ast.Call):
         kind = _KINDS.get(node.func.id) if isinstance(node.func, ast.Name) else None
         if kind is None:
@@ -129,7 +129,7 @@ _KINDS: dict[str, Callable[..., object]] = {
 _DEEPEST = 50
 _QUOTED = r"""'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*\""""
 _TEXT = re.compile(_QUOTED)
-# No operator, no attribute, no two words side by side: what is left cannot do anything when it is parsed, nor be deep.
+# No operators, no attributes, no two words side by side: what is left is harmless to parse, and only brackets nest.
 _PLAIN = re.compile(
     rf"(?:\s*(?:(?:[A-Za-z_]\w*|-?\d{{1,40}}(?:\.\d{{0,40}})?(?:[eE][-+]?\d{{1,4}})?|{_QUOTED})(?=\s*(?:[()\[\]{{}},:=]|\Z))"
     r"|[()\[\]{},:=]))*\s*"

@@ -1,4 +1,4 @@
-"""Runs the cells of a study that are not finished, keeps each result as it comes, and shows how far it is."""
+"""Runs the cells of a study that are not finished, stores each result as it comes, and shows progress."""
 
 from __future__ import annotations
 
@@ -19,47 +19,47 @@ from cpt_fx.errors import nearest
 from cpt_fx.study.cells import PERIODS, Cell, GradientBits, Setting, periods, plan
 from cpt_fx.study.engines import Engine
 from cpt_fx.study.records import Record, duration, said
-from cpt_fx.study.store import Found, reading, writing
+from cpt_fx.study.store import StoredCell, reading, writing
 from cpt_fx.study.training import Outcome, refuse_in_worker
 
 
 @dataclass(frozen=True)
 class Study:
-    """What is in a store, read anew each time: a study that is still running may be looked at."""
+    """A study in a store, read again on each access, so that a running study can be inspected."""
 
     store: Path
     name: str | None = None
     """None: all studies of the store."""
 
     @property
-    def cells(self) -> list[Found]:
-        """What the study consists of, each with its record where it was trained."""
+    def cells(self) -> list[StoredCell]:
+        """The cells of the study, each with its record if it was trained."""
         with reading(self.store) as kept:
             return kept.cells(self.name)
 
     @property
     def records(self) -> list[Record]:
-        """All cells that were trained, finished and failed."""
+        """The records of all cells that were trained, finished or failed."""
         return [cell.record for cell in self.cells if cell.record is not None]
 
     @property
     def failed(self) -> list[Record]:
-        """The cells that failed; `error` of each says why."""
+        """The records of the cells that failed; `error` of each says why."""
         return [record for record in self.records if record.status == "failed"]
 
     def write(self, folder: str | PathLike[str], **told: str | None) -> dict[str, Path]:
-        """Write tables and figures: CSV, Markdown, PNG, SVG and one page of HTML; returns the files by what they are.
+        """Write tables and figures (CSV, Markdown, PNG, SVG and one HTML page), and return the paths of files by kind.
 
-        ``told`` are, all by choice, the ``title`` of the report; ``notes``, which say what the data are and what they
-        cannot show; and ``command``, what regenerates the report.
+        ``told`` are optional texts: the ``title`` of the report; ``notes``, which say what the data are and what they
+        cannot show; and the ``command`` that regenerates the report.
         """
-        from cpt_fx.study.writing import write  # keeps matplotlib and the page's parts out of a study that only runs
+        from cpt_fx.study.writing import write  # here, since a study that only runs needs none of it
 
         return write(self.records, folder, **told)
 
 
 def load(store: str | PathLike[str], name: str | None = None) -> Study:
-    """Return a study that was run, or is running; without a name, all that the store holds."""
+    """Return a study that was run, or is running; without a name, all studies of the store."""
     path = Path(store)
     with reading(path) as kept:
         names = kept.studies()
@@ -89,16 +89,16 @@ def run(
     gpus: float = 0,
     progress: bool = True,
 ) -> Study:
-    """Train one task under many schedules, and keep every result in `store`; what is finished is not run again.
+    """Train one task under many schedules, and keep every result in `store`; finished runs are not repeated.
 
-    ``train(schedule)`` or ``train(schedule, seed)`` trains from nothing and returns a number, or a dict of them; it may
-    also be named, as in ``"file.py:train"``. `options` are further arguments by name. Of a dict, `metric` is compared,
-    by default the first.
+    ``train(schedule)`` or ``train(schedule, seed)`` trains from scratch and returns a number, or a dict of numbers; it
+    may also be a reference such as ``"file.py:train"``. `options` are further keyword arguments. Of a dict, `metric` is
+    compared, by default the first entry.
 
-    ``schedules`` holds names of the ten, ``"static q_max"``, ``"static q_min"``, ``"static 6"``, ``"full precision"``,
-    schedules, functions of (q_min, q_max, total_steps) that return one, and ("label", one of these). None stands for
-    the ten, static at q_max and q_min, and full precision. Each is run for each (q_min, q_max) of `bits` and each seed
-    (a number of them, or the seeds themselves).
+    ``schedules`` holds names of the ten published schedules, ``"static q_max"``, ``"static q_min"``, ``"static 6"``,
+    ``"full precision"``, schedules, functions of (q_min, q_max, total_steps) that return one, and ("label", one of
+    these). None stands for the ten, static at q_max and q_min, and full precision. Each is run for each (q_min, q_max)
+    of `bits` and each seed; ``seeds`` is their number, or the seeds themselves.
 
     ``workers`` processes train with ``threads`` torch threads each; 1 trains in this process. ``ray`` is "auto" or the
     address of a Ray cluster: then Ray distributes the cells, and reserves `gpus` GPUs for each.
@@ -138,9 +138,9 @@ def critical(
     gpus: float = 0,
     progress: bool = True,
 ) -> Study:
-    """Look for critical learning periods: does low precision early in training do harm that lasts?
+    """Look for critical learning periods: does low precision early in training do lasting harm?
 
-    Training, store and engines are as in :func:`run`; ``experiments`` are some of
+    Training, store and engines are as in :func:`run`; ``experiments`` is a selection of
 
     deficit      low precision in the first N steps
     window       a window of low precision, moved along training
@@ -155,8 +155,8 @@ def critical(
     where it begins (default: every eighth, to the middle). ``delayed`` names schedules, ``delays`` the steps they wait
     (default: an eighth and a quarter).
 
-    The training function sees which run it is in by its schedule: ``schedule.total_steps``, and of a
-    ``cpt_fx.schedules.Deficit`` also ``start`` and ``end``.
+    The training function can tell from its schedule which run it is in: by ``schedule.total_steps``, and for a
+    ``cpt_fx.schedules.Deficit`` also by ``start`` and ``end``.
     """
     setting = Setting(
         train, name=name, total_steps=total_steps, seeds=seeds, cycles=cycles, q_grad=q_grad, better=better,
@@ -181,7 +181,7 @@ def carry_out(
     with writing(study.store) as kept:
         kept.add_plan(cells)
         finished = kept.finished()
-        runs: dict[str, Cell] = {}  # cells that agree in their identity are trained once
+        runs: dict[str, Cell] = {}  # cells with the same identity are trained once
         for cell in cells:
             runs.setdefault(cell.identity, cell)
         if other := sum(finished.get(identity, code) != code for identity in runs):
@@ -212,7 +212,7 @@ def carry_out(
 def _finished(
     setting: Setting, cells: Sequence[Cell], store: str | PathLike[str], engine: Engine, shown: bool
 ) -> Study:
-    """Carry a study out, and say it where some of the cells failed."""
+    """Carry out a study, and warn if cells failed."""
     study = carry_out(setting, cells, store, engine, shown, level=4)
     experiments = {cell.experiment for cell in cells}
     if failed := [record for record in study.failed if record.experiment in experiments] if cells else []:
@@ -224,12 +224,12 @@ def _finished(
     return study
 
 
-# How far a study is.
+# Progress.
 
 
 @contextmanager
 def progress(study: str, total: int, finished: int, shown: bool) -> Iterator[Callable[[Cell, Outcome], None]]:
-    """Show on stderr how far a study is, a bar on a terminal and lines elsewhere; yield what counts a cell."""
+    """Show progress on stderr, as a bar on a terminal and as lines elsewhere; yield a function that counts a cell."""
     lines, ended, failed, began = shown and not sys.stderr.isatty(), finished, 0, time.monotonic()
     columns = ("{task.fields[failed]}", TimeElapsedColumn(), "{task.fields[left]}")
     hidden = lines or not shown
@@ -243,7 +243,7 @@ def progress(study: str, total: int, finished: int, shown: bool) -> Iterator[Cal
         def add(cell: Cell, outcome: Outcome) -> None:
             nonlocal ended, failed
             ended, failed = ended + 1, failed + (outcome.status == "failed")
-            # How long the rest will take, at the pace of this session.
+            # The time that the rest will take, at the pace of this session.
             pace = (time.monotonic() - began) / (ended - finished)
             left = f"about {duration(pace * (total - ended))} left" if ended < total else ""
             line = f"{describe(cell)}: {result(outcome)}, {outcome.seconds:.0f} s"
@@ -263,7 +263,7 @@ def describe(cell: Any) -> str:
 
 
 def result(outcome: Outcome) -> str:
-    """Say what came out, in a line."""
+    """Describe an outcome in one line."""
     if outcome.status == "failed":
         return f"failed: {said(outcome.error)}"
     return ", ".join(f"{name} {value:.4g}" for name, value in outcome.metrics.items())

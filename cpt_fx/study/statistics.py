@@ -1,10 +1,10 @@
-"""Numbers from few seeds: intervals by bootstrap, ranks and rank correlations. numpy only; the same every time.
+"""Statistics of few seeds: bootstrap intervals, ranks and rank correlations, with numpy only and deterministic.
 
-What is sampled in a study is the seed, so everything here resamples seeds. Two corrections make that fit for the three
-to ten seeds that a study has. Means of n values drawn out of n values spread less than means of n new ones, so that
-deviations are stretched by sqrt(n / (n - 1)). And the spread itself is a guess from n values, so that the interval is
+What is sampled in a study is the seed, so everything here resamples seeds. Two corrections make that work for the three
+to ten seeds that a study has. Means of n values resampled from n values vary less than means of n new values, so
+deviations are stretched by sqrt(n / (n - 1)). And the spread itself is estimated from n values, so the interval is
 widened by t / z, Student's quantile over the normal one. Without both, an interval of three seeds would reach from the
-worst seed to the best, and hold the true mean three times in four.
+worst seed to the best, and contain the true mean three times in four.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LEVEL = 0.95
 _TAILS = ((1 - LEVEL) / 2, (1 + LEVEL) / 2)
 DRAWS = 10_000
 SEED = 240302243
-"""Of the resampling: the same records give the same intervals."""
+"""The seed of the resampling: the same records give the same intervals."""
 _Z = 1.959963984540054
 # Student's 97.5 % quantiles for 1 to 9 degrees of freedom. From 10 on a series in 1 / freedom is exact to 1e-5.
 _T = (12.706205, 4.302653, 3.182446, 2.776445, 2.570582, 2.446912, 2.364624, 2.306004, 2.262157)
@@ -36,7 +36,7 @@ class Interval:
     high: float
 
     def covers(self, value: float) -> bool:
-        """Say whether a value lies in the interval; its ends belong to it."""
+        """Return whether a value lies in the interval, ends included."""
         return self.low <= value <= self.high
 
 
@@ -51,13 +51,13 @@ class Estimate:
 
     @property
     def told_apart(self) -> bool:
-        """Say whether the interval excludes zero."""
+        """Whether the interval excludes zero."""
         return self.interval is not None and not self.interval.covers(0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Correlation:
-    """Spearman's rho and Kendall's tau-b; None where a side is constant. `reason` says why there is no interval."""
+    """Spearman's rho and Kendall's tau-b, None if a side is constant; `reason` says why there is no interval."""
 
     points: int
     runs: int
@@ -69,12 +69,12 @@ class Correlation:
 
 
 def t_quantile(freedom: int) -> float:
-    """Return Student's 97.5 % quantile, what a two-sided 95 % interval needs."""
+    """Return Student's 97.5 % quantile, which a two-sided 95 % interval needs."""
     if freedom < 1:
         raise ValueError(f"freedom must be at least 1, got {freedom}")
     if freedom <= len(_T):
         return _T[freedom - 1]
-    # Cornish and Fisher's expansion around the normal quantile.
+    # The Cornish-Fisher expansion around the normal quantile.
     z, f = _Z, float(freedom)
     terms = (
         (z**3 + z) / (4 * f),
@@ -92,9 +92,9 @@ def mean(values: ArrayLike) -> Estimate:
 
 
 def difference(first: ArrayLike, second: ArrayLike, *, paired: bool) -> Estimate:
-    """Return the mean of `first` minus the mean of `second`; `paired` values belong together one by one.
+    """Return the mean of `first` minus the mean of `second`; `paired` values correspond one to one.
 
-    Unpaired samples are resampled on their own, and the smaller one's degrees of freedom count: that is cautious.
+    Unpaired samples are resampled separately, with the degrees of freedom of the smaller one, which is conservative.
     """
     one, two = _sample("first", first), _sample("second", second)
     if paired:
@@ -106,12 +106,12 @@ def difference(first: ArrayLike, second: ArrayLike, *, paired: bool) -> Estimate
 
 
 def rank_correlation(x: ArrayLike, values: Sequence[ArrayLike], *, draws: int = DRAWS) -> Correlation:
-    """Correlate the ranks of `x`, one number a point, with those of the points' means.
+    """Correlate the ranks of `x`, one number per point, with those of the points' means.
 
     `values[i]` are the runs of point i. For the interval the runs within each point are resampled and every point is
-    kept: the schedules are the ones one asks about, the seeds are a sample. Resampled means are noisier than the real
-    ones, and noise hides order, so their percentiles lean towards zero; mirrored at the estimate they lean away from
-    it. The interval reaches as far as either.
+    kept: the schedules are fixed, the seeds are a sample. Resampled means are noisier than the real ones, and noise
+    hides order, so their percentiles are biased towards zero; mirrored at the estimate they are biased away from it.
+    The interval covers both.
     """
     places = _sample("x", x)
     runs = [_sample(f"values[{index}]", one) for index, one in enumerate(values)]
@@ -145,13 +145,13 @@ def ranks(rows: Array) -> Array:
 
 
 def spearman(x: Array, rows: Array) -> Array:
-    """Return Spearman's rho of `x` with each row, ties included; nan where one of both is constant."""
+    """Return Spearman's rho of `x` with each row, ties included; nan where either is constant."""
     one, two = ranks(x[None, :]), ranks(rows)
     return _cosine(one - one.mean(axis=1, keepdims=True), two - two.mean(axis=1, keepdims=True))
 
 
 def kendall(x: Array, rows: Array) -> Array:
-    """Return Kendall's tau-b of `x` with each row, ties included; nan where one of both is constant."""
+    """Return Kendall's tau-b of `x` with each row, ties included; nan where either is constant."""
     first, second = np.triu_indices(len(x), k=1)
     one, two = _without_noise(x[None, :]), _without_noise(rows)
     return _cosine(np.sign(one[:, first] - one[:, second]), np.sign(two[:, first] - two[:, second]))
@@ -171,7 +171,7 @@ def _sample(name: str, values: ArrayLike) -> Array:
 
 
 def _resampled(sample: Array, random: np.random.Generator, draws: int) -> Array:
-    """Means of resampled values, with deviations stretched to what means of new values would have."""
+    """Return means of resampled values, with deviations stretched to those of means of new values."""
     n, centre = len(sample), sample.mean()
     means = sample[random.integers(n, size=(draws, n))].mean(axis=1)
     stretched: Array = centre + math.sqrt(n / (n - 1)) * (means - centre)
@@ -189,7 +189,7 @@ def _estimate(centre: float, n: int, draw: Callable[[np.random.Generator], Array
 
 
 def _mirrored(centre: float | None, drawn: Array) -> Interval | None:
-    # A draw in which all means are equal has no correlation; it needs runs that agree to the last digit.
+    # A draw in which all means are equal has no correlation; that takes runs that agree to the last digit.
     defined = drawn[np.isfinite(drawn)]
     if centre is None or not len(defined):
         return None

@@ -1,8 +1,8 @@
-"""Where a study is kept: one SQLite file that can be read while it is written.
+"""The store of a study: one SQLite file that can be read while it is written.
 
 `cells` is the plan: what the study consists of, finished or not. `runs` is what was trained; cells that share a run
-point to the same one. `ran` holds the widths that a run ran at. A run is written once it has ended, in one transaction,
-so that a process that is killed leaves nothing half done.
+refer to the same one. `ran` holds the widths that each run used. A run is written once it has ended, in one
+transaction, so that a process that is killed leaves nothing half done.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CREATE TABLE IF NOT EXISTS running (only_one INTEGER PRIMARY KEY, pid INTEGER NO
 
 
 @dataclass(frozen=True)
-class Found:
+class StoredCell:
     """A cell of the plan as it is stored, with its record where it was trained."""
 
     study: str
@@ -58,14 +58,14 @@ class Found:
 
 
 class Store:
-    """A study's file. Use :func:`reading` or :func:`writing` to get one."""
+    """An open store; use :func:`reading` or :func:`writing` to get one."""
 
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self._connection = connection
         self.path = path
 
     def add_plan(self, cells: Sequence[Cell]) -> None:
-        """Add cells to the plan. Those of the same experiments that were never trained and are not asked for now go."""
+        """Add cells to the plan, and drop unfinished cells of the same experiments that are not among them."""
         common = cells[0].setting
         rows = [
             (
@@ -85,12 +85,12 @@ class Store:
                 self._check_place(cell)
             marks = ", ".join("?" * len(rows[0]))
             self._connection.executemany(f"INSERT OR REPLACE INTO cells VALUES ({marks})", rows)
-            # What is compared is compared in all of a study.
+            # The metric is that of the whole study.
             values = (common.metric, common.better, common.study)
             self._connection.execute("UPDATE cells SET metric = ?, better = ? WHERE study = ?", values)
 
     def _check_place(self, cell: Cell) -> None:
-        """Refuse a cell where another one was trained: a study compares like with like."""
+        """Raise ValueError if another run is stored for the same cell: a study compares like with like."""
         earlier = self._connection.execute(
             "SELECT schedule, options FROM cells WHERE study = ? AND experiment = ? AND label = ? AND q_min = ? "
             "AND q_max = ? AND seed = ? AND run != ?",
@@ -113,11 +113,11 @@ class Store:
         )
 
     def finished(self) -> dict[str, str | None]:
-        """Return the runs that need not be done again, by identity, and what code made each."""
+        """Return the identities of the finished runs, each with the fingerprint of the code that made it."""
         return dict(self._connection.execute("SELECT identity, code FROM runs WHERE status = 'done'"))
 
     def add_run(self, identity: str, outcome: Outcome, code: str | None) -> None:
-        """Keep what came out of a run; a failed one is replaced when it is tried again."""
+        """Store the outcome of a run, in place of that of an earlier attempt."""
         with self._connection:
             self._connection.execute(
                 "INSERT OR REPLACE INTO runs VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, "
@@ -129,15 +129,15 @@ class Store:
             )  # fmt: skip
             self._connection.execute("INSERT OR REPLACE INTO ran VALUES (?, ?)", (identity, json.dumps(outcome.widths)))
 
-    def cells(self, study: str | None = None) -> list[Found]:
-        """Return the plan of a study, or of all, in its order."""
+    def cells(self, study: str | None = None) -> list[StoredCell]:
+        """Return the plan of a study, or of all studies, in its order."""
         rows = self._connection.execute(
             "SELECT cells.*, ran.widths, runs.* FROM cells LEFT JOIN runs ON cells.run = runs.identity "
             "LEFT JOIN ran ON cells.run = ran.identity "
             "WHERE ? IS NULL OR study = ? ORDER BY study, experiment, cells.position, cells.rowid",
             (study, study),
         ).fetchall()
-        first: dict[str, str] = {}  # what a study's function returned first is compared, unless another is named
+        first: dict[str, str] = {}  # the metric by default: the first that the study's function returned
         for row in rows:
             if row["status"] == "done" and row["study"] not in first:
                 first[row["study"]] = next(iter(_mapping(row, "metrics")), "metric")
@@ -148,19 +148,19 @@ class Store:
         return [name for (name,) in self._connection.execute("SELECT DISTINCT study FROM cells ORDER BY study")]
 
     def runner(self) -> str:
-        """Say which process runs a study on the file, as far as is known."""
+        """Return which process runs a study on the file; an empty string if that is not known."""
         row = self._connection.execute("SELECT pid, since FROM running").fetchone()
         return "" if row is None else f" (process {row['pid']!r}, since {_visible(str(row['since']))})"
 
     def note_runner(self) -> None:
-        """Write down which process runs."""
+        """Record this process as the one that runs a study on the file."""
         with self._connection:
             values = (os.getpid(), Stopwatch().started)
             self._connection.execute("INSERT OR REPLACE INTO running VALUES (1, ?, ?)", values)
 
 
 def reading(path: Path) -> AbstractContextManager[Store]:
-    """Open a store that exists, also while a study writes it."""
+    """Open an existing store, even while a study writes to it."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no store {path}; `cpt-fx study run --store {path} ...` makes one")
     return _opened(path)
@@ -168,7 +168,7 @@ def reading(path: Path) -> AbstractContextManager[Store]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[Store]:
-    """Open a store, made if need be, for the one process that runs a study on it.
+    """Open a store for the one process that runs a study on it; create it if it does not exist.
 
     The lock is a transaction on a file beside the store. The system releases it when the process ends, however it ends.
     """
@@ -176,7 +176,7 @@ def writing(path: Path) -> Iterator[Store]:
         raise FileNotFoundError(f"there is no folder {path.parent} to keep the store {path.name} in")
     with _opened(path) as store, closing(sqlite3.connect(f"{path}.lock", timeout=0, isolation_level=None)) as lock:
         try:
-            lock.execute("PRAGMA journal_mode=MEMORY")  # nothing is written, so no journal need lie about
+            lock.execute("PRAGMA journal_mode=MEMORY")  # nothing is written: no journal file is needed
             lock.execute("BEGIN EXCLUSIVE")
         except sqlite3.OperationalError as error:
             if "locked" not in str(error):
@@ -194,7 +194,7 @@ def _opened(path: Path) -> Iterator[Store]:
     with closing(sqlite3.connect(path, timeout=60)) as connection:
         connection.row_factory = sqlite3.Row
         try:
-            connection.execute("PRAGMA journal_mode=WAL")  # readers do not wait for the writer, nor it for them
+            connection.execute("PRAGMA journal_mode=WAL")  # readers do not wait for the writer, nor the writer for them
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             if version not in (0, FORMAT):
                 raise ValueError(f"the store {path} has format {version}; this version of cpt_fx reads format {FORMAT}")
@@ -202,7 +202,7 @@ def _opened(path: Path) -> Iterator[Store]:
                 raise ValueError(f"{path} is a SQLite file, but not of a study")
             if not connection.execute("SELECT count(*) FROM sqlite_master WHERE name = 'ran'").fetchone()[0]:
                 connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version={FORMAT}; COMMIT;")
-            # A study writes no views and triggers, which run whenever a table is read or written.
+            # No study writes views or triggers, which would run when a table is read or written.
             connection.execute("PRAGMA trusted_schema=OFF")
             wanted = "SELECT type, name FROM sqlite_master WHERE type NOT IN ('table', 'index')"
             for kind, name in connection.execute(wanted):
@@ -212,7 +212,7 @@ def _opened(path: Path) -> Iterator[Store]:
         yield Store(connection, path)
 
 
-def _found(row: sqlite3.Row, first_metric: str) -> Found:
+def _found(row: sqlite3.Row, first_metric: str) -> StoredCell:
     for column, kinds in _CELL.items() if row["identity"] is None else (_CELL | _RUN).items():
         if not isinstance(row[column], kinds) or (isinstance(row[column], float) and not math.isfinite(row[column])):
             raise _foreign(row, column)
@@ -220,7 +220,7 @@ def _found(row: sqlite3.Row, first_metric: str) -> Found:
         key: _visible(row[key]) for key in ("study", "experiment", "label", "q_min", "q_max", "seed")
     }
     if row["identity"] is None:
-        return Found(**place, record=None)
+        return StoredCell(**place, record=None)
     metric = _visible(row["metric"]) or first_metric
     metrics = {name: _number(row, value) for name, value in _mapping(row, "metrics").items()}
     status, error, value = row["status"], _visible(row["error"]), metrics.get(metric)
@@ -242,10 +242,10 @@ def _found(row: sqlite3.Row, first_metric: str) -> Found:
         versions=_mapping(row, "versions") | ({"code": _visible(row["code"])} if row["code"] else {}),
         options=_mapping(row, "options"),
     )
-    return Found(**place, record=record)
+    return StoredCell(**place, record=record)
 
 
-# A store may come from anyone, and SQLite lets a column hold anything.
+# A store may come from anyone, and SQLite does not enforce the types of columns.
 _CELL: dict[str, Any] = dict.fromkeys(("study", "experiment", "label", "schedule", "better"), str)
 _CELL |= dict.fromkeys(("q_min", "q_max", "seed", "total_steps"), int)
 _CELL |= dict.fromkeys(("relative_cost", "mean_bits"), float) | {"first_cycle_bits": float | None, "metric": str | None}
@@ -255,7 +255,7 @@ _RUN = {"status": str, "error": str | None, "started": str, "seconds": float, "c
 
 
 def _visible(value: Any) -> Any:
-    """Write what would steer a terminal as its code: \\x1b for escape, \\u202e for writing from right to left."""
+    """Escape characters that control a terminal: \\x1b for escape, \\u202e for the right-to-left override."""
     if isinstance(value, str):
         return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), value)
     if isinstance(value, dict):
@@ -274,7 +274,7 @@ def _mapping(row: sqlite3.Row, column: str) -> dict[str, Any]:
 
 
 def _cost(row: sqlite3.Row) -> dict[str, float]:
-    """Return cost and mean width of the steps that ran; nothing where no step was recorded: then the plan's hold."""
+    """Return cost and mean width of the steps that ran; if none was recorded, nothing: then the planned ones apply."""
     try:
         found = np.array(json.loads(row["widths"] or "[]"), dtype=np.int64).reshape(-1, 4)
         widths, counts = found[:, :3], found[:, 3]

@@ -1,4 +1,4 @@
-"""A user's training function: what it takes, how another process finds it, and what comes out of a run of it."""
+"""The user's training function: its arguments, how another process imports it, and the outcome of a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from cpt_fx.schedules.base import is_importable
 from cpt_fx.schedules.memory import fresh
 
 Task = tuple[Schedule, int, dict[str, Any], str | None]
-"""What a training needs to know: schedule, seed, options, and what of the result is compared."""
+"""What a training run needs: schedule, seed, options, and the name of the metric that is compared."""
 PACKAGES = ("cpt_fx", "torch", "numpy", "torch_geometric", "transformers")
 STARTING = "cpt-fx study worker, starting"
 """A worker's name while it imports the training function's file."""
@@ -40,7 +40,7 @@ _loaded: dict[Path, ModuleType] = {}
 
 @dataclass(frozen=True)
 class TrainFunction:
-    """A function of (schedule), (schedule, seed), and of options by name."""
+    """A training function of (schedule) or (schedule, seed), and of options by name."""
 
     call: Callable[..., object]
     reference: str | None
@@ -48,12 +48,12 @@ class TrainFunction:
     takes_seed: bool
 
     def __call__(self, schedule: Schedule, seed: int, options: Mapping[str, Any]) -> object:
-        """Train."""
+        """Run the training function, and return what it returns."""
         return self.call(schedule, **({"seed": seed} if self.takes_seed else {}), **options)
 
     @property
     def name(self) -> str:
-        """What a study is called unless it is given a name."""
+        """The default name of a study."""
         own = getattr(self.call, "__name__", "study")
         if self.reference is None:
             return "study" if own == "<lambda>" else own
@@ -63,7 +63,7 @@ class TrainFunction:
 
     @property
     def fingerprint(self) -> str | None:
-        """A digest of the file that the function is written in, to notice that it was changed."""
+        """A digest of the function's source file, to notice changes; None where it has none."""
         try:
             file = inspect.getsourcefile(inspect.unwrap(self.call))
             return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
@@ -72,7 +72,7 @@ class TrainFunction:
 
 
 def train_function(train: Callable[..., object] | str, options: Mapping[str, Any]) -> TrainFunction:
-    """Return the training function for a function or a reference, checked against the options it will get."""
+    """Return the training function for a callable or a reference, checked against the options it will get."""
     if not isinstance(train, str) and not callable(train):
         raise TypeError(f'train must be a function, or a text such as "file.py:train", got {train!r}')
     call, where = load(train) if isinstance(train, str) else (train, _reference(train))
@@ -80,7 +80,7 @@ def train_function(train: Callable[..., object] | str, options: Mapping[str, Any
 
 
 def load(reference: str) -> tuple[Callable[..., object], str]:
-    """Return the function that `file.py:name` or `module:name` leads to, and the reference with the full path."""
+    """Return the function that `file.py:name` or `module:name` refers to, and the reference with the full path."""
     found, where = find(reference)
     if not callable(found):
         raise TypeError(f"{reference} must be a function, it is {found!r}")
@@ -88,7 +88,7 @@ def load(reference: str) -> tuple[Callable[..., object], str]:
 
 
 def find(reference: str) -> tuple[Any, str]:
-    """Return what a reference leads to, as in `name` or `Class.name`, and the reference with the full path."""
+    """Return what a reference (its name may be `Class.name`) refers to, and the reference with the full path."""
     place, _, path = reference.rpartition(":")
     if not place or not path:
         raise ValueError(
@@ -109,7 +109,7 @@ def find(reference: str) -> tuple[Any, str]:
 
 def _imported(module: str, reference: str) -> ModuleType:
     """Return the module of a reference, from the current folder or installed."""
-    if os.getcwd() not in sys.path:  # the script in bin/ does not look there; `python -m` would
+    if os.getcwd() not in sys.path:  # `python -m` looks there, the script in bin/ does not
         sys.path.insert(0, os.getcwd())
     try:
         return importlib.import_module(module)
@@ -120,7 +120,7 @@ def _imported(module: str, reference: str) -> ModuleType:
 
 
 def load_in_worker(reference: str) -> Callable[..., object]:
-    """Load, in a process that was started to train; a file that starts a study while it is imported is told so."""
+    """Load a function in a worker process, marked so that a file that starts a study when imported raises an error."""
     worker = multiprocessing.current_process()
     name, worker.name = worker.name, STARTING
     try:
@@ -130,7 +130,7 @@ def load_in_worker(reference: str) -> Callable[..., object]:
 
 
 def refuse_in_worker() -> None:
-    """Stop a study that starts while a worker imports the file it is written in: it would never end."""
+    """Raise an error if a study starts while a worker imports the file that starts it: it would never end."""
     process = multiprocessing.current_process()
     if process.name == STARTING or getattr(process, "_inheriting", False):  # the latter while it imports the script
         raise RuntimeError(
@@ -140,11 +140,11 @@ def refuse_in_worker() -> None:
 
 
 def _load_file(path: Path) -> ModuleType:
-    """Import a file; its folder goes to the path, so that what lies beside it can be imported too."""
+    """Import a file; its folder is added to `sys.path`, so that modules beside it can be imported too."""
     if path in _loaded:
         return _loaded[path]
     if not path.is_file():
-        # On a machine of a cluster the file lies in the working folder that was sent there.
+        # On a machine of a cluster the file is in the working directory that was sent there.
         beside = Path.cwd() / path.name
         if not beside.is_file():
             raise FileNotFoundError(f"there is no file {path}")
@@ -179,7 +179,7 @@ def _reference(call: Any) -> str | None:
 
 
 def _takes_seed(call: Callable[..., object], options: Mapping[str, Any]) -> bool:
-    """Say whether a function takes the seed; TypeError where it cannot take what it will get."""
+    """Return whether a function takes the seed; raise an error if it cannot take its arguments."""
     try:
         parameters = list(inspect.signature(call).parameters.values())
     except (TypeError, ValueError):
@@ -203,7 +203,7 @@ def _takes_seed(call: Callable[..., object], options: Mapping[str, Any]) -> bool
     return "seed" in by_name or anything
 
 
-# A run, and what comes out of it.
+# A run and its outcome.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,11 +218,11 @@ class Outcome:
     machine: dict[str, object] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     widths: list[tuple[int, ...]] = field(default_factory=list)
-    """Weight, activation and gradient width, and for how many steps they ran; empty where nothing was stepped."""
+    """Weight, activation and gradient width, and the number of steps they ran for; empty if no step was made."""
 
 
 class Stopwatch:
-    """When something began, and how long it has taken."""
+    """When something began, and how long it has taken so far."""
 
     def __init__(self) -> None:
         self.started = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -230,7 +230,7 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        """The time since."""
+        """The elapsed time."""
         return round(time.perf_counter() - self._began, 3)
 
     def failed(self, error: str) -> Outcome:
@@ -239,7 +239,7 @@ class Stopwatch:
 
 
 def execute(train: TrainFunction, threads: int, task: Task) -> Outcome:
-    """Seed, train, and check what is returned. Whatever goes wrong in the training is part of the outcome."""
+    """Seed, train, and check what is returned; errors of the training become part of the outcome."""
     import torch
 
     schedule, seed, options, metric = task
@@ -251,12 +251,12 @@ def execute(train: TrainFunction, threads: int, task: Task) -> Outcome:
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
-        # stdout belongs to what the study itself prints, such as --json. No run sees what another one has learned.
+        # stdout is for the study's own output, such as --json. Each run gets a fresh copy of the schedule's state.
         with redirect_stdout(sys.stderr), fresh(schedule) as own:
             returned = train(own, seed, options)
             widths = [(*bits, count) for bits, count in own._widths_that_ran()]
         metrics, error = checked(returned, metric)
-    except (Exception, SystemExit):  # a script may end itself; the study goes on
+    except (Exception, SystemExit):  # the training may call sys.exit(); the study goes on
         error = traceback.format_exc()
     finally:
         torch.set_num_threads(before)
@@ -273,7 +273,7 @@ def execute(train: TrainFunction, threads: int, task: Task) -> Outcome:
 
 
 def checked(returned: object, metric: str | None) -> tuple[dict[str, float], str | None]:
-    """Return the finite numbers among what a training function returned, and what is wrong with it, if anything."""
+    """Return the finite numbers among what a training function returned, and an error message if it is not valid."""
     found = returned if isinstance(returned, Mapping) else {metric or "metric": returned}
     metrics: dict[str, float] = {}
     wrong = []
@@ -296,7 +296,7 @@ def checked(returned: object, metric: str | None) -> tuple[dict[str, float], str
 
 
 def absent(metric: str, metrics: Mapping[str, float]) -> str:
-    """Say that what is compared was not returned."""
+    """Return the message that the compared metric was not returned."""
     return f"the training function returned no {metric!r}, but {', '.join(metrics) or 'an empty dict'}"
 
 
@@ -308,15 +308,15 @@ def _number(value: object) -> float | None:
             value = item()
         except (RuntimeError, ValueError):  # it has several elements
             return None
-    # True is an integer to Python; as a result it is a slip.
+    # A bool is an int in Python; as a result it is a mistake.
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-# What a measurement belongs to.
+# Where a run was made.
 
 
 def processor() -> str:
-    """Return the name of the processor, where the system tells it."""
+    """Return the name of the processor, or of the machine where the system does not tell it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -12,8 +12,8 @@ from html import escape
 from importlib.util import find_spec
 from pathlib import Path
 
-from cpt_fx import report
-from cpt_fx.files import replace
+from cpt_fx.common.files import replace
+from cpt_fx.study import page as report
 from cpt_fx.study.analysis import Panel, against, low_steps, panels, reference, verdict
 from cpt_fx.study.figures import COLOURS, INK, RULE, SOFT, figures, save
 from cpt_fx.study.findings import conclusions, counted, markdown, tables
@@ -29,10 +29,10 @@ FIGURE_TITLES = {
 }
 NO_FIGURES = 'There are no figures, because matplotlib is not installed: pip install "cpt_fx[viz]".'
 DARK = {"small": "#56b4e9", "medium": "#3fc79a", "large": "#ff9a57", "other": "#dd8fc0"}
-"""The hues of the figures on a dark page, light enough to read."""
+"""The colours of the figures on a dark page, light enough to read."""
 VARIABLES = {COLOURS[name]: f"--{name}" for name in DARK}
 VARIABLES |= {INK: "--ink", SOFT: "--soft", RULE: "--rule", "#ffffff": "--page"}
-"""What the page calls the colours of drawings."""
+"""The page's CSS variable for each colour of the drawings."""
 _LIGHT = "".join(f"--{name}: {COLOURS[name]}; " for name in DARK)
 _DARK = "".join(f"--{name}: {colour}; " for name, colour in DARK.items())
 
@@ -64,12 +64,12 @@ def write(
     notes: str | None = None,
     command: str | None = None,
 ) -> dict[str, Path]:
-    """Write the report of one or several studies into a folder, and return its files by what they are.
+    """Write the reports of one or several studies into a folder, and return the paths of its files by kind.
 
     A study named digits gives digits.html, digits.md, digits.csv (a line for each schedule), digits-records.csv (a line
     for each run), and for each figure digits-cost.png and .svg, digits-deficit.png and so on. `notes` are shown above
     the tables: what the data are, and what they cannot show. `command` is what regenerates the report. Each file is
-    complete or not there. Where the records are of several studies, the keys of the result begin with their names.
+    written completely or not at all. With records of several studies, the keys of the result begin with their names.
     """
     kept = list(records)
     if not kept:
@@ -99,7 +99,7 @@ def stem(study: str) -> str:
 def _contents(
     records: Sequence[Record], name: str, title: str, notes: str, command: str | None
 ) -> dict[str, str | bytes]:
-    """Return what to write, by the end of the file's name."""
+    """Return the content of each file, by the end of its name."""
     found = panels(records)
     drawn: dict[str, dict[str, bytes]] = {}
     if with_figures := find_spec("matplotlib") is not None:
@@ -118,7 +118,7 @@ def _told(
     found: Sequence[Panel], name: str, drawn: Mapping[str, Mapping[str, bytes]], about: Sequence[tuple[str, str]],
     notes: str, missing: str,
 ) -> tuple[list[str], list[str]]:  # fmt: skip
-    """Return the sections of the page, and those of the Markdown."""
+    """Return the sections of the page, and those of the Markdown file."""
     page = [f"<style>{STYLE}</style>", *([f'<p class="note">{escape(missing)}</p>'] if missing else [])]
     text = [*filter(None, (notes, missing))]
     for topic, kinds in drawn.items():
@@ -147,14 +147,14 @@ def _told(
 
 
 def _kind(heading: str, cell: str) -> str:
-    """Return the class of a cell of a table on the page."""
+    """Return the CSS class of a table cell."""
     if heading in ("reason", "schedules"):
         return "text"
     return {"better": "better", "worse": "worse", "not told apart": "apart"}.get(cell, "") * (heading == "verdict")
 
 
 def _lead(found: Sequence[Panel], records: Sequence[Record]) -> str:
-    """Say how large the study is, before it says anything else."""
+    """Return the opening sentences: how large the study is, and that it is one task only."""
     bits = ", ".join(dict.fromkeys(panel.bits for panel in found))
     labels = len({record.label for record in records})
     seeds = counted(len({record.seed for record in records}), "seed")
@@ -168,11 +168,11 @@ def _lead(found: Sequence[Panel], records: Sequence[Record]) -> str:
     )
 
 
-# What was run, as sentences.
+# What was run.
 
 
 def facts(records: Sequence[Record], command: str | None = None) -> list[tuple[str, str]]:
-    """Return name and text of each fact. Where runs differ in one, all its values are named."""
+    """Return name and text of each fact about the runs; where runs differ, all values are listed."""
     trained = _runs(records)
     done = sum(record.status == "done" for record in trained)
     seconds = sum(record.seconds for record in trained)
@@ -190,7 +190,7 @@ def facts(records: Sequence[Record], command: str | None = None) -> list[tuple[s
 
 
 def _runs(records: Iterable[Record]) -> list[Record]:
-    """Return one record of each training run: static 8 may stand in several experiments, and was trained once."""
+    """Return one record of each training run: static 8 may be part of several experiments, but is trained once."""
     distinct = {
         (record.study, record.schedule, record.seed, record.started, json.dumps(record.options, sort_keys=True)): record
         for record in records

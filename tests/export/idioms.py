@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Buffer, Parameter
 from torch.nn.utils.parametrizations import spectral_norm
 
-from tests.zoo_layers import Build, ints, normal, zoo
+from tests.zoo.layers import Build, ints, normal, zoo
 
 IDIOMS: dict[str, Build] = {}
 """Every model by name."""

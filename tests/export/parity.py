@@ -23,7 +23,8 @@ from cpt_fx.export import program
 from cpt_fx.export.functions import add_functions
 from cpt_fx.export.randomness import drawing
 from cpt_fx.export.verify import Drawn
-from cpt_fx.noise import uniform
+from cpt_fx.ort import manifest
+from cpt_fx.quantizers.noise import uniform
 from tests.export.operator_case import Case
 
 TOLERANCE = 1e-5
@@ -120,9 +121,9 @@ def _differences(case: Case) -> dict[str, float]:
         **{name: torch.tensor(32) for name in graph.dials},
         **parameters,
         **program.states_of(module),
-        **{name + program.GRADIENT: torch.zeros_like(value) for name, value in parameters.items()},
-        program.SEEDS: seeds,
-        program.MORE: torch.tensor(False),
+        **{name + manifest.GRADIENT: torch.zeros_like(value) for name, value in parameters.items()},
+        manifest.SEEDS: seeds,
+        manifest.MORE: torch.tensor(False),
     }
     found = _ort_step(graph, feed)
     expected = _torch_step(case, plain, inputs, targets, seeds)
@@ -131,7 +132,7 @@ def _differences(case: Case) -> dict[str, float]:
     # With a hundredth of the largest instead of a tenth, a single rounding of it (1.2e-7) would be too much.
     largest = max(float(gradient.abs().max()) for gradient in expected.values() if gradient is not None)
     for name, gradient in expected.items():
-        made = found.get(name + program.GRADIENT + program.NEXT)
+        made = found.get(name + manifest.GRADIENT + manifest.NEXT)
         if made is not None:
             differences[name] = _difference(made, gradient, largest / 10)
         elif gradient is not None and bool(gradient.any()):

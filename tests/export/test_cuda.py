@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 
 from cpt_fx.errors import ExportError
-from cpt_fx.export import environment
-from cpt_fx.export.environment import CPU, CUDA, Finding, PackageError, check_cuda
+from cpt_fx.ort import environment
 from cpt_fx.ort.engine import check_session, session_providers
+from cpt_fx.ort.environment import CPU, CUDA, Finding, PackageError, check_cuda
 
 
 @pytest.fixture

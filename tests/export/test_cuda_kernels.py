@@ -18,18 +18,18 @@ from onnx import parser  # noqa: E402
 
 import cpt_fx  # noqa: E402
 from cpt_fx.export import functions, program  # noqa: E402
-from cpt_fx.export.functions import Kind, add_functions, kind_of  # noqa: E402
+from cpt_fx.export.functions import QuantizerKind, add_functions, kind_of  # noqa: E402
 from cpt_fx.export.recording import OPSET  # noqa: E402
 from cpt_fx.export.updates import trace_updates  # noqa: E402
 from cpt_fx.formats import Rounding, Scheme, Specials  # noqa: E402
-from cpt_fx.numerics import Grid  # noqa: E402
+from cpt_fx.quantizers.numerics import Grid  # noqa: E402
 from cpt_fx.schedules import Static  # noqa: E402
 from tests.export.cuda_kernels import RELEASES, kernels, missing  # noqa: E402
 from tests.export.test_functions import calling  # noqa: E402
 from tests.export.test_parity import CASES  # noqa: E402
 
 FLOAT = Grid(scheme=Scheme.FLOAT, exponent=4, specials=Specials.FN)
-KINDS: tuple[Kind | str, ...] = (
+KINDS: tuple[QuantizerKind | str, ...] = (
     *(kind_of(Grid(scheme=scheme, rounding=rounding)) for scheme in list(Scheme)[:3] for rounding in Rounding),
     kind_of(FLOAT),
     kind_of(FLOAT._replace(specials=Specials.IEEE, block=32)),
@@ -65,7 +65,7 @@ def updates_of(name: str) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind if isinstance(kind, str) else kind.name)
-def test_functions(kind: Kind | str, release: str) -> None:
+def test_functions(kind: QuantizerKind | str, release: str) -> None:
     assert not missing(calling(functions.function(kind)), kernels(release, OPSET))
 
 

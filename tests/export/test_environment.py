@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from cpt_fx.errors import ExportError
-from cpt_fx.export import environment
-from cpt_fx.export.environment import PackageError
+from cpt_fx.ort import environment
+from cpt_fx.ort.environment import PackageError
 from tests.export.fake_packages import (
     install,
     install_writers,
@@ -33,7 +33,7 @@ def said(site: Path, function: str) -> str:
     """What a `require_...` raises, or a `check_...` finds to be wrong; or nothing."""
     code = f"""
 from cpt_fx.errors import ExportError
-from cpt_fx.export import environment
+from cpt_fx.ort import environment
 try:
     found = environment.{function}()
     print("" if found is None else found.message, end="")
@@ -189,7 +189,7 @@ def test_builds_are_those_in_the_folder_that_is_imported(site: Path, tmp_path: P
     code = f"""
 import sys
 sys.path.append({str(tmp_path / "elsewhere")!r})
-from cpt_fx.export.environment import builds
+from cpt_fx.ort.environment import builds
 print(builds(), end="")
 """
     assert python(site, code).stdout == f"{{'{PLAIN}': '1.31.1', '{CPU}': '1.19.2'}}"

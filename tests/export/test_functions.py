@@ -14,14 +14,14 @@ onnxruntime = pytest.importorskip("onnxruntime")
 
 from onnx import helper  # noqa: E402
 
-from cpt_fx import noise, numerics, ops  # noqa: E402
 from cpt_fx.export import functions  # noqa: E402
-from cpt_fx.export.functions import Kind, kind_of  # noqa: E402
+from cpt_fx.export.functions import QuantizerKind, kind_of  # noqa: E402
 from cpt_fx.export.local_functions import DOMAIN  # noqa: E402
 from cpt_fx.export.recording import OPSET  # noqa: E402
 from cpt_fx.formats import Rounding, Scheme, Specials  # noqa: E402
-from cpt_fx.numerics import Grid  # noqa: E402
-from cpt_fx.ops import LearnedRange  # noqa: E402
+from cpt_fx.quantizers import noise, numerics, ops  # noqa: E402
+from cpt_fx.quantizers.numerics import Grid  # noqa: E402
+from cpt_fx.quantizers.ops import LearnedRange  # noqa: E402
 
 WIDTHS = (0, 1, 2, 3, 5, 8, 12, 24, 31, 32)
 FLOATS = [(exponent, specials) for exponent in (2, 4, 5, 8) for specials in Specials]
@@ -74,7 +74,7 @@ def tensors() -> list[torch.Tensor]:
     ]
 
 
-def feed(kind: Kind, x: torch.Tensor, bits: int, axes: Sequence[int]) -> dict[str, Any]:
+def feed(kind: QuantizerKind, x: torch.Tensor, bits: int, axes: Sequence[int]) -> dict[str, Any]:
     made: dict[str, Any] = {"x": x.numpy(), "bits": np.array(bits), "axes": np.array(axes, np.int64)}
     if kind.draws:
         made |= {"seeds": np.stack([0 * SEED.numpy(), SEED.numpy()]), "draw": np.array([1])}
@@ -172,7 +172,7 @@ def test_noise(seed: tuple[int, int]) -> None:
 
 
 def test_names_say_what_differs() -> None:
-    assert Kind().name == "FakeQuantize"
+    assert QuantizerKind().name == "FakeQuantize"
     assert len({kind_of(grid).name for grid in GRIDS}) == len(GRIDS)
     recalled = kind_of(Grid(scheme=Scheme.AFFINE_INTEGER), "Recalled", momentum=0.5, percentile=99.9, corrected=False)
     assert recalled.name == "FakeQuantizeAffineIntegerRecalledNotCorrectedPercentile99_9"

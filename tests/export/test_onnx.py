@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import cpt_fx
 from cpt_fx.errors import ExportError
 from cpt_fx.formats import Rounding, Scheme
-from cpt_fx.meta import QUANTIZER, get_attribute
+from cpt_fx.ir.meta import QUANTIZER, get_attribute
 from cpt_fx.recipes import default
 from cpt_fx.schedules import Static
 from tests.export.exported_cases import MODELS, evaluated, save, trained
@@ -365,6 +365,21 @@ def test_weights_that_do_not_fit_lie_beside_the_file(tmp_path: Path, monkeypatch
     path = plain.onnx(model, (x,), tmp_path / "model.onnx", 8)
     assert sorted(item.name for item in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data"]
     close(session(path).run(None, {"input": x.numpy()})[0], evaluated(model, x))
+
+
+def test_weights_beside_a_file_belong_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = trained("mlp")
+    beside = tmp_path / "model.onnx.data"
+    beside.write_text("precious")
+    with pytest.raises(ExportError, match=r"model\.onnx\.data exists: .*overwrite=True"):
+        plain.onnx(model, (x,), tmp_path / "model.onnx")
+    assert beside.read_text() == "precious"
+    monkeypatch.setattr(plain, "INLINE_LIMIT", 100)
+    path = plain.onnx(model, (x,), tmp_path / "model.onnx", overwrite=True)
+    assert beside.stat().st_size > 100
+    monkeypatch.undo()
+    plain.onnx(model, (x,), path, overwrite=True)
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_file_that_exists_is_replaced_on_demand(tmp_path: Path) -> None:

@@ -25,11 +25,12 @@ pytest.importorskip("onnxscript")
 pytest.importorskip("onnxruntime")
 
 import cpt_fx
-from cpt_fx import numerics, recipes
+from cpt_fx import recipes
 from cpt_fx.export.verify import _differences
 from cpt_fx.formats import Rounding
 from cpt_fx.native import disabled
 from cpt_fx.ort import Trainer
+from cpt_fx.quantizers import numerics
 from cpt_fx.schedules import Schedule, Static, named
 
 pytestmark = pytest.mark.filterwarnings(

@@ -15,8 +15,8 @@ import cpt_fx
 from cpt_fx import functional
 from cpt_fx.errors import ExportError
 from cpt_fx.formats import Group, Rounding, Scheme
-from cpt_fx.layer_state import PARTS
-from cpt_fx.ops import FAKE_QUANTIZE
+from cpt_fx.ir.layer_state import PARTS
+from cpt_fx.quantizers.ops import FAKE_QUANTIZE
 from cpt_fx.recipes import default
 from tests.export.exported_cases import MODELS, evaluated, trained
 
@@ -431,14 +431,14 @@ def test_a_quantizer_of_several_constants_has_one_grid() -> None:
     """As in a body that is called with one weight, then with another."""
     x = torch.randn(4, 3)
     model = cpt_fx.transform(nn.Linear(3, 2), cpt_fx.schedules.Static(8), example_inputs=(x,))
-    watched = qdq_module.watched_in(cpt_fx.single_graph(model, (x,)))
+    watched = qdq_module.formats.watched_in(cpt_fx.single_graph(model, (x,)))
     (item,) = [one for one in watched.values() if one.quantizer.role == "weight"]
     item.constant = True
     first, second = torch.tensor([[-1.0, 0.5]]), torch.tensor([[0.0, 2.0]])
     for value in (first, first, second, first):
         item.see(FAKE_QUANTIZE, {"x": value}, value)
         assert item.constant == (item.call is not None) == (float(item.extent.maximum()) < 2)
-    plan = qdq_module.plan_of(item)
+    plan = qdq_module.formats.plan_of(item)
     assert plan.status == "converted"
     assert torch.allclose(plan.values(first), first, atol=0.02)
 

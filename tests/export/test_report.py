@@ -18,7 +18,7 @@ pytest.importorskip("onnxscript")
 pytest.importorskip("onnxruntime")
 
 from cpt_fx.export import report
-from cpt_fx.export.reporting import Report
+from cpt_fx.export.reporting import ExportReport
 
 SCHEDULE = cpt_fx.schedules.Static(6)
 X = torch.linspace(-1, 1, 12 * 6).reshape(12, 6)
@@ -31,20 +31,20 @@ def transformed(*layers: nn.Module, recipe: Any = None) -> nn.Module:
     return result
 
 
-def verdicts(found: Report, target: str) -> dict[tuple[str, str], str]:
+def verdicts(found: ExportReport, target: str) -> dict[tuple[str, str], str]:
     return {
         (row.layer, row.what.partition(" ")[0]): row.verdicts[target] for row in found.rows if target in row.verdicts
     }
 
 
-def notes(found: Report, target: str) -> str:
+def notes(found: ExportReport, target: str) -> str:
     return "\n".join(found.targets[target].notes)
 
 
 class Made(NamedTuple):
     """A report, the model it is on, that model's state and modes before, and the folder it was made in."""
 
-    found: Report
+    found: ExportReport
     model: nn.Module
     state: dict[str, Tensor]
     modes: dict[str, bool]
@@ -72,11 +72,11 @@ def model(made: Made) -> nn.Module:
 
 
 @pytest.fixture
-def found(made: Made) -> Report:
+def found(made: Made) -> ExportReport:
     return made.found
 
 
-def test_every_quantizer_has_a_verdict(model: nn.Module, found: Report) -> None:
+def test_every_quantizer_has_a_verdict(model: nn.Module, found: ExportReport) -> None:
     views = cpt_fx.inspect(model).quantizers
     assert [row.layer for row in found.rows] == [view.layer for view in views]
     forward = {(view.layer, view.operand) for view in views if view.role != "gradient"}
@@ -86,7 +86,7 @@ def test_every_quantizer_has_a_verdict(model: nn.Module, found: Report) -> None:
     assert verdicts(found, "ort_training") == dict.fromkeys(forward | gradients, "exact")
 
 
-def test_what_is_drawn_is_approximated(found: Report) -> None:
+def test_what_is_drawn_is_approximated(found: ExportReport) -> None:
     # In evaluation nothing is drawn.
     assert "random numbers" not in notes(found, "onnx")
     assert "random numbers are drawn from the seeds of a step" in notes(found, "ort_training")
@@ -94,7 +94,7 @@ def test_what_is_drawn_is_approximated(found: Report) -> None:
     assert found.status("onnx") == found.status("qdq") == "exact"
 
 
-def test_running_state_is_named(found: Report) -> None:
+def test_running_state_is_named(found: ExportReport) -> None:
     # Ranges are part of their quantizer.
     assert "exact: 1.running_mean, 1.running_var, 1.num_batches_tracked: running" in notes(found, "ort_training")
 
@@ -163,10 +163,10 @@ def test_any_state_is_kept() -> None:
 def test_one_target_is_enough() -> None:
     found = report(transformed(nn.Linear(6, 3)), (X,), targets="onnx")
     assert list(found.targets) == ["onnx"]
-    assert repr(found) == "<Report on Sequential: onnx exact>"
+    assert repr(found) == "<ExportReport on Sequential: onnx exact>"
 
 
-def test_it_is_data_too(found: Report) -> None:
+def test_it_is_data_too(found: ExportReport) -> None:
     data = json.loads(json.dumps(found.to_dict()))
     assert {name: one["status"] for name, one in data["targets"].items()} == {
         "ort_training": "approximated",
@@ -176,7 +176,7 @@ def test_it_is_data_too(found: Report) -> None:
     assert len(data["rows"]) == len(found.rows)
 
 
-def test_exports_are_tried(found: Report) -> None:
+def test_exports_are_tried(found: ExportReport) -> None:
     assert any(note.startswith("tried") for note in found.targets["onnx"].notes)
     assert any("were compared with PyTorch" in note for note in found.targets["ort_training"].notes)
 

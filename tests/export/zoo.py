@@ -31,11 +31,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import cpt_fx
+from cpt_fx.capture.dry_run import tensors_in
 from cpt_fx.errors import ExportError, TransformError
-from cpt_fx.trial import tensors_in
 from tests.export.idioms import IDIOMS
 from tests.zoo import ANY_MODEL, ZOO
-from tests.zoo_layers import Built
+from tests.zoo.layers import Built
 
 TRAINED, CLOSE, LOW_BITS, FLIPPED = 1e-3, 1e-4, 4, 0.05
 """Largest differences relative to the largest element: of what training changed, after three steps, and of outputs. At

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cpt_fx.widths import LOOKS_ON
+from cpt_fx.quantizers.widths import LOOKS_ON
 
 BITS = 2
 

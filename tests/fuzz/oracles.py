@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch._inductor import config as inductor
 
 import cpt_fx
+from cpt_fx.capture.standalone import transformed_in
 from cpt_fx.formats import FULL_PRECISION, Format, Scheme
 from cpt_fx.integer import choice
 from cpt_fx.recipes import FAMILIES, Recipe, integer, resolve
 from cpt_fx.schedules import Bits, Schedule, Static
-from cpt_fx.standalone import transformed_in
 from tests.fuzz.case import OPENED, UNITS, Case, Seen, Wrong, differences, loss_of, run, tensors_in
 from tests.fuzz.census import BITS, Census
 from tests.fuzz.options import nearest

@@ -162,7 +162,7 @@ def test_a_float_at_one_bit_has_the_levels_of_two(tmp_path: Path, monkeypatch: p
         "nearest(recipes.default())", "recipes.default().with_rule('linear', input=recipes.fp8().linear.input)"
     )
     assert tried(source, tmp_path, "widths").faults == []
-    monkeypatch.setattr("cpt_fx.numerics.float_fields", lambda bits, exponent: (bits, bits + 1))
+    monkeypatch.setattr("cpt_fx.quantizers.numerics.float_fields", lambda bits, exponent: (bits, bits + 1))
     (fault,) = tried(source, tmp_path, "widths").faults
     assert "activation quantizer" in fault.message and "showed {1: " in fault.message
 

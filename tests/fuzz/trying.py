@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import cpt_fx
-from cpt_fx.spec import SpecError
+from cpt_fx.ir.verifier import SpecError
 from tests.fuzz import oracles
 from tests.fuzz.case import Case, Seen, Wrong, plain_runs
 from tests.fuzz.model import draw

@@ -15,19 +15,19 @@ from torch.utils.checkpoint import checkpoint
 
 import cpt_fx
 from cpt_fx import native
-from cpt_fx.bodies import state_of
+from cpt_fx.capture.dry_run import trial
 from cpt_fx.inspection.census import Seen, census
 from cpt_fx.inspection.levels import holds, levels_in, ranges_of
-from cpt_fx.inspection.sameness import Call, Mode, run_in
+from cpt_fx.inspection.sameness import Inputs, Mode, run_in
 from cpt_fx.inspection.verification import VerificationError
 from cpt_fx.inspection.views import OF_A_SECOND
-from cpt_fx.meta import LEFT, QUANTIZER, SITE
-from cpt_fx.numerics import Grid
-from cpt_fx.ops import FAKE_QUANTIZE, QUANTIZERS
+from cpt_fx.ir.meta import LEFT, QUANTIZER, SITE
+from cpt_fx.ir.subgraphs import state_of
+from cpt_fx.quantizers.numerics import Grid
+from cpt_fx.quantizers.ops import FAKE_QUANTIZE, QUANTIZERS
 from cpt_fx.recipes import default, fp8, integer, mx, paper
 from cpt_fx.schedules import Static
-from cpt_fx.trial import trial
-from tests.captures import captures
+from tests.capture.captures import captures
 from tests.inspection.escapes import ESCAPES, WIDTH, BeforeALeftLayer, Escaping, OperatorOfItsOwn, unseen
 from tests.zoo import ZOO
 
@@ -38,7 +38,7 @@ def looked_at(model: nn.Module, *args: Any, gradients: bool = True, **kwargs: An
         for state in {id(found): found for found in map(state_of, cpt_fx.graphs(model))}.values():
             stack.enter_context(state.at(2))
         with census(model) as seen:
-            run_in(model, Call(args, kwargs), [Mode(model.training, gradients)])
+            run_in(model, Inputs(args, kwargs), [Mode(model.training, gradients)])
     return seen
 
 

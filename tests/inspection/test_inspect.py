@@ -12,7 +12,7 @@ from rich.console import Console
 from torch import nn
 
 import cpt_fx
-from cpt_fx.meta import QUANTIZER
+from cpt_fx.ir.meta import QUANTIZER
 from cpt_fx.schedules import Static
 from tests.inspection.models import Net, TakingTurns, images, train_step, trained, transformed
 

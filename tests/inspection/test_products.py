@@ -11,7 +11,7 @@ import cpt_fx
 from cpt_fx.inspection import ProductView
 from cpt_fx.integer import choice
 from cpt_fx.schedules import Bits, Static
-from tests.integer_models import CONVOLUTIONS_PRODUCTS, Convolutions, always, both, difference, set_widths
+from tests.integer.models import CONVOLUTIONS_PRODUCTS, Convolutions, always, both, difference, set_widths
 from tests.passes import numbers
 
 __all__ = ["always"]

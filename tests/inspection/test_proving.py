@@ -17,19 +17,19 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import cpt_fx
-from cpt_fx.bodies import state_of
 from cpt_fx.errors import TransformError
 from cpt_fx.inspection import VerificationError
 from cpt_fx.inspection.table import as_text
-from cpt_fx.meta import QUANTIZER
-from cpt_fx.pass_base import Pass, Report
+from cpt_fx.ir.meta import QUANTIZER
+from cpt_fx.ir.pass_base import Pass, Report
+from cpt_fx.ir.subgraphs import state_of
 from cpt_fx.passes.bind import Bind
 from cpt_fx.pipeline import Pipeline
 from cpt_fx.schedules import Static
-from tests.captures import captures
+from tests.capture.captures import captures
 from tests.inspection.escapes import unseen
 from tests.inspection.models import Net, cyclic, images
-from tests.result.models import forget_compiled_code
+from tests.ir.result.models import forget_compiled_code
 
 NOT_PROVEN = "captured, not proven: call `verify(*inputs)`"
 
@@ -186,7 +186,7 @@ def with_a_graph_that_does_something_else(result: Any) -> None:
 
 
 def unbound(result: Any) -> None:
-    result_schedule = cpt_fx.standalone.the_one_in(result, "").state.schedule
+    result_schedule = cpt_fx.capture.standalone.the_one_in(result, "").state.schedule
     assert result_schedule is not None
     result_schedule.unbind(result)
 

@@ -14,14 +14,14 @@ from torch.utils.checkpoint import checkpoint
 
 import cpt_fx
 from cpt_fx.api import history_of
-from cpt_fx.history import History
 from cpt_fx.inspection import VerificationError
 from cpt_fx.inspection.sameness import Sameness, compare
-from cpt_fx.result import PART
+from cpt_fx.ir.history import History
+from cpt_fx.ir.result import PART
 from cpt_fx.schedules import Static
 from tests.inspection.faults import PAIRS, model
 from tests.inspection.models import Net, images, trained
-from tests.result.models import forget_compiled_code
+from tests.ir.result.models import forget_compiled_code
 
 TOLD = "at 32 bits, in "
 

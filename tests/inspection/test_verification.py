@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import cpt_fx
+from cpt_fx.capture.dry_run import eager_model, tensors_in, trial
 from cpt_fx.formats import Format, Scheme
 from cpt_fx.inspection import Verification, VerificationError
 from cpt_fx.inspection.census import census
-from cpt_fx.native import simulate
+from cpt_fx.quantizers import kernels as simulate
 from cpt_fx.recipes import default
 from cpt_fx.schedules import Static
-from cpt_fx.trial import eager_model, tensors_in, trial
 from tests.inspection.models import Net, cyclic, images, train_step, trained, transformed
 from tests.training import records, show_widths, widths
 from tests.zoo import ZOO, Build
@@ -109,8 +109,8 @@ def _copied(x: Tensor, *rest: object) -> simulate.Quantized:
 @pytest.mark.parametrize("recipe", ["default", "paper", "integer", "fp8", "mx"])
 def test_quantizers_replaced_by_the_identity(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
     model = transformed(recipe=recipe)
-    monkeypatch.setattr("cpt_fx.straight_through.quantize", lambda x, *rest: x.clone())
-    monkeypatch.setattr("cpt_fx.native.simulate.quantize", _copied)
+    monkeypatch.setattr("cpt_fx.quantizers.straight_through.quantize", lambda x, *rest: x.clone())
+    monkeypatch.setattr("cpt_fx.quantizers.kernels.quantize", _copied)
     with pytest.raises(VerificationError) as caught:
         cpt_fx.inspect(model).verify(images())
     unmasked = {line.split(" showed ")[0] for line in str(caught.value).splitlines()[1:]}

@@ -11,7 +11,7 @@ from torch.export import export
 from torch.utils import _pytree as pytree
 
 import cpt_fx
-from cpt_fx.meta import SITE
+from cpt_fx.ir.meta import SITE
 
 FRONTENDS = ("symbolic", "dynamo", "between", "program")
 SCHEDULE = cpt_fx.schedules.Static(4, total_steps=8)

@@ -14,9 +14,9 @@ ELSEWHERE = {
     *(f"cpt_fx/export/{name}.py" for name in (
         "backward", "bodies", "losses", "operators", "randomness", "recording")),
     # How an operator is opened is a function for each, which builds a graph.
-    "cpt_fx/opening/recurrent_graph.py",
+    "cpt_fx/decompose/recurrent.py",
     # No operators: expressions of sizes, and what code may ask torch about its modes.
-    "cpt_fx/capture/input_checks.py", "cpt_fx/capture/questions.py",
+    "cpt_fx/capture/input_checks.py", "cpt_fx/capture/symbolic/questions.py",
 }  # fmt: skip
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, fx
 
 import cpt_fx
 from cpt_fx import operators
-from cpt_fx.aliasing import overwritten
 from cpt_fx.inspection.census import INSIDE
+from cpt_fx.ir.aliasing import overwritten
 from cpt_fx.operators import table
 from tests.operators.row_verdicts import FRONTENDS, SCHEDULE, Call, transformed, verdict
 

@@ -17,7 +17,7 @@ import cpt_fx
 from cpt_fx.schedules.base import Schedule
 
 if TYPE_CHECKING:
-    from cpt_fx.export.manifest import Manifest
+    from cpt_fx.ort.manifest import Manifest
 
 FEATURES, CLASSES, WORDS = 6, 4, 12
 
@@ -136,10 +136,10 @@ def with_optimizer(
     import onnx_ir as ir
     from onnx_ir.passes import common
 
-    from cpt_fx.export import manifest as files
-    from cpt_fx.export.directory import digest
+    from cpt_fx.common.files import digest
     from cpt_fx.export.training import described
     from cpt_fx.export.updates import clipping_graph, resolve_optimizer, trace_updates
+    from cpt_fx.ort import manifest as files
 
     shutil.copytree(source, target)
     manifest: Manifest = files.read(target)

@@ -18,11 +18,11 @@ pytest.importorskip("onnxscript")
 import cpt_fx
 from cpt_fx.errors import ExportError
 from cpt_fx.export.artifacts import update_graph
-from cpt_fx.export.environment import check_training
 from cpt_fx.export.training import described, ort_training
+from cpt_fx.ir.state import dial_width
 from cpt_fx.ort import Trainer
+from cpt_fx.ort.environment import check_training
 from cpt_fx.ort.trainer import draw
-from cpt_fx.runtime import dial_width
 from tests import ort
 from tests.ort.trainers import close, trainer_of
 

@@ -21,12 +21,12 @@ pytest.importorskip("onnxscript")
 import onnxruntime
 
 import cpt_fx
+from cpt_fx.common.files import digest
 from cpt_fx.errors import ExportError
-from cpt_fx.export.directory import digest
-from cpt_fx.export.manifest import DATA, FILES, VALUES, Manifest, Optimizer, read
-from cpt_fx.export.manifest import Tensor as Described
 from cpt_fx.ort import Trainer
 from cpt_fx.ort.feeding import arrays_of
+from cpt_fx.ort.manifest import DATA, FILES, VALUES, Manifest, Optimizer, read
+from cpt_fx.ort.manifest import Tensor as Described
 from tests import ort
 
 

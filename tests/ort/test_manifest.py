@@ -15,8 +15,8 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
 from cpt_fx.errors import ExportError
-from cpt_fx.export import manifest as files
 from cpt_fx.ort import Trainer
+from cpt_fx.ort import manifest as files
 from tests import ort
 
 Place = tuple[Any, ...]

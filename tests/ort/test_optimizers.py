@@ -17,9 +17,9 @@ import onnx_ir as ir
 import onnxruntime
 
 from cpt_fx.errors import ExportError
-from cpt_fx.export.program import GRADIENT
 from cpt_fx.export.updates import resolve_optimizer, trace_updates
 from cpt_fx.ort import Trainer
+from cpt_fx.ort.manifest import GRADIENT
 from tests import ort
 
 UPDATES = 20

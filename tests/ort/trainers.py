@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cpt_fx.ort import Trainer
-from cpt_fx.ort.engine import Engine
+from cpt_fx.ort.engine import BoundSession
 from tests import ort
 
 
@@ -26,13 +26,13 @@ def losses(trainer: Trainer, count: int, start: int = 0) -> list[float]:
 def noted(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Return what graphs are given from now on, beside what lies in memory: one dict for each run."""
     found: list[dict[str, Any]] = []
-    run = Engine.run
+    run = BoundSession.run
 
-    def noting(self: Engine, given: Any, *blocks: Any) -> Any:
+    def noting(self: BoundSession, given: Any, *blocks: Any) -> Any:
         found.append(dict(given))
         return run(self, given, *blocks)
 
-    monkeypatch.setattr(Engine, "run", noting)
+    monkeypatch.setattr(BoundSession, "run", noting)
     return found
 
 

@@ -10,14 +10,14 @@ from torch import Tensor, fx, nn
 
 from cpt_fx.capture import trace_module
 from cpt_fx.capture.base import assemble
+from cpt_fx.capture.session import Session
+from cpt_fx.capture.standalone import precision_of
 from cpt_fx.capture.tree import own_tree
-from cpt_fx.meta import QUANTIZER, SITE, Quantizer, Site
-from cpt_fx.pass_base import Pass
+from cpt_fx.ir.meta import QUANTIZER, SITE, Quantizer, Site
+from cpt_fx.ir.pass_base import Pass
 from cpt_fx.pipeline import Pipeline
 from cpt_fx.recipes import Recipe, Rule, paper
 from cpt_fx.schedules.base import Schedule
-from cpt_fx.session import Session
-from cpt_fx.standalone import precision_of
 
 NEAREST = paper(gradient_rounding="nearest")
 """A recipe without any random number: two runs agree to the bit."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from cpt_fx.formats import Format, Group
-from cpt_fx.meta import QUANTIZER, SITE, Site
+from cpt_fx.ir.meta import QUANTIZER, SITE, Site
 from cpt_fx.passes.annotate import Annotate
 from cpt_fx.passes.normalize import Normalize
 from cpt_fx.passes.verify import Verify

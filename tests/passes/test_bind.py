@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from cpt_fx.capture.standalone import precision_of
 from cpt_fx.formats import Format
-from cpt_fx.meta import QUANTIZER
-from cpt_fx.pass_base import stage_of
+from cpt_fx.ir.meta import QUANTIZER
+from cpt_fx.ir.pass_base import stage_of
 from cpt_fx.passes.annotate import Annotate
 from cpt_fx.passes.bind import Bind
 from cpt_fx.passes.insert import Insert
@@ -20,7 +21,6 @@ from cpt_fx.passes.share import Share
 from cpt_fx.passes.verify import Verify
 from cpt_fx.recipes import paper
 from cpt_fx.schedules import Bits, Piecewise, Static
-from cpt_fx.standalone import precision_of
 from tests.graph_text import graph_text
 from tests.passes import NEAREST, assert_same, at_stage, numbers, only
 

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from cpt_fx.formats import Format, Range
-from cpt_fx.meta import QUANTIZER
-from cpt_fx.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_OBSERVED, QUANTIZE_GRADIENT
+from cpt_fx.ir.meta import QUANTIZER
 from cpt_fx.passes.annotate import Annotate
 from cpt_fx.passes.insert import Insert
 from cpt_fx.passes.normalize import Normalize
 from cpt_fx.passes.verify import Verify
+from cpt_fx.quantizers.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_OBSERVED, QUANTIZE_GRADIENT
 from cpt_fx.recipes import Recipe, Rule, default, paper
 from tests.graph_text import graph_text
 from tests.paper_models import LSTM, GraphConv, SageConv, SelfAttention

@@ -12,15 +12,15 @@ import cpt_fx
 from cpt_fx.errors import TransformError
 from cpt_fx.formats import Format, Group, Range, Rounding, Scheme
 from cpt_fx.integer.ops import INTEGER_CONV, INTEGER_LINEAR, INTEGER_MATMUL, TO_INTEGER
-from cpt_fx.meta import QUANTIZER, SIMULATED, SITE
-from cpt_fx.ops import FAKE_QUANTIZE, QUANTIZE_GRADIENT
-from cpt_fx.pass_base import stage_of
+from cpt_fx.ir.meta import QUANTIZER, SIMULATED, SITE
+from cpt_fx.ir.pass_base import stage_of
+from cpt_fx.ir.verifier import SpecError
 from cpt_fx.passes import Insert, Lower, Verify
 from cpt_fx.pipeline import Pipeline
+from cpt_fx.quantizers.ops import FAKE_QUANTIZE, QUANTIZE_GRADIENT
 from cpt_fx.recipes import Recipe, Rule, integer
 from cpt_fx.schedules import Bits, Static
-from cpt_fx.spec import SpecError
-from tests.integer_models import CONVOLUTIONS_PRODUCTS, Convolutions, always
+from tests.integer.models import CONVOLUTIONS_PRODUCTS, Convolutions, always
 from tests.passes import Apply, assert_same, at_stage, captured, node, numbers, only, quantizers, set_bits, targets
 
 __all__ = ["always"]

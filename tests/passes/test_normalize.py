@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.nn.utils import parametrizations
 
+from cpt_fx.ir.pass_base import stage_of
 from cpt_fx.operators import FORMS, form_of
-from cpt_fx.pass_base import stage_of
 from cpt_fx.passes.normalize import Normalize
 from cpt_fx.passes.verify import Verify
 from tests.graph_text import graph_text

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from cpt_fx.graph_module import QuantizedGraphModule
-from cpt_fx.meta import FAMILY, NAME, PASS
+from cpt_fx.ir.meta import FAMILY, NAME, PASS
+from cpt_fx.ir.module import QuantizedGraphModule
 from cpt_fx.operators import why_left
 from cpt_fx.passes.annotate import Annotate
 from cpt_fx.passes.normalize import Normalize
@@ -20,7 +20,7 @@ from cpt_fx.passes.verify import Verify
 from cpt_fx.pipeline import Pipeline
 from cpt_fx.recipes import Recipe, default, paper
 from cpt_fx.schedules import Static
-from tests.fused_graphs import GraphMaker, assert_close, cell, multi_head, recurrent, results
+from tests.decompose.fused_graphs import GraphMaker, assert_close, cell, multi_head, recurrent, results
 from tests.passes import only, quantizers
 
 WITHOUT = replace(default(), attention=None, recurrent=None)

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from cpt_fx.capture.standalone import precision_of
 from cpt_fx.formats import Format, Range, Rounding
-from cpt_fx.names import NAMES, Names
+from cpt_fx.ir.layer_names import NAMES, Names
 from cpt_fx.passes.annotate import Annotate
 from cpt_fx.passes.insert import Insert
 from cpt_fx.passes.normalize import Normalize
@@ -20,8 +21,7 @@ from cpt_fx.passes.share import Share
 from cpt_fx.passes.verify import Verify
 from cpt_fx.pipeline import Pipeline
 from cpt_fx.recipes import Recipe, default, integer, paper
-from cpt_fx.standalone import precision_of
-from tests.fused_graphs import GraphMaker
+from tests.decompose.fused_graphs import GraphMaker
 from tests.graph_text import graph_text
 from tests.paper_models import LSTM, SelfAttention
 from tests.passes import NEAREST, Apply, assert_same, at_stage, captured, numbers, only, quantizers, set_bits

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from cpt_fx.formats import Format
-from cpt_fx.meta import QUANTIZER, SITE, Dial
-from cpt_fx.ops import FAKE_QUANTIZE
-from cpt_fx.pass_base import Pass, Report, set_stage
+from cpt_fx.ir.meta import QUANTIZER, SITE, Dial
+from cpt_fx.ir.pass_base import Pass, Report, set_stage
+from cpt_fx.ir.verifier import SpecError
 from cpt_fx.passes.verify import Verify
 from cpt_fx.pipeline import Pipeline
+from cpt_fx.quantizers.ops import FAKE_QUANTIZE
 from cpt_fx.recipes import default
-from cpt_fx.spec import SpecError
 from tests.passes import at_stage, captured, node, numbers
 
 Edit = Callable[[fx.GraphModule], Any]

@@ -47,8 +47,8 @@ def test_public_names_exist() -> None:
 
 @pytest.mark.parametrize("name", ["range_test", "RangeTest"])
 def test_range_test_is_loaded_when_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("cpt_fx.range_test")
+    module = ModuleType("cpt_fx.study.range_test")
     monkeypatch.setattr(module, name, object(), raising=False)
-    monkeypatch.setitem(sys.modules, "cpt_fx.range_test", module)
+    monkeypatch.setitem(sys.modules, "cpt_fx.study.range_test", module)
     assert name not in schedules.__all__
     assert getattr(schedules, name) is getattr(module, name)

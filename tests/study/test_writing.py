@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cpt_fx import files
+from cpt_fx.common import files
 from cpt_fx.study import writing
 from cpt_fx.study.records import Record, duration
 from cpt_fx.study.writing import facts, write

@@ -1,0 +1,1 @@
+"""The graph that passes read and write: its metadata, its stages, its state, and the module tree that runs it."""

@@ -1,0 +1,1 @@
+"""Quantize-dequantize: the arithmetic, the operators, recomputation for the backward pass, and counters."""

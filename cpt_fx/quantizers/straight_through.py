@@ -1,0 +1,196 @@
+"""Quantization with the identity as gradient: by torch operators, or in eager code on CPU by one call of a kernel.
+
+Compilers trace the torch operators of `numerics`, which give the same bits. Only the source is kept for the backward
+pass (`recompute`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from cpt_fx.common.compilers import skip_frame
+from cpt_fx.common.functorch import is_batched, is_transformed, outside, plain
+from cpt_fx.formats import FULL_PRECISION, Rounding, Scheme, Specials
+from cpt_fx.quantizers import kernels as simulate
+from cpt_fx.quantizers.counters import ARMED, LOOKING, show, witness
+from cpt_fx.quantizers.kernels import Running
+from cpt_fx.quantizers.numerics import Extent, Grid, extent_of, quantize, quantize_or_pass
+from cpt_fx.quantizers.recompute import Source, computed_again, mark
+from cpt_fx.quantizers.widths import host_value
+
+_KINDS = {"scheme": Scheme, "rounding": Rounding, "specials": Specials}
+
+
+@cache
+def _grid(*options: tuple[str, Any]) -> Grid:
+    return Grid(**{name: _KINDS[name](value) if name in _KINDS else value for name, value in options})
+
+
+def grid_of(options: dict[str, Any], rounding: str) -> Grid:
+    """Return the grid of an op call; the schema does not fill in defaults for the keywords of a Python kernel."""
+    options = {"rounding": rounding, "floored": True, **options}
+    return _grid(*((name, tuple(option) if isinstance(option, list) else option) for name, option in options.items()))
+
+
+def straight_through(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None, record: Tensor | None) -> Tensor:
+    """Quantize with the identity as gradient. If the bit-width is known to be full precision, return the tensor itself.
+
+    Without another node in the autograd graph, gradients of a tensor with several readers are added in the original's
+    order, so that the last bit is the same.
+    """
+    served = by_kernel(x, bits, grid, extent, record)
+    if served is not None:
+        return served
+    # Under torch.func, counters can only be written inside an autograd function.
+    if not is_transformed() and passes(bits):
+        if record is not None:
+            count(record)
+        return x
+    zero_point, range, top = extent or (None, None, None)
+    # A grid is a tuple, and torch.func flattens tuples among the arguments.
+    result: Tensor = _ByTorch.apply(x, bits, lambda: grid, zero_point, range, top, record)  # type: ignore[no-untyped-call]
+    return result
+
+
+def by_kernel(
+    x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None, record: Tensor | None, learner: Running | None = None
+) -> Tensor | None:
+    """Quantize by the kernel, in eager code on CPU at a bit-width that quantizes; otherwise return None."""
+    if (
+        is_transformed()
+        or is_batched(x)
+        or forward_ad._current_level >= 0
+        or (record is not None and not record.is_cpu)
+    ):
+        return None
+    width = host_value(bits)
+    if width is None or not 0 < width < FULL_PRECISION:
+        return None
+    if not simulate.serves(x, grid) or not (learner is None or learner.fits()):
+        return None
+    given = None
+    if extent is not None:
+        given = simulate.laid_out(extent)
+        if given is None:
+            return None
+        # The given range is that of the whole tensor, whatever the granularity.
+        grid = grid._replace(keep=(), over=None)
+    how = (width, grid, given, record, learner)
+    if torch.is_grad_enabled() and x.requires_grad:
+        result: Tensor = _ByKernel.apply(x, *how)  # type: ignore[no-untyped-call]
+        return result
+    return _by_kernel(x, *how, marked=torch.is_grad_enabled())
+
+
+def _by_kernel(
+    x: Tensor, width: int, grid: Grid, extents: Tensor | None, record: Tensor | None, learner: Running | None, *,
+    marked: bool,
+) -> Tensor:  # fmt: skip
+    """Quantize by the kernel; if `marked`, attach the source, since an operator may want to save the result."""
+    made = simulate.quantize(x, width, grid, extents, None, learner, record)
+    if made.is_new and record is not None:
+        witness(record, x.detach(), made.values, width, grid.keep, grid.over, grid.block)
+    if LOOKING:
+        show(made.values, width, grid, record)
+    if marked:
+        mark(made.values, Source(x, width, grid, made.extents, made.seed))
+    return made.values
+
+
+class Identity(torch.autograd.Function):
+    """Base of functions with the identity as backward pass; nothing is saved."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Pass the gradient on."""
+        return gradient, None, None, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *others: Tensor | None) -> Tensor:
+        """Pass on a copy of the tangent: forward mode refuses one that is shared with the input."""
+        return tangent.clone()
+
+
+class _ByKernel(Identity):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, width: int, grid: Grid, extents: Tensor | None, record: Tensor | None,
+        learner: Running | None,
+    ) -> Tensor:  # fmt: skip
+        return _by_kernel(x, width, grid, extents, record, learner, marked=True)
+
+
+class _ByTorch(Identity):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x: Tensor, bits: Tensor, grid: Callable[[], Grid], zero_point: Tensor | None, range: Tensor | None,
+        top: Tensor | None, record: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        extent = None if zero_point is None or range is None else Extent(zero_point, range, top)
+        return _by_torch(x, bits, grid(), extent, record)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+
+# torch inspects the signature at every call, which takes longer than the call; this attribute short-cuts it.
+_ByTorch.forward.__signature__ = inspect.signature(_ByTorch.forward)  # type: ignore[attr-defined]
+# If forward itself computes gradients, a compiler around it would take the backward pass for the model's code.
+skip_frame(Identity.backward.__code__, inside=True)
+
+
+def _by_torch(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None, record: Tensor | None) -> Tensor:
+    """Return `x` on the grid of its bit-width, as a new tensor."""
+    if x.numel() == 0 or passes(bits):
+        result = x.clone()
+    elif host_value(bits) is None:
+        # Outside the block below: a range is a few numbers, and may be saved.
+        extent = extent or (None if grid.block else extent_of(x, grid.keep, grid.over))
+        with nullcontext() if grid.rounding is Rounding.STOCHASTIC else computed_again():
+            result = quantize_or_pass(x, bits.to(torch.int64), grid, extent)
+    else:
+        result = quantize(x, bits.to(torch.int64), grid, extent)
+    note(record, x, result, bits, grid)
+    return result
+
+
+def passes(bits: Tensor) -> bool:
+    """Return whether a bit-width is known to leave a tensor unchanged."""
+    width = host_value(bits)
+    return width is not None and not 0 < width < FULL_PRECISION
+
+
+def note(record: Tensor | None, x: Tensor, result: Tensor, bits: Tensor, grid: Grid) -> None:
+    """Count a run, measure its result where that is free, and pass it to everything in `LOOKING`."""
+    width = host_value(bits)
+    if record is not None:
+        count(record)
+        # Under vmap every element of the batch has a sample of its own, and nothing can be counted.
+        if width is not None and x.numel() and not is_transformed():
+            witness(record, x, result, width, grid.keep, grid.over, grid.block)
+    if LOOKING and not passes(bits):
+        show(result, width, grid, record)
+
+
+def count(record: Tensor, place: int = 0, more: Tensor | int = 1) -> None:
+    """Count a run, or add to another counter."""
+    with outside() if is_transformed() else nullcontext():
+        # The same as `record[place]`, by an operator that fake tensors support.
+        plain(record).select(0, place).add_(plain(more).sum() if isinstance(more, Tensor) else more)
+
+
+def arm(record: Tensor, state: int) -> None:
+    """Raise the state of a gradient quantizer to `state`: see `ARMED`."""
+    with outside() if is_transformed() else nullcontext():
+        plain(record).select(0, ARMED).clamp_(min=state)

@@ -1,0 +1,1 @@
+"""From code to graphs."""

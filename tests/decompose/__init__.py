@@ -1,0 +1,1 @@
+"""Fused operators, taken apart."""

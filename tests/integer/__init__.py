@@ -1,0 +1,1 @@
+"""Products on integers."""

@@ -1,0 +1,1 @@
+"""The graph, its state, and the tree that runs it."""
