@@ -89,14 +89,15 @@ def census(model: nn.Module) -> Iterator[Seen]:
 def list_what_runs(model: nn.Module, seen: Seen) -> None:
     """Add products that only a run reveals to the uncovered ones; report those that should be listed and are not."""
     said = [item for _, part in transformed_in(model) for item in part.history().uncovered]
-    places, reasons = {(item.layer, item.op) for item in said}, {BY_DECISION, *(item.reason for item in said)}
+    places, reasons = {(item.layer, item.op) for item in said}, {(item.layer, item.reason) for item in said}
     for (layer, op), found in seen.undecided.items():
         if (layer, op) not in places:
             seen.unknown.append(found)
     for place in seen.left.values():
         assert place.node is not None
-        if place.node.meta[LEFT] not in reasons:
-            seen.put_down(place, place.op, place.node.meta[LEFT], "")
+        reason = place.node.meta[LEFT]
+        if reason != BY_DECISION and (place.name, reason) not in reasons:
+            seen.put_down(place, place.op, reason, "")
     for item, graph in seen.listed.items():
         for _, session in sessions_in(model):
             known = graph is None or any(module.graph is graph for module in session.graphs())
@@ -398,8 +399,12 @@ def _hooks_noted(seen: Seen) -> Iterator[None]:
     register: Any = Tensor.register_hook
 
     def noted(tensor: Tensor, hook: Any) -> Any:
-        if tensor.grad_fn is not None and not sys._getframe(1).f_code.co_filename.startswith(OWN):
-            seen.hooked.add(tensor.grad_fn._sequence_nr())
+        node = tensor.grad_fn
+        if node is not None and not sys._getframe(1).f_code.co_filename.startswith(OWN):
+            seen.hooked.add(node._sequence_nr())
+            while node is not None and "View" in node.name():  # of the product's result
+                node = node.next_functions[0][0]
+                seen.hooked |= set() if node is None else {node._sequence_nr()}
         return register(tensor, hook)
 
     with patched({(Tensor, "register_hook"): noted}):
