@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import matplotlib as mpl
 import networkx as nx
 import torch
 from matplotlib.figure import Figure
@@ -71,6 +72,7 @@ def draw(graph: nx.DiGraph) -> None:
         box = {"boxstyle": "round,pad=0.45", "facecolor": "#eef3f8", "edgecolor": "#7a93ac"}
         ax.text(x, -down[room], label, ha="center", va="center", fontsize=9, color="#1c2733", bbox=box, zorder=2)
     ax.set(xlim=(0, 1.04), ylim=(0.5 - height, 0.5))
+    mpl.rcParams["svg.hashsalt"] = "rooms"  # the same file for the same rooms
     figure.savefig(PICTURE, metadata={"Date": None}, facecolor="white")
 
 
