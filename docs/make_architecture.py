@@ -65,7 +65,7 @@ def draw(graph: nx.DiGraph) -> None:
     figure = Figure(figsize=(9, 0.8 * height), layout="constrained")
     ax = figure.subplots()
     ax.set_axis_off()
-    for user, used in plain.edges:
+    for user, used in sorted(plain.edges):
         ax.plot([across[user], across[used]], [-down[user], -down[used]], color="0.7", linewidth=1, zorder=1)
     for room, x in across.items():
         label = f"{room}\n{graph.nodes[room]['lines']:,}"
