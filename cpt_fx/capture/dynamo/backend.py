@@ -258,23 +258,23 @@ def _read_inside(node: fx.Node, body: fx.GraphModule) -> None:
     Dynamo reads them in front of the checkpoint, where gradients would be summed in another order.
     """
     read_from, *given = node.args
-    inputs = body.graph.find_nodes(op="placeholder")
-    for read, inside in zip(tuple(given), inputs, strict=False):
+    places = list(zip(given, body.graph.find_nodes(op="placeholder"), strict=True))
+    for place in tuple(places):
+        read, inside = place
         if not isinstance(read, fx.Node) or read.target is not getattr or len(read.users) > 1 or not inside.users:
             continue
         source, name = read.args
+        known = next((input for value, input in places if value is source), None)
         with body.graph.inserting_before(next(user for user in body.graph.nodes if user in inside.users)):
-            known = inputs[given.index(source)] if source in given else inside
-            made = body.graph.call_function(getattr, (known, name))
+            made = body.graph.call_function(getattr, (known or inside, name))
         made.meta = {**read.meta}
         inside.replace_all_uses_with(made, delete_user_cb=lambda user, made=made: user is not made)
-        if known is inside:
-            given[given.index(read)] = source
+        if known is None:
+            places[places.index(place)] = (source, inside)
         else:
-            inputs.remove(inside)
-            given.remove(read)
+            places.remove(place)
             body.graph.erase_node(inside)
-        node.args = (read_from, *given)
+        node.args = (read_from, *(value for value, _ in places))
         node.graph.erase_node(read)
 
 

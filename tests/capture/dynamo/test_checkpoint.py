@@ -209,3 +209,34 @@ def test_a_width_that_only_a_part_inside_follows(reentrant: bool) -> None:
         train_step(result, (x,), {})
     found = {quantizer.layers[0]: quantizer.levels.keys() for quantizer in cpt_fx.inspect(result).quantizers}
     assert {layer: set(bits) for layer, bits in found.items()} == {"fc": {8}, "aside": {6}, "head": {8}}
+
+
+class Readers(nn.Module):
+    """Reads attributes of two tensors that a checkpoint is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.layer = nn.ConvTranspose1d(8, 4, 3), nn.Linear(10, 10)
+
+    def forward(self, x: Tensor) -> Any:
+        def both(a: Tensor, b: Tensor) -> Tensor:
+            product: Tensor = self.layer(a) @ a.mT + self.layer(b) @ b.mT
+            return product
+
+        return checkpoint(both, self.up(x), self.up(x * 2), use_reentrant=False)
+
+
+def test_attributes_are_read_inside_of_a_checkpoint() -> None:
+    plain, x = Readers(), torch.randn(1, 8, 8)
+    result = cpt_fx.transform(plain, Static(32), capture="dynamo", example_inputs=(x,))
+    found = []
+    for model in (plain, result):
+        given = x.clone().requires_grad_()
+        output = model(given)
+        output.cos().sum().backward()
+        found.append([output, given.grad, *(parameter.grad for parameter in model.parameters())])
+        for parameter in model.parameters():
+            parameter.grad = None
+    assert all(one is not None and torch.equal(one, other) for one, other in zip(*found, strict=True))
+    around = [graph.code for graph in cpt_fx.graphs(result) if "checkpointed" in graph.code]
+    assert around and not any(".mT" in code for code in around)

@@ -1,10 +1,9 @@
-"""same, dynamo: RuntimeError: Output 0 of LearnedRange is a view and is being modified inplace. This view was created inside a custom Function (or because an input was returned as-is) and the autograd logic to handle view+inplace would override the custom backward associated with the custom Function, leading to incorrect gradien"""
+"""same, symbolic and dynamo: RuntimeError: Output 0 of LearnedRange is a view and is being modified inplace. This view was created inside a custom Function (or because an input was returned as-is) and the autograd logic to handle view+inplace would override the custom backward associated with the custom Function, leading to incorrect gradien"""
 
 # ruff: noqa
 # mypy: ignore-errors
 
 from pathlib import Path
-
 from tests.fuzz.saving import faults_of
 import torch
 import torch.nn.functional as F
@@ -62,4 +61,5 @@ def options():
 
 
 def test_it_is_mended(tmp_path: Path) -> None:
-    assert not faults_of(Path(__file__), tmp_path, frontend="dynamo", oracle="same")
+    for frontend in ("symbolic", "dynamo"):
+        assert not faults_of(Path(__file__), tmp_path, frontend=frontend, oracle="same")
