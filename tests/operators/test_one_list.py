@@ -39,7 +39,9 @@ def tables(code: str) -> Iterator[set[str]]:
             yield operators_in(statement.value)
     for node in ast.walk(tree):
         if isinstance(node, (ast.Set, ast.List, ast.Tuple, ast.Dict, ast.Call)):
-            parts = (part for part in ast.iter_child_nodes(node) if isinstance(part, (ast.Constant, ast.Attribute)))
+            # What a call calls is no entry of a table: a chain of methods names one operator after another.
+            inside = (part for part in ast.iter_child_nodes(node) if part is not getattr(node, "func", None))
+            parts = (part for part in inside if isinstance(part, (ast.Constant, ast.Attribute)))
             yield set().union(*map(operators_in, parts))
 
 
@@ -58,3 +60,4 @@ def test_a_table_is_seen() -> None:
     assert operators_in(ast.parse("{'mm', F.relu, torch.ops.aten.add.Tensor, 'no operator'}")) == {"mm", "relu", "add"}
     inside = "def look(node):\n    return node.target in (torch.mm, torch.bmm, torch.mv, torch.dot, torch.addmm)"
     assert max(map(len, tables(inside))) == 5
+    assert max(map(len, tables("y.reshape(-1).neg().square().relu().exp()"))) == 0
