@@ -43,6 +43,8 @@ NO_GRADIENT = "nothing quantizes the gradient of its result"
 HOOKED = "a hook of the model's own changes it after it was quantized"
 _LEVELS = 4
 """How many autograd nodes one operator may have under torch.func transforms."""
+_ONE_AT_A_TIME = threading.RLock()
+"""A census replaces functions of the whole process, and has to put them back before the next one takes them."""
 _CLOSED = ("aten", "prim", "prims", "profiler", "cpt_fx", "c10d")
 """Namespaces of operators that are not looked into: those that multiply are known by name."""
 
@@ -76,14 +78,15 @@ class Unknown:
 @contextmanager
 def census(model: nn.Module) -> Iterator[Seen]:
     """Watch everything that multiplies inside a `with` block, in all threads that run there."""
-    seen = Seen(ProductPlaces(model))
-    LOOKING.append(seen.quantized)
-    try:
-        with _in_every_thread(seen), _hooks_noted(seen), _Watch(seen):
-            yield seen
-    finally:
-        LOOKING.remove(seen.quantized)
-        seen.is_open = False
+    with _ONE_AT_A_TIME:
+        seen = Seen(ProductPlaces(model))
+        LOOKING.append(seen.quantized)
+        try:
+            with _in_every_thread(seen), _hooks_noted(seen), _Watch(seen):
+                yield seen
+        finally:
+            LOOKING.remove(seen.quantized)
+            seen.is_open = False
 
 
 def list_what_runs(model: nn.Module, seen: Seen) -> None:

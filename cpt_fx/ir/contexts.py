@@ -10,7 +10,7 @@ from torch import fx
 
 from cpt_fx.common.compilers import skip_frame
 
-_DEVICES = ("cpu", "cuda")
+_DEVICES = ("cpu", "cuda", "mps", "xpu", "mtia", "hpu", "xla", "privateuseone")
 _GUARDS: list[Any] = []
 _SET_GRAD: frozenset[Any] = frozenset({torch._C._set_grad_enabled, torch.set_grad_enabled})
 _ENTER: frozenset[Any] = frozenset({

@@ -17,7 +17,7 @@ from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.integer.counts import COUNTS
 from cpt_fx.ir.layer_state import alike, has_value, holder_of, home_of, moved, zeros
 from cpt_fx.ir.meta import STATE, Dial
-from cpt_fx.quantizers.counters import RECORD_LENGTH, SKIPPED
+from cpt_fx.quantizers.counters import RECORD_LENGTH, SKIPPED, SPARSE
 from cpt_fx.quantizers.recompute import widths_of_pass
 from cpt_fx.quantizers.widths import host_value, width_tensor
 from cpt_fx.schedules import Bits
@@ -209,7 +209,8 @@ class Precision(_State):
         if not records:
             return
         places = [one[SKIPPED].to(self.device) for one in records.values()]
-        before, self.skipped = self.skipped, dict(zip(records, torch.stack(places).tolist(), strict=True))
+        counts = [count % -SPARSE for count in torch.stack(places).tolist()]
+        before, self.skipped = self.skipped, dict(zip(records, counts, strict=True))
         found = [self.layers[f"records.{name}"] for name, now in self.skipped.items() if now > before.get(name, 0)]
         if found:
             layers = ", ".join(map(repr, dict.fromkeys(found)))

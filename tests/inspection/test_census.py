@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -450,3 +452,23 @@ def test_tensors_without_values_are_stepped_over() -> None:
         torch.randn(3, 4, device="meta") @ torch.randn(4, 5, device="meta")
     assert not seen.unknown
     assert seen.notes == ("products of meta tensors were not looked at: they hold no values",)
+
+
+def test_censuses_of_two_threads_leave_nothing_behind() -> None:
+    before = Tensor.register_hook, threading.Thread._bootstrap_inner  # type: ignore[attr-defined]
+    second_is_open, first_is_closed = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with census(nn.Linear(2, 2)):
+            threads.submit(second)
+            second_is_open.wait(0.5)
+        first_is_closed.set()
+
+    def second() -> None:
+        with census(nn.Linear(2, 2)):
+            second_is_open.set()
+            first_is_closed.wait()
+
+    with ThreadPoolExecutor(2) as threads:
+        threads.submit(first).result()
+    assert (Tensor.register_hook, threading.Thread._bootstrap_inner) == before  # type: ignore[attr-defined]

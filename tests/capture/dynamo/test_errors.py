@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cpt_fx
+from cpt_fx.ir.contexts import ModesOf
 from cpt_fx.schedules import Static
 
 
@@ -100,6 +101,17 @@ def test_one_of_twenty_batches(region: Any, breaks: str, how: str, compiled: boo
             trained += model.two.weight.grad is not None
         assert modes() == before, number
     assert (trained, failed) == (19, 1)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "mps", "xpu"])
+def test_autocast_of_every_device_is_put_back(device: str) -> None:
+    """What a graph leaves behind when it fails: autocast is set by calls, before the device is asked for anything."""
+    before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    with pytest.raises(IndexError), ModesOf():
+        torch.set_autocast_enabled(device, not before[0])
+        torch.set_autocast_dtype(device, torch.float32)
+        raise IndexError
+    assert (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) == before
 
 
 @contextmanager

@@ -192,6 +192,27 @@ def test_raise_names_layer_and_step(capture: str, name: str) -> None:
     assert all(bool(tensor.isfinite().all()) for tensor in buffers_of_ours(model).values())
 
 
+def test_a_sparse_tensor_in_the_same_step_hides_nothing() -> None:
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.mm(x, self.weight)
+
+    schedule, x = Static(4), torch.randn(4, 4)
+    model = cpt_fx.transform(Product(), schedule, recipe=replace(recipes.default(), not_finite="raise"))
+    model(x)
+    schedule.step()
+    model(x.to_sparse())
+    schedule.step()
+    model(x.to_sparse())
+    model(x / 0.0)
+    with pytest.raises(FloatingPointError, match="step 2"):
+        schedule.step()
+
+
 def test_skip_is_the_default_and_says_nothing() -> None:
     schedule = Static(4)
     model = cpt_fx.transform(net(), schedule)
