@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 aten = torch.ops.aten
+_STEPS = 2**24
+"""How many values the noise takes."""
 Uniform = Callable[[Tensor], Tensor]
 """Returns noise in [0, 1) of the shape of a tensor."""
 
@@ -46,8 +48,15 @@ def drawing(uniform: Uniform) -> dict[Any, Callable[..., Any]]:
         return normal(x) * std + mean
 
     def whole(x: Tensor, low: Any, high: Any) -> Tensor:
-        made: Tensor = torch.floor(of(x) * (high - low)) + low
-        return made.to(x.dtype)
+        # The noise has 24 bits, and a sum in float32 no more.
+        count = high - low
+        if isinstance(count, int) and count > _STEPS:
+            first, second = (of(torch.stack((x, x))) * _STEPS).to(torch.int64)
+            place = (first * _STEPS + second) % count
+        else:
+            place = torch.floor(of(x) * count).to(torch.int64)
+        made: Tensor = (place + low).to(x.dtype)
+        return made
 
     def rrelu(
         x: Tensor, noise: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, *_: Any, **__: Any

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -117,7 +118,7 @@ def gpus() -> int:
     """Return the number of GPUs that the driver reports; 0 without a driver."""
     count = ctypes.c_int()
     try:
-        library = ctypes.CDLL("libcuda.so.1")
+        library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
         failed = library.cuInit(0) or library.cuDeviceGetCount(ctypes.byref(count))
     except (OSError, AttributeError):
         return 0
