@@ -32,6 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 from torch.utils import _pytree as pytree
 
+from cpt_fx.capture.base import patched
 from cpt_fx.export.backward import BACKWARD
 from cpt_fx.export.bags import embedding_bag
 from cpt_fx.export.operators import EVERYWHERE, OPERATORS
@@ -52,12 +53,15 @@ _MOVES = {
 }  # fmt: skip
 """Operators that move the values of an argument without changing them."""
 
+_known = cache(ONNXRegistry.from_torchlib)
+"""The exporter's translations: it only reads them, and making them took a sixth of an export."""
+
 
 @cache
 def decompositions() -> Table:
     """Return the decompositions for training steps: operators that ONNX lacks, in operators that it has."""
     with _quiet():
-        known = ONNXRegistry.from_torchlib()
+        known = _known()
     plain = {key: entry for key, entry in core_aten_decompositions().items() if not known.is_registered(key)}
     backward = {key: entry for key, entry in decomposition_table.items() if "_backward" in str(key)}
     # ONNX has this loss, but not the sum of weights that its backward pass needs.
@@ -84,7 +88,7 @@ def _taken_apart() -> Table:
     losses = {key: decomposition_table[key] for key in (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)}
     bags = dict.fromkeys((aten.embedding_bag.default, aten.embedding_bag.padding_idx), embedding_bag)
     with _quiet():
-        known = ONNXRegistry.from_torchlib()
+        known = _known()
     unknown = {key: entry for key, entry in OPERATORS.items() if not known.is_registered(key)}
     return {**unknown, **{entry: entry.decompose for entry in apart}, **EVERYWHERE, **losses, **bags}
 
@@ -238,7 +242,8 @@ def convert(graph: fx.GraphModule, arguments: tuple[Any, ...], relied: Places = 
             # Paths and lines of the user's files do not belong in an export.
             node.meta.pop("stack_trace", None)
         try:
-            made = torch.onnx.export(program, dynamo=True, optimize=False, opset_version=OPSET, verbose=False)
+            with patched({(ONNXRegistry, "from_torchlib"): staticmethod(_known)}):
+                made = torch.onnx.export(program, dynamo=True, optimize=False, opset_version=OPSET, verbose=False)
         except torch.onnx.OnnxExporterError as error:
             raise _untranslated(error) from error
     assert made is not None

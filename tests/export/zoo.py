@@ -279,7 +279,7 @@ def _difference(found: Any, expected: Any) -> float:
 def run(names: Sequence[str], jobs: int, seconds: float = 600.0) -> Iterator[Verdict]:
     """Try models, each in a process of its own, which may crash."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.export.zoo"])
+    context.set_forkserver_preload(["tests.export.warm"])
     waiting = list(names)
     running: dict[str, tuple[Any, Any, float]] = {}
     while waiting or running:
