@@ -15,10 +15,10 @@ from cpt_fx.capture.standalone import precision_of
 from cpt_fx.common.files import new_file
 from cpt_fx.errors import ExportError
 from cpt_fx.export import qdq_formats as formats
-from cpt_fx.export.capture_modes import call_of, in_mode, run
-from cpt_fx.export.comparing import Difference, compared
+from cpt_fx.export.examples import call_of, in_mode, run
 from cpt_fx.export.plain import evaluation_of, finish, write
 from cpt_fx.export.qdq_graph import complete, constants, quantizers, replace
+from cpt_fx.export.verify import Difference, compared
 from cpt_fx.formats import Range
 from cpt_fx.schedules.bits import Bits, as_bits
 

@@ -19,9 +19,7 @@ from torch.onnx import ops as onnx_ops
 from torch.overrides import TorchFunctionMode
 
 from cpt_fx.errors import ExportError
-from cpt_fx.export.bodies import constant
-from cpt_fx.export.functions import LEARNED, UNIFORM, QuantizerKind, kind_of
-from cpt_fx.export.local_functions import DOMAIN
+from cpt_fx.export.functions import DOMAIN, LEARNED, UNIFORM, QuantizerKind, constant, kind_of
 from cpt_fx.quantizers import ops
 from cpt_fx.quantizers.numerics import in_blocks, reduced_dims
 from cpt_fx.quantizers.straight_through import grid_of

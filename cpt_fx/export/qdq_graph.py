@@ -12,7 +12,7 @@ from onnx_ir.passes import common
 from onnxscript import version_converter
 
 from cpt_fx.errors import ExportError
-from cpt_fx.export.local_functions import DOMAIN
+from cpt_fx.export.functions import DOMAIN
 from cpt_fx.export.lowering import QUANTIZER
 from cpt_fx.export.program import name_outputs
 from cpt_fx.export.qdq_formats import MOST_BITS, Activation, Constant, QdqPlan, squares

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from cpt_fx.common.arrays import array_of
 from cpt_fx.errors import ExportError, nearest
-from cpt_fx.export.local_functions import DOMAIN, as_function, in_place_of
+from cpt_fx.export.functions import DOMAIN, as_function, in_place_of
 from cpt_fx.export.recording import OPSET, Table
 from cpt_fx.ort import manifest as files
 from cpt_fx.ort.manifest import GRADIENT, GRADIENT_SCALE, LEARNING_RATE, MAX_NORM, MAX_VALUE, NEXT, STEP, State
@@ -323,18 +323,17 @@ def model_of(
 def clipping_graph(shapes: Mapping[str, Iterable[int]]) -> ir.Model:
     """Return the graph that clips gradients before an update, as `clip_grad_value_` does, then `clip_grad_norm_`."""
     limit, norm, scale = numbers = [value_of(name, "float32") for name in (MAX_VALUE, MAX_NORM, GRADIENT_SCALE)]
-    gradients = {name: value_of(name + GRADIENT, "float32", shape) for name, shape in shapes.items()}
+    gradients = [value_of(name + GRADIENT, "float32", shape) for name, shape in shapes.items()]
     tape = Tape()
     high = tape.op("Div", [limit, scale])
     low = tape.op("Neg", [high])
-    limited = {name: tape.op("Clip", [gradient, low, high]) for name, gradient in gradients.items()}
-    squares = [tape.op("ReduceSumSquare", [value], {"keepdims": 0}) for value in limited.values()]
+    limited = [tape.op("Clip", [gradient, low, high]) for gradient in gradients]
+    squares = [tape.op("ReduceSumSquare", [value], {"keepdims": 0}) for value in limited]
     total = tape.op("Mul", [tape.op("Sqrt", [tape.op("Sum", squares)]), scale])
     small, one = (tape.op("Constant", [], {"value_float": number}) for number in (1e-6, 1.0))
     factor = tape.op("Min", [tape.op("Div", [norm, tape.op("Add", [total, small])]), one])
-    outputs = []
-    for name, value in limited.items():
-        outputs.append(tape.op("Mul", [value, factor]))
-        outputs[-1].name, outputs[-1].shape = name + GRADIENT + NEXT, gradients[name].shape
-        outputs[-1].type = gradients[name].type
-    return model_of("clipping", [*numbers, *gradients.values()], outputs, tape.nodes)
+    scaled = [
+        ir.node("Mul", [value, factor], outputs=[value_of(name + GRADIENT + NEXT, "float32", shape)])
+        for (name, shape), value in zip(shapes.items(), limited, strict=True)
+    ]
+    return model_of("clipping", [*numbers, *gradients], [node.outputs[0] for node in scaled], [*tape.nodes, *scaled])

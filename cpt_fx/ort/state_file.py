@@ -22,7 +22,7 @@ from cpt_fx.common.arrays import Array
 from cpt_fx.common.files import digest
 
 if TYPE_CHECKING:
-    from cpt_fx.ort.memory import Block
+    from cpt_fx.ort.engine import Block
     from cpt_fx.ort.trainer import Trainer
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from cpt_fx.common.arrays import Array
 from cpt_fx.errors import nearest
 from cpt_fx.ir.layer_state import is_range
+from cpt_fx.ort.engine import Memory
 from cpt_fx.ort.manifest import Manifest
-from cpt_fx.ort.memory import Memory
 
 
 def state_dict(manifest: Manifest, values: Mapping[str, Array]) -> dict[str, Tensor]:
