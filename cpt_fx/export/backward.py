@@ -128,49 +128,41 @@ def _to_places(gradient: Tensor, x: Tensor, indices: Tensor, dims: int) -> Tenso
     return flat.scatter_add(-1, indices.flatten(-dims), gradient.flatten(-dims)).view(x.shape)
 
 
-def _average_pool_backward(
-    dims: int, gradient: Tensor, x: Tensor, kernel: Sizes, stride: Sizes, padding: Sizes, ceil_mode: bool,
-    count_include_pad: bool, divisor_override: int | None,
-) -> Tensor:  # fmt: skip
+def _average_pool_backward(dims: int, gradient: Tensor, x: Tensor, *options: Any) -> Tensor:
+    return through(gradient, average_pooling(x.shape[-dims:], *options))
+
+
+def average_pooling(
+    sizes: Sizes, kernel: Sizes, stride: Sizes = (), padding: Sizes = (0,), ceil_mode: bool = False,
+    count_include_pad: bool = True, divisor_override: int | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Return the matrix of an average pooling along each dim."""
+    dims = len(sizes)
     kernel, padding = each(kernel, dims), each(padding, dims)
-    stride = each(stride, dims) if stride else kernel
     matrices = []
-    for dim in range(dims):
-        size, out = int(x.shape[dim - dims]), int(gradient.shape[dim - dims])
-        rows = []
-        for place in range(out):
-            start = place * stride[dim] - padding[dim]
-            end = min(start + kernel[dim], size + padding[dim])
-            low, high = max(start, 0), min(end, size)
-            share = 1 / ((end - start) if count_include_pad else (high - low))
-            if divisor_override is not None:
-                share = 1.0 if dim else 1 / divisor_override
-            rows.append((low, high, share))
-        matrices.append(_matrix(rows, size))
-    return through(gradient, matrices)
+    for dim, (size, step) in enumerate(zip(sizes, each(stride, dims) if stride else kernel, strict=True)):
+        options = ([kernel[dim]], [step], [padding[dim]], ceil_mode, count_include_pad)
+        matrix = _matrix(size, aten.avg_pool1d.default, *options)
+        if divisor_override is not None:
+            matrix = (matrix > 0) * (1.0 if dim else 1 / divisor_override)
+        matrices.append(matrix)
+    return matrices
 
 
 def _adaptive_average_pool_backward(dims: int, gradient: Tensor, x: Tensor) -> Tensor:
-    return through(gradient, [adaptive(int(x.shape[dim]), int(gradient.shape[dim])) for dim in range(-dims, 0)])
+    return through(gradient, [adaptive_pooling(x.shape[dim], gradient.shape[dim]) for dim in range(-dims, 0)])
 
 
-def adaptive(size: int, out: int) -> Tensor:
+def adaptive_pooling(size: Any, out: Any) -> Tensor:
     """Return the matrix of an adaptive average pooling along one dim."""
-    return _matrix([(low, high, 1 / (high - low)) for low, high in spans(size, out)], size)
+    return _matrix(size, aten.adaptive_avg_pool1d.default, [int(out)])
 
 
-def spans(size: int, out: int) -> list[tuple[int, int]]:
-    """Return the start and the end of each window of an adaptive pooling."""
-    return [(place * size // out, -((-(place + 1) * size) // out)) for place in range(out)]
-
-
-def _matrix(rows: Sequence[tuple[int, int, float]], size: int) -> Tensor:
-    """Return a matrix with one constant span per row, given as (start, end, value), and zeros elsewhere."""
+def _matrix(size: Any, operator: Any, *options: Any) -> Tensor:
+    """Return the matrix of an operator that is linear along a dim: what it makes of unit vectors."""
     with _disable_current_modes():
-        made = torch.zeros(len(rows), size)
-        for row, (low, high, value) in zip(made, rows, strict=True):
-            row[low:high] = value
-    return made
+        made: Tensor = operator(torch.eye(int(size)).unsqueeze(0), *options)[0].T.contiguous()
+        return made
 
 
 def _antialias_backward(forward: Any) -> Callable[..., Tensor]:

@@ -12,8 +12,7 @@ indices by operators that work at any rank, bit operations on integers by produc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +23,7 @@ from onnx_ir.passes import common
 from torch import Tensor
 from torch.onnx import ops as onnx_ops
 
+from cpt_fx.capture.base import patched
 from cpt_fx.export.recording import OPSET, Table, convert, normalize, record, strip
 from cpt_fx.formats import Rounding, Scheme, Specials
 from cpt_fx.quantizers import noise, numerics, ops
@@ -177,19 +177,6 @@ def _write_constants(graph: ir.Graph) -> None:
         graph.initializers.pop(str(value.name))
 
 
-@contextmanager
-def in_place_of(*changes: tuple[Any, str, Any]) -> Iterator[None]:
-    """Replace attributes of modules inside a `with` block."""
-    before = [(module, name, getattr(module, name)) for module, name, _ in changes]
-    try:
-        for module, name, other in changes:
-            setattr(module, name, other)
-        yield
-    finally:
-        for module, name, own in before:
-            setattr(module, name, own)
-
-
 def traced(name: str, run: Callable[[Trace], Any], inputs: list[str], outputs: list[str]) -> ir.Function:
     """Trace `run` as a function with inputs and outputs of these names."""
     trace = Trace()
@@ -198,10 +185,12 @@ def traced(name: str, run: Callable[[Trace], Any], inputs: list[str], outputs: l
         trace.update(zip(inputs, given, strict=True))
         return run(trace)
 
-    with in_place_of(
-        (numerics, "floor_to_power_of_two", _floor_to_power_of_two), (numerics, "power_of_two", _power_of_two),
-        (ops, "_extent", trace.extent),
-    ):  # fmt: skip
+    replaced = {
+        (numerics, "floor_to_power_of_two"): _floor_to_power_of_two,
+        (numerics, "power_of_two"): _power_of_two,
+        (ops, "_extent"): trace.extent,
+    }
+    with patched(replaced):
         made = as_function(name, call, tuple(_EXAMPLES[key]() for key in inputs), trace.table())
     for value, key in zip((*made.inputs, *made.outputs), (*inputs, *outputs), strict=True):
         value.name = key
@@ -249,7 +238,7 @@ class Trace(dict[str, Tensor]):
             aten.arange.default: self.places,
             aten.randint.default: lambda *_, **__: self.seed(),
             aten.randint.low: lambda *_, **__: self.seed(),
-            aten.bitwise_left_shift.Tensor: _shifted,
+            aten.bitwise_left_shift.Tensor: lambda _, places: _looked_up([1 << place for place in range(33)], places),
             aten.__rshift__.Scalar: _quotient,
             aten.bitwise_right_shift.Tensor_Scalar: _quotient,
             aten.bitwise_right_shift_.Tensor_Scalar: lambda x, places: x.copy_(_quotient(x, places)),
@@ -277,17 +266,15 @@ def _vector(x: Tensor) -> Tensor:
     return _node("Reshape", (x, constant([-1])), x.dtype, x.shape or (1,))
 
 
-def _shifted(_: Tensor, places: Tensor) -> Tensor:
-    """Look up 1 << places in a table."""
-    table = constant([1 << place for place in range(33)])
-    return _node("GatherND", (table, _vector(places)), table.dtype, ())
+def _looked_up(values: Sequence[int] | Sequence[float], place: Tensor) -> Tensor:
+    table = constant(values)
+    return _node("GatherND", (table, _vector(place)), table.dtype, ())
 
 
 def _power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
-    """Look up 2**exponent in a table, for all exponents of normal float32 numbers."""
+    """Look up 2**exponent, for all exponents of normal float32 numbers."""
     assert dtype == torch.float32
-    table = constant([2.0**power for power in range(-126, 128)])
-    return _node("GatherND", (table, _vector(exponent + 126)), dtype, ())
+    return _looked_up([2.0**power for power in range(-126, 128)], exponent + 126)
 
 
 def _quotient(x: Tensor, places: int) -> Tensor:

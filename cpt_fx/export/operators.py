@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cpt_fx.export.backward import adaptive, each, spans, through, transposed_convolution
+from cpt_fx.export.backward import adaptive_pooling, average_pooling, through, transposed_convolution
 
 aten, prims = torch.ops.aten, torch.ops.prims
 Sizes = Sequence[Any]
@@ -40,24 +40,10 @@ def _trilinear(
     return made
 
 
-def _average_pool(
-    operator: Any, dims: int, x: Tensor, kernel: Sizes, stride: Sizes = (), padding: Sizes = (0,),
-    ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
-) -> Any:  # fmt: skip
+def _average_pool(dims: int, x: Tensor, *options: Any) -> Any:
     """Apply `divisor_override`, which the exporter ignores."""
-    if divisor_override is None:
-        return NotImplemented
-    kernel, padding = each(kernel, dims), each(padding, dims)
-    stride = each(stride, dims) if stride else kernel
-    pads: list[int] = []
-    for dim in range(dims):
-        size = int(x.shape[dim - dims])
-        steps = (size + 2 * padding[dim] - kernel[dim]) / stride[dim]
-        last = (math.ceil(steps) if ceil_mode else math.floor(steps)) * stride[dim]
-        # A window that would start behind the input is left out.
-        last -= stride[dim] if last >= size + padding[dim] else 0
-        pads = [padding[dim], last + kernel[dim] - size - padding[dim], *pads]
-    return operator(aten.constant_pad_nd(x, pads), kernel, stride) * (math.prod(kernel) / divisor_override)
+    given = options[5] if len(options) > 5 else None
+    return NotImplemented if given is None else through(x, [m.T for m in average_pooling(x.shape[-dims:], *options)])
 
 
 def _adaptive_max_pool(operator: Any, x: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
@@ -68,10 +54,10 @@ def _adaptive_max_pool(operator: Any, x: Tensor, sizes: Sizes) -> tuple[Tensor, 
     with _disable_current_modes():
         places = torch.zeros(1, 1, dtype=torch.int64)
         for size, out in zip(x.shape[-len(sizes) :], sizes, strict=True):
-            ends = spans(int(size), out)
-            longest = max(high - low for low, high in ends)
+            window = adaptive_pooling(size, out) > 0
+            first, length = window.int().argmax(1, keepdim=True), window.sum(1, keepdim=True)
             # A shorter window repeats its last element.
-            own = torch.tensor([[min(low + step, high - 1) for step in range(longest)] for low, high in ends])
+            own = first + torch.arange(int(length.max())).minimum(length - 1)
             places = (places[:, None, :, None] * int(size) + own[:, None, :]).flatten(2).flatten(0, 1)
     values, chosen = x.flatten(-len(sizes))[..., places].max(-1)
     indices = places.expand(*chosen.shape, -1).gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
@@ -79,7 +65,7 @@ def _adaptive_max_pool(operator: Any, x: Tensor, sizes: Sizes) -> tuple[Tensor, 
 
 
 def _adaptive_average_pool(x: Tensor, sizes: Sizes) -> Tensor:
-    matrices = [adaptive(int(size), out).T for size, out in zip(x.shape[-len(sizes) :], sizes, strict=True)]
+    matrices = [adaptive_pooling(size, out).T for size, out in zip(x.shape[-len(sizes) :], sizes, strict=True)]
     return through(x, matrices)
 
 
@@ -223,8 +209,8 @@ OPERATORS: dict[Any, Callable[..., Any]] = {
     aten.fmin.default: lambda x, y: torch.where(torch.isnan(y) | (x <= y), x, y),
     aten.fmax.default: lambda x, y: torch.where(torch.isnan(y) | (x >= y), x, y),
     aten._trilinear.default: _trilinear,
-    aten.avg_pool2d.default: partial(_average_pool, aten.avg_pool2d.default, 2),
-    aten.avg_pool3d.default: partial(_average_pool, aten.avg_pool3d.default, 3),
+    aten.avg_pool2d.default: partial(_average_pool, 2),
+    aten.avg_pool3d.default: partial(_average_pool, 3),
     aten._adaptive_avg_pool3d.default: _adaptive_average_pool,
     aten.adaptive_max_pool2d.default: partial(_adaptive_max_pool, aten.adaptive_max_pool2d.default),
     aten.adaptive_max_pool3d.default: partial(_adaptive_max_pool, aten.adaptive_max_pool3d.default),

@@ -9,7 +9,7 @@ bits is the same in every export, and covered by tests.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,6 +27,7 @@ from cpt_fx.capture.standalone import precision_of
 from cpt_fx.common.arrays import Array, array_of
 from cpt_fx.errors import ExportError
 from cpt_fx.export.examples import tensors_of
+from cpt_fx.export.lowering import Calls
 from cpt_fx.export.operators import drawing
 from cpt_fx.export.program import Call, Graph, states_of
 from cpt_fx.formats import FULL_PRECISION
@@ -117,9 +117,16 @@ class _Reference:
         trained = [item.name for item in self.manifest.parameters if item.trainable]
         states = {name: value.clone() for name, value in self.states.items()}
         left = iter(seeds)
+
+        def skipping(func: Any, *args: Any, **options: Any) -> Any:
+            # At 32 bits a stochastic quantizer draws nothing, but the graph has a seed for it.
+            if func in QUANTIZERS and func is not QUANTIZE_GRADIENT and options.get("rounding") == "stochastic":
+                next(left)
+            return func(*args, **options)
+
         # The model draws the random numbers of its exported graph.
-        drawn, skipping = Drawn(drawing(lambda like: uniform(next(left), like))), _Skipping(left)
-        with trial(self.graph), precision_of(self.graph).at(FULL_PRECISION), torch.enable_grad(), drawn, skipping:
+        drawn, calls = Drawn(drawing(lambda like: uniform(next(left), like))), Calls(skipping)
+        with trial(self.graph), precision_of(self.graph).at(FULL_PRECISION), torch.enable_grad(), drawn, calls:
             outputs = functional_call(self.graph, {**parameters, **states}, call.args, call.kwargs)
             loss = call.loss(outputs, *call.targets)
             leaves = [parameters[name] for name in trained]
@@ -146,23 +153,6 @@ class _Reference:
             value = self.optimizer.state[self.parameters[name]][key]
             remembered[tensor.name] = value.detach().numpy().astype(tensor.dtype)
         return _arrays(self.parameters), remembered
-
-
-class _Skipping(TorchFunctionMode):
-    """Mode that skips the seeds of stochastic quantizers: at 32 bits they draw nothing, but the graph has the seeds."""
-
-    def __init__(self, seeds: Iterator[Tensor]) -> None:
-        super().__init__()
-        self.seeds = seeds
-
-    def __torch_function__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run one function."""
-        kwargs = kwargs or {}
-        if func in QUANTIZERS and func is not QUANTIZE_GRADIENT and kwargs.get("rounding") == "stochastic":
-            next(self.seeds)
-        return func(*args, **kwargs)
 
 
 class Drawn(TorchDispatchMode):
