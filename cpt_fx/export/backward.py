@@ -1,8 +1,7 @@
 """Decompositions of PyTorch's backward operators into operators that ONNX has.
 
-Entries of the decomposition table for tracing a training step. Operators that are linear along each dim (average
-pooling, interpolation) multiply the gradient by one matrix per dim. `int(size)` specializes a dynamic size to its value
-in the examples.
+Operators that are linear along each dim (average pooling, interpolation) multiply the gradient by one matrix per dim.
+A dynamic size that a matrix depends on is specialized to its value in the examples, by `int(size)`.
 """
 
 from __future__ import annotations
@@ -261,13 +260,6 @@ def _embedding_bag_backward(
     return made.index_put((indices,), gradient[bags] * share.unsqueeze(-1), accumulate=True)
 
 
-def _per_sample_weights_backward(
-    gradient: Tensor, weight: Tensor, indices: Tensor, offsets: Tensor, bags: Tensor, mode: int, padding_idx: int = -1
-) -> Tensor:
-    """Return the gradient of the per-sample weights."""
-    return (gradient[bags] * weight[indices]).sum(1) * (indices != padding_idx)
-
-
 def through(gradient: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     """Multiply a tensor by one matrix along each of its last dims."""
     for number, matrix in enumerate(matrices):
@@ -303,7 +295,9 @@ BACKWARD: dict[Any, Callable[..., Any]] = {
     aten._embedding_bag.default: _embedding_bag_of_backward,
     aten._embedding_bag_forward_only.default: _embedding_bag_of_backward,
     aten._embedding_bag_backward.default: _embedding_bag_backward,
-    aten._embedding_bag_per_sample_weights_backward.default: _per_sample_weights_backward,
+    aten._embedding_bag_per_sample_weights_backward.default: lambda g, weight, indices, _, bags, mode, padding=-1: (
+        (g[bags] * weight[indices]).sum(1) * (indices != padding)
+    ),
     aten.masked_scatter_backward.default: _masked_scatter_backward,
     aten._weight_norm_interface_backward.default: aten._weight_norm_differentiable_backward.default,
     aten.replication_pad1d_backward.default: _by_autograd(aten.replication_pad1d.default),

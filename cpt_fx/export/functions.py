@@ -5,9 +5,9 @@ attribute, so what differs from the defaults of the torch operator is part of th
 `FakeQuantizeSymmetric`, `FakeQuantizeAffineIntegerObserved`. The results equal PyTorch's, noise of stochastic
 rounding included: it is the same hash of a seed, and the seed is an input.
 
-The bodies are traced from torch operators on vectors, so that they serve tensors of any rank. Quantizers are
-elementwise. What depends on the rank, or has no CUDA kernel in ONNX Runtime, is rewritten here: ranges and element
-indices by operators that work at any rank, bit operations on integers by products, quotients and tables.
+The bodies are traced from torch operators on vectors and serve tensors of any rank. What depends on the rank, or has no
+CUDA kernel in ONNX Runtime, is rewritten: ranges and element indices by operators that work at any rank, bit operations
+on integers by products, quotients and tables.
 """
 
 from __future__ import annotations

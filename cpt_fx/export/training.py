@@ -130,7 +130,9 @@ def _write(
     _save(updates.first, folder / files.FIRST_UPDATE)
     _save(updates.later, folder / files.UPDATE)
     states = {**evaluation.states, **training.states}
-    _save_values({name: values[name] for name in (*known, *states)} | updates.initial, folder)
+    values = {name: values[name] for name in (*known, *states)}
+    _save_values(values | updates.initial, folder)
+    held = {name: {"name": name, "dtype": str(value.dtype), "shape": value.shape} for name, value in values.items()}
     ends = {str(value.name): value for value in (*training.model.graph.inputs, *evaluation.model.graph.outputs)}
     manifest = Manifest(
         inputs=tuple(_tensor(ends[name]) for name in training.inputs),
@@ -139,17 +141,10 @@ def _write(
         dials=training.dials,
         seeds=training.draws,
         parameters=tuple(
-            Parameter(
-                **vars(_held(name, values[name])),
-                trainable=name in training.gradients,
-                names=names,
-                group=group_of[name],
-            )
+            Parameter(**held[name], trainable=name in training.gradients, names=names, group=group_of[name])
             for name, names in known.items()
         ),
-        states=tuple(
-            State(**vars(_held(name, values[name])), swaps=bool(training.states.get(name))) for name in states
-        ),
+        states=tuple(State(**held[name], swaps=bool(training.states.get(name))) for name in states),
         optimizer=described(optimizer, updates.remembered),
         loss=loss,
         schedule=repr(precision_of(result).schedule),
@@ -189,10 +184,6 @@ def _save_values(values: Mapping[str, Any], folder: Path) -> None:
     ]
     ir.save(model_of("values", [], [], [], held=held), folder / files.VALUES, external_data=files.DATA)
     (folder / files.DATA).touch()
-
-
-def _held(name: str, array: Any) -> files.Tensor:
-    return files.Tensor(name=name, dtype=str(array.dtype), shape=tuple(array.shape))
 
 
 def _tensor(value: ir.Value) -> files.Tensor:

@@ -16,7 +16,7 @@ from cpt_fx.common.arrays import Array
 from cpt_fx.errors import ExportError, check_int
 from cpt_fx.ir.state import dial_width
 from cpt_fx.ort import manifest as files
-from cpt_fx.ort import state_file, transfer
+from cpt_fx.ort import transfer
 from cpt_fx.ort.engine import CPU, BoundSession, Memory, session_providers
 from cpt_fx.ort.environment import require_training
 from cpt_fx.ort.feeding import arrays_of
@@ -214,7 +214,7 @@ class Trainer:
         schedule's position and the random state. An existing file is replaced when everything is written. A
         learning-rate scheduler, or a torch optimizer, has a `state_dict` of its own.
         """
-        state_file.save(self, Path(path))
+        transfer.save(self, Path(path))
 
     def load(self, path: str | PathLike[str], *, schedule: bool = True) -> None:
         """Continue from a file that `save` wrote: the steps that follow are equal, bit for bit.
@@ -222,7 +222,7 @@ class Trainer:
         A file that is damaged, or of another model, is refused and changes nothing. `schedule=False` leaves the
         schedule where it is, to continue under another one.
         """
-        state_file.load(self, Path(path), schedule=schedule)
+        transfer.load(self, Path(path), schedule=schedule)
 
     # PyTorch.
 
