@@ -190,6 +190,8 @@ _WRITTEN: dict[Any, Callable[..., Any]] = {
 }  # fmt: skip
 EVERYWHERE: dict[Any, Callable[..., Any]] = {
     **{name: partial(_varying, written) for name, written in _WRITTEN.items()},
+    aten.avg_pool2d.default: partial(_average_pool, 2),
+    aten.avg_pool3d.default: partial(_average_pool, 3),
     # Sorting in ONNX is always stable.
     aten.sort.stable: lambda x, *, stable, dim=-1, descending=False: aten.sort.default(x, dim, descending),
     aten._convert_indices_from_coo_to_csr.default: _places_in_rows,
@@ -209,8 +211,6 @@ OPERATORS: dict[Any, Callable[..., Any]] = {
     aten.fmin.default: lambda x, y: torch.where(torch.isnan(y) | (x <= y), x, y),
     aten.fmax.default: lambda x, y: torch.where(torch.isnan(y) | (x >= y), x, y),
     aten._trilinear.default: _trilinear,
-    aten.avg_pool2d.default: partial(_average_pool, 2),
-    aten.avg_pool3d.default: partial(_average_pool, 3),
     aten._adaptive_avg_pool3d.default: _adaptive_average_pool,
     aten.adaptive_max_pool2d.default: partial(_adaptive_max_pool, aten.adaptive_max_pool2d.default),
     aten.adaptive_max_pool3d.default: partial(_adaptive_max_pool, aten.adaptive_max_pool3d.default),
