@@ -16,8 +16,8 @@ from torch import nn
 
 import cpt_fx
 from cpt_fx.errors import ExportError
-from cpt_fx.ort import manifest, state_file
-from cpt_fx.ort.state_file import StateFileError
+from cpt_fx.ort import manifest, transfer
+from cpt_fx.ort.transfer import StateFileError
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "security.md"
@@ -169,7 +169,7 @@ def test_a_saved_run_is_numbers_or_an_error(arrays: dict[str, Any], tmp_path: Pa
         np.savez(file, **arrays)
     path.write_bytes(path.read_bytes() + hashlib.sha256(path.read_bytes()).digest())
     with pytest.raises(StateFileError):
-        state_file.read(path)
+        transfer.read(path)
 
 
 def test_a_manifest_is_data_or_an_error(tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ from cpt_fx.common.files import new_directory
 from cpt_fx.errors import ExportError
 from cpt_fx.export.updates import value_of
 from cpt_fx.ort import manifest as files
+from cpt_fx.ort.engine import initial_values
 from cpt_fx.ort.environment import check_training, require
 from cpt_fx.ort.manifest import GRADIENT, NEXT, SEEDS, Manifest, Optimizer
-from cpt_fx.ort.memory import initial_values
 
 TRAINING, EVALUATION, OPTIMIZER = "training_model.onnx", "eval_model.onnx", "optimizer_model.onnx"
 CHECKPOINT = "checkpoint"

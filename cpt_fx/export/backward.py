@@ -1,7 +1,7 @@
 """Decompositions of PyTorch's backward operators into operators that ONNX has.
 
-Entries of the decomposition table for tracing a training step. Operators that are linear along each dim (average
-pooling, interpolation) multiply the gradient by one matrix per dim.
+Operators that are linear along each dim (average pooling, interpolation) multiply the gradient by one matrix per dim.
+A dynamic size that a matrix depends on is specialized to its value in the examples, by `int(size)`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from torch._decomp import decomposition_table
 from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cpt_fx.export import bags
+from cpt_fx.export.refusals import UnsupportedError
 
 aten = torch.ops.aten
 Sizes = Sequence[Any]
+_MEAN, _MAX = 1, 2
+"""Modes of an embedding bag; 0 is the sum."""
 
 
 def batch_norm(
@@ -125,49 +127,41 @@ def _to_places(gradient: Tensor, x: Tensor, indices: Tensor, dims: int) -> Tenso
     return flat.scatter_add(-1, indices.flatten(-dims), gradient.flatten(-dims)).view(x.shape)
 
 
-def _average_pool_backward(
-    dims: int, gradient: Tensor, x: Tensor, kernel: Sizes, stride: Sizes, padding: Sizes, ceil_mode: bool,
-    count_include_pad: bool, divisor_override: int | None,
-) -> Tensor:  # fmt: skip
+def _average_pool_backward(dims: int, gradient: Tensor, x: Tensor, *options: Any) -> Tensor:
+    return through(gradient, average_pooling(x.shape[-dims:], *options))
+
+
+def average_pooling(
+    sizes: Sizes, kernel: Sizes, stride: Sizes = (), padding: Sizes = (0,), ceil_mode: bool = False,
+    count_include_pad: bool = True, divisor_override: int | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Return the matrix of an average pooling along each dim."""
+    dims = len(sizes)
     kernel, padding = each(kernel, dims), each(padding, dims)
-    stride = each(stride, dims) if stride else kernel
     matrices = []
-    for dim in range(dims):
-        size, out = fixed(x.shape[dim - dims]), fixed(gradient.shape[dim - dims])
-        rows = []
-        for place in range(out):
-            start = place * stride[dim] - padding[dim]
-            end = min(start + kernel[dim], size + padding[dim])
-            low, high = max(start, 0), min(end, size)
-            share = 1 / ((end - start) if count_include_pad else (high - low))
-            if divisor_override is not None:
-                share = 1.0 if dim else 1 / divisor_override
-            rows.append((low, high, share))
-        matrices.append(_matrix(rows, size))
-    return through(gradient, matrices)
+    for dim, (size, step) in enumerate(zip(sizes, each(stride, dims) if stride else kernel, strict=True)):
+        options = ([kernel[dim]], [step], [padding[dim]], ceil_mode, count_include_pad)
+        matrix = _matrix(size, aten.avg_pool1d.default, *options)
+        if divisor_override is not None:
+            matrix = (matrix > 0) * (1.0 if dim else 1 / divisor_override)
+        matrices.append(matrix)
+    return matrices
 
 
 def _adaptive_average_pool_backward(dims: int, gradient: Tensor, x: Tensor) -> Tensor:
-    return through(gradient, [adaptive(fixed(x.shape[dim]), fixed(gradient.shape[dim])) for dim in range(-dims, 0)])
+    return through(gradient, [adaptive_pooling(x.shape[dim], gradient.shape[dim]) for dim in range(-dims, 0)])
 
 
-def adaptive(size: int, out: int) -> Tensor:
+def adaptive_pooling(size: Any, out: Any) -> Tensor:
     """Return the matrix of an adaptive average pooling along one dim."""
-    return _matrix([(low, high, 1 / (high - low)) for low, high in spans(size, out)], size)
+    return _matrix(size, aten.adaptive_avg_pool1d.default, [int(out)])
 
 
-def spans(size: int, out: int) -> list[tuple[int, int]]:
-    """Return the start and the end of each window of an adaptive pooling."""
-    return [(place * size // out, -((-(place + 1) * size) // out)) for place in range(out)]
-
-
-def _matrix(rows: Sequence[tuple[int, int, float]], size: int) -> Tensor:
-    """Return a matrix with one constant span per row, given as (start, end, value), and zeros elsewhere."""
+def _matrix(size: Any, operator: Any, *options: Any) -> Tensor:
+    """Return the matrix of an operator that is linear along a dim: what it makes of unit vectors."""
     with _disable_current_modes():
-        made = torch.zeros(len(rows), size)
-        for row, (low, high, value) in zip(made, rows, strict=True):
-            row[low:high] = value
-    return made
+        made: Tensor = operator(torch.eye(int(size)).unsqueeze(0), *options)[0].T.contiguous()
+        return made
 
 
 def _antialias_backward(forward: Any) -> Callable[..., Tensor]:
@@ -178,7 +172,7 @@ def _antialias_backward(forward: Any) -> Callable[..., Tensor]:
     ) -> Tensor:
         matrices = []
         for dim in range(2):
-            size, out = fixed(input_size[2 + dim]), fixed(output_size[dim])
+            size, out = int(input_size[2 + dim]), int(output_size[dim])
             # Size 2 along the other dim, which stays as it is: with size 1, torch mixes up the dims.
             place, shape, sizes = [1, 1], [2, 2], [2, 2]
             place[dim], shape[dim], sizes[dim] = size, size, out
@@ -213,17 +207,65 @@ def _masked_scatter_backward(gradient: Tensor, mask: Tensor, sizes: Sizes) -> Te
     return gradient.new_zeros(sizes).flatten().scatter_add(0, places, taken).view(sizes)
 
 
+def embedding_bag(
+    weight: Tensor, indices: Tensor, offsets: Tensor, scale_grad_by_freq: bool = False, mode: int = 0,
+    sparse: bool = False, per_sample_weights: Tensor | None = None, include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the output of each bag, the bag of each index, the bag sizes, and the row that each maximum is from."""
+    starts = offsets[:-1] if include_last_offset else offsets
+    begun = offsets.new_zeros(indices.shape[0] + 1).index_put((starts,), torch.ones_like(starts), accumulate=True)
+    bags = begun[:-1].cumsum(0) - 1
+    kept = torch.ones_like(indices, dtype=torch.bool)
+    if padding_idx is not None:
+        kept = indices != padding_idx % weight.shape[0]
+    counts = starts.new_zeros(starts.shape[0]).index_put((bags,), kept.to(starts.dtype), accumulate=True)
+    rows = weight[indices]
+    largest = counts
+    if mode == _MAX:
+        members = (torch.arange(starts.shape[0]).unsqueeze(1) == bags) & kept
+        values, places = torch.where(members.unsqueeze(-1), rows, float("-inf")).max(1)
+        made = torch.where((counts > 0).unsqueeze(-1), values, 0.0)
+        largest = indices[places]
+    else:
+        share = kept.to(rows.dtype) if per_sample_weights is None else kept * per_sample_weights
+        held = rows * share.unsqueeze(-1)
+        made = weight.new_zeros(starts.shape[0], weight.shape[1]).index_put((bags,), held, accumulate=True)
+        made = made / counts.clamp_min(1).unsqueeze(-1) if mode == _MEAN else made
+    return made, bags, counts, largest
+
+
+def _embedding_bag_of_backward(weight: Tensor, indices: Tensor, offsets: Tensor, *options: Any) -> tuple[Tensor, ...]:
+    """Return the same for the operator that autograd calls, where padding_idx=-1 means none."""
+    if options and options[0]:
+        reason = "with scale_grad_by_freq=True PyTorch divides gradients by the counts of other rows: leave it out"
+        raise UnsupportedError("aten._embedding_bag", reason)
+    padding = options[5] if len(options) > 5 else -1
+    own = None if padding == -1 else padding
+    return embedding_bag(weight, indices, offsets, *options[:5], padding_idx=own)  # type: ignore[misc]
+
+
+def _embedding_bag_backward(
+    gradient: Tensor, indices: Tensor, offsets: Tensor, bags: Tensor, counts: Tensor, largest: Tensor, num_weights: Any,
+    scale_grad_by_freq: bool, mode: int, sparse: bool, per_sample_weights: Tensor | None, padding_idx: int = -1,
+) -> Tensor:  # fmt: skip
+    """Return the gradient of the embedding table."""
+    made = gradient.new_zeros(num_weights, gradient.shape[1])
+    if mode == _MAX:
+        return made.scatter_add(0, largest, torch.where((counts > 0).unsqueeze(-1), gradient, 0.0))
+    share = (indices != padding_idx).to(gradient.dtype)
+    share = share if per_sample_weights is None else share * per_sample_weights
+    if mode == _MEAN:
+        share = share / counts.clamp_min(1)[bags]
+    return made.index_put((indices,), gradient[bags] * share.unsqueeze(-1), accumulate=True)
+
+
 def through(gradient: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     """Multiply a tensor by one matrix along each of its last dims."""
     for number, matrix in enumerate(matrices):
         dim = number - len(matrices)
         gradient = torch.matmul(gradient.transpose(dim, -1), matrix).transpose(dim, -1)
     return gradient
-
-
-def fixed(size: Any) -> int:
-    """Return a size as an int; a dynamic size is specialized to its value in the examples."""
-    return int(size)
 
 
 def each(values: Sizes, dims: int) -> list[Any]:
@@ -250,10 +292,12 @@ BACKWARD: dict[Any, Callable[..., Any]] = {
     aten.avg_pool3d_backward.default: partial(_average_pool_backward, 3),
     aten._adaptive_avg_pool2d_backward.default: partial(_adaptive_average_pool_backward, 2),
     aten._adaptive_avg_pool3d_backward.default: partial(_adaptive_average_pool_backward, 3),
-    aten._embedding_bag.default: bags.embedding_bag_of_backward,
-    aten._embedding_bag_forward_only.default: bags.embedding_bag_of_backward,
-    aten._embedding_bag_backward.default: bags.embedding_bag_backward,
-    aten._embedding_bag_per_sample_weights_backward.default: bags.per_sample_weights_backward,
+    aten._embedding_bag.default: _embedding_bag_of_backward,
+    aten._embedding_bag_forward_only.default: _embedding_bag_of_backward,
+    aten._embedding_bag_backward.default: _embedding_bag_backward,
+    aten._embedding_bag_per_sample_weights_backward.default: lambda g, weight, indices, _, bags, mode, padding=-1: (
+        (g[bags] * weight[indices]).sum(1) * (indices != padding)
+    ),
     aten.masked_scatter_backward.default: _masked_scatter_backward,
     aten._weight_norm_interface_backward.default: aten._weight_norm_differentiable_backward.default,
     aten.replication_pad1d_backward.default: _by_autograd(aten.replication_pad1d.default),

@@ -19,15 +19,27 @@ from torch.onnx import ops as onnx_ops
 from torch.overrides import TorchFunctionMode
 
 from cpt_fx.errors import ExportError
-from cpt_fx.export.bodies import constant
-from cpt_fx.export.functions import LEARNED, UNIFORM, QuantizerKind, kind_of
-from cpt_fx.export.local_functions import DOMAIN
+from cpt_fx.export.functions import DOMAIN, LEARNED, UNIFORM, QuantizerKind, constant, kind_of
 from cpt_fx.quantizers import ops
 from cpt_fx.quantizers.numerics import in_blocks, reduced_dims
 from cpt_fx.quantizers.straight_through import grid_of
 
 QUANTIZER = "quantizer"
 """Attribute of a traced node: the name of the quantizer."""
+
+
+class Calls(TorchFunctionMode):
+    """Mode that passes each call of a torch function to `run(func, *args, **kwargs)`."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.run = run
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Pass on one call."""
+        return self.run(func, *args, **(kwargs or {}))
 
 
 class _Apart(torch.autograd.Function):
@@ -53,11 +65,11 @@ def _learned_gradients(gradient: Tensor, x: Tensor, low: Tensor, span: Tensor, b
     return made.reshape(x.shape), *ends, None
 
 
-class Lowering(TorchFunctionMode):
+class Lowering(Calls):
     """The torch function mode. It collects the kinds of quantizers that it meets."""
 
     def __init__(self, seeds: Tensor, names: Mapping[int, str], *, gradients: bool, plain: bool) -> None:
-        super().__init__()
+        super().__init__(self._traced)
         self.seeds = seeds
         self.names = names
         """`id` of a quantizer's counters -> the quantizer's name."""
@@ -68,15 +80,12 @@ class Lowering(TorchFunctionMode):
         """Kinds that were met, by function name."""
         self.draws = 0
 
-    def __torch_function__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Trace one call."""
+    def _traced(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         if func in ops.QUANTIZERS:
-            return self._quantizer(func, *args, **(kwargs or {}))
+            return self._quantizer(func, *args, **kwargs)
         if func in (F.affine_grid, torch.affine_grid_generator) and self.gradients:
-            return _affine_grid(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+            return _affine_grid(*args, **kwargs)
+        return func(*args, **kwargs)
 
     def _quantizer(
         self, func: Any, x: Tensor, bits: Tensor, *args: Any, record: Tensor | None = None, **options: Any

@@ -17,10 +17,14 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cpt_fx.export.backward import adaptive, each, fixed, spans, through, transposed_convolution
+from cpt_fx.export.backward import adaptive_pooling, average_pooling, through, transposed_convolution
 
 aten, prims = torch.ops.aten, torch.ops.prims
 Sizes = Sequence[Any]
+Uniform = Callable[[Tensor], Tensor]
+"""Returns noise in [0, 1) of the shape of a tensor."""
+_STEPS = 2**24
+"""How many values the noise takes."""
 
 
 def _product(x: Tensor, dims: Sizes, *, output_dtype: torch.dtype | None = None) -> Tensor:
@@ -38,24 +42,10 @@ def _trilinear(
     return made
 
 
-def _average_pool(
-    operator: Any, dims: int, x: Tensor, kernel: Sizes, stride: Sizes = (), padding: Sizes = (0,),
-    ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
-) -> Any:  # fmt: skip
+def _average_pool(dims: int, x: Tensor, *options: Any) -> Any:
     """Apply `divisor_override`, which the exporter ignores."""
-    if divisor_override is None:
-        return NotImplemented
-    kernel, padding = each(kernel, dims), each(padding, dims)
-    stride = each(stride, dims) if stride else kernel
-    pads: list[int] = []
-    for dim in range(dims):
-        size = fixed(x.shape[dim - dims])
-        steps = (size + 2 * padding[dim] - kernel[dim]) / stride[dim]
-        last = (math.ceil(steps) if ceil_mode else math.floor(steps)) * stride[dim]
-        # A window that would start behind the input is left out.
-        last -= stride[dim] if last >= size + padding[dim] else 0
-        pads = [padding[dim], last + kernel[dim] - size - padding[dim], *pads]
-    return operator(aten.constant_pad_nd(x, pads), kernel, stride) * (math.prod(kernel) / divisor_override)
+    given = options[5] if len(options) > 5 else None
+    return NotImplemented if given is None else through(x, [m.T for m in average_pooling(x.shape[-dims:], *options)])
 
 
 def _adaptive_max_pool(operator: Any, x: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor]:
@@ -66,18 +56,18 @@ def _adaptive_max_pool(operator: Any, x: Tensor, sizes: Sizes) -> tuple[Tensor, 
     with _disable_current_modes():
         places = torch.zeros(1, 1, dtype=torch.int64)
         for size, out in zip(x.shape[-len(sizes) :], sizes, strict=True):
-            ends = spans(fixed(size), out)
-            longest = max(high - low for low, high in ends)
+            window = adaptive_pooling(size, out) > 0
+            first, length = window.int().argmax(1, keepdim=True), window.sum(1, keepdim=True)
             # A shorter window repeats its last element.
-            own = torch.tensor([[min(low + step, high - 1) for step in range(longest)] for low, high in ends])
-            places = (places[:, None, :, None] * fixed(size) + own[:, None, :]).flatten(2).flatten(0, 1)
+            own = first + torch.arange(int(length.max())).minimum(length - 1)
+            places = (places[:, None, :, None] * int(size) + own[:, None, :]).flatten(2).flatten(0, 1)
     values, chosen = x.flatten(-len(sizes))[..., places].max(-1)
     indices = places.expand(*chosen.shape, -1).gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
     return values.unflatten(-1, tuple(sizes)), indices.unflatten(-1, tuple(sizes))
 
 
 def _adaptive_average_pool(x: Tensor, sizes: Sizes) -> Tensor:
-    matrices = [adaptive(fixed(size), out).T for size, out in zip(x.shape[-len(sizes) :], sizes, strict=True)]
+    matrices = [adaptive_pooling(size, out).T for size, out in zip(x.shape[-len(sizes) :], sizes, strict=True)]
     return through(x, matrices)
 
 
@@ -135,7 +125,7 @@ def _first(operator: Any, x: Tensor, *dim: Any, **options: Any) -> Any:
 
 
 def _split(x: Tensor, size: Any, dim: int = 0) -> list[Tensor]:
-    count = fixed((x.shape[dim] + size - 1) // size)
+    count = int((x.shape[dim] + size - 1) // size)
     return [aten.slice.Tensor(x, dim, part * size, (part + 1) * size) for part in range(count)]
 
 
@@ -143,7 +133,7 @@ def _convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sizes, padding: Sizes, dilation: Sizes, transposed: bool,
     output_padding: Sizes, groups: int,
 ) -> Tensor:  # fmt: skip
-    padding = [fixed(size) for size in padding]
+    padding = [int(size) for size in padding]
     if not transposed:
         return aten.convolution.default(x, weight, bias, stride, padding, dilation, False, output_padding, groups)  # type: ignore[no-any-return]
     reach = [step * (size - 1) + 1 for step, size in zip(dilation, weight.shape[2:], strict=True)]
@@ -202,6 +192,8 @@ _WRITTEN: dict[Any, Callable[..., Any]] = {
 }  # fmt: skip
 EVERYWHERE: dict[Any, Callable[..., Any]] = {
     **{name: partial(_varying, written) for name, written in _WRITTEN.items()},
+    aten.avg_pool2d.default: partial(_average_pool, 2),
+    aten.avg_pool3d.default: partial(_average_pool, 3),
     # Sorting in ONNX is always stable.
     aten.sort.stable: lambda x, *, stable, dim=-1, descending=False: aten.sort.default(x, dim, descending),
     aten._convert_indices_from_coo_to_csr.default: _places_in_rows,
@@ -221,8 +213,6 @@ OPERATORS: dict[Any, Callable[..., Any]] = {
     aten.fmin.default: lambda x, y: torch.where(torch.isnan(y) | (x <= y), x, y),
     aten.fmax.default: lambda x, y: torch.where(torch.isnan(y) | (x >= y), x, y),
     aten._trilinear.default: _trilinear,
-    aten.avg_pool2d.default: partial(_average_pool, aten.avg_pool2d.default, 2),
-    aten.avg_pool3d.default: partial(_average_pool, aten.avg_pool3d.default, 3),
     aten._adaptive_avg_pool3d.default: _adaptive_average_pool,
     aten.adaptive_max_pool2d.default: partial(_adaptive_max_pool, aten.adaptive_max_pool2d.default),
     aten.adaptive_max_pool3d.default: partial(_adaptive_max_pool, aten.adaptive_max_pool3d.default),
@@ -237,3 +227,80 @@ OPERATORS: dict[Any, Callable[..., Any]] = {
     **{name: partial(_by_places, name) for name in (aten.index.Tensor, aten.index_put.default)},
     aten._unsafe_index_put.default: aten.index_put.default,
 }
+
+
+def drawing(uniform: Uniform) -> dict[Any, Callable[..., Any]]:
+    """Return the decompositions of random operators, given a source of noise.
+
+    An exported graph has no generator. All random numbers are computed from one kind of noise in [0, 1): a hash of a
+    seed that is an input of the graph, the same in PyTorch and in every runtime.
+    """
+
+    def of(x: Tensor) -> Tensor:
+        return uniform(x.detach().to(torch.float32))
+
+    def normal(x: Tensor) -> Tensor:
+        # Box-Muller: the noise may be 0, one minus it cannot.
+        return torch.sqrt(torch.log(1.0 - of(x)) * -2.0) * torch.cos(of(x) * (2 * math.pi))
+
+    def shaped(size: Any, dtype: torch.dtype | None) -> Tensor:
+        return torch.zeros(size, dtype=dtype or torch.get_default_dtype())
+
+    def bernoulli(x: Tensor, p: Any = None, *, generator: Any = None) -> Tensor:
+        return (of(x) < (x if p is None else p)).to(x.dtype)
+
+    def dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+        kept = of(x) < 1 - p if train is not False else torch.ones_like(x, dtype=torch.bool)
+        scale = 1.0 if train is False else 0.0 if p == 1 else 1 / (1 - p)
+        return x * kept.to(x.dtype) * scale, kept
+
+    def between(x: Tensor, low: float = 0.0, high: float = 1.0, *, generator: Any = None) -> Tensor:
+        return of(x) * (high - low) + low
+
+    def gauss(x: Tensor, mean: float = 0.0, std: float = 1.0, *, generator: Any = None) -> Tensor:
+        return normal(x) * std + mean
+
+    def whole(x: Tensor, low: Any, high: Any) -> Tensor:
+        # The noise has 24 bits, and a sum in float32 no more.
+        count = high - low
+        if isinstance(count, int) and count > _STEPS:
+            first, second = (of(torch.stack((x, x))) * _STEPS).to(torch.int64)
+            place = (first * _STEPS + second) % count
+        else:
+            place = torch.floor(of(x) * count).to(torch.int64)
+        made: Tensor = (place + low).to(x.dtype)
+        return made
+
+    def rrelu(
+        x: Tensor, noise: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, *_: Any, **__: Any
+    ) -> Tensor:
+        if not training:
+            return torch.where(x > 0, x, x * ((lower + upper) / 2))
+        noise.copy_(torch.where(x <= 0, between(x, lower, upper), 1.0))
+        return x * noise
+
+    def like(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+        return x if dtype is None else torch.zeros_like(x, dtype=dtype)
+
+    return {
+        aten.bernoulli.default: bernoulli,
+        aten.bernoulli.p: bernoulli,
+        aten.bernoulli_.float: lambda x, p=0.5, *, generator=None: x.copy_(bernoulli(x, p)),
+        aten.bernoulli_.Tensor: lambda x, p, *, generator=None: x.copy_(bernoulli(x, p)),
+        aten.native_dropout.default: dropout,
+        aten.rrelu_with_noise.default: rrelu,
+        aten.rand.default: lambda size, *, dtype=None, **_: of(shaped(size, dtype)).to(dtype or torch.float32),
+        aten.randn.default: lambda size, *, dtype=None, **_: normal(shaped(size, dtype)).to(dtype or torch.float32),
+        aten.rand_like.default: lambda x, *, dtype=None, **_: of(x).to(dtype or x.dtype),
+        aten.randn_like.default: lambda x, *, dtype=None, **_: normal(x).to(dtype or x.dtype),
+        aten.randint.default: lambda high, size, *, dtype=torch.int64, **_: whole(shaped(size, dtype), 0, high),
+        aten.randint.low: lambda low, high, size, *, dtype=torch.int64, **_: whole(shaped(size, dtype), low, high),
+        aten.randint_like.default: lambda x, high, *, dtype=None, **_: whole(like(x, dtype), 0, high),
+        aten.randint_like.low_dtype: lambda x, low, high, *, dtype=None, **_: whole(like(x, dtype), low, high),
+        aten.uniform_.default: lambda x, low=0.0, high=1.0, *, generator=None: x.copy_(between(x, low, high)),
+        aten.uniform.default: between,
+        aten.normal_.default: lambda x, mean=0.0, std=1.0, *, generator=None: x.copy_(gauss(x, mean, std)),
+        aten.normal_functional.default: gauss,
+        aten.exponential_.default: lambda x, lambd=1.0, *, generator=None: x.copy_(torch.log(1.0 - of(x)) / -lambd),
+        aten.randperm.default: lambda n, *, dtype=torch.int64, **_: torch.argsort(of(torch.zeros(n))).to(dtype),
+    }

@@ -22,13 +22,11 @@ from cpt_fx.capture.dry_run import tensors_in
 from cpt_fx.capture.standalone import precision_of
 from cpt_fx.common.arrays import array_of
 from cpt_fx.common.files import new_file
-from cpt_fx.export.capture_modes import call_of, in_mode, run
-from cpt_fx.export.comparing import at_full_precision
+from cpt_fx.export.examples import call_of, in_mode, run, settle_sizes, with_several
 from cpt_fx.export.functions import add_functions
-from cpt_fx.export.normalize import strip
 from cpt_fx.export.program import Call, Graph, drop_unused, name_outputs, states_of, trace
-from cpt_fx.export.sizes import settle_sizes, with_several
-from cpt_fx.export.verify import TOLERANCE, check
+from cpt_fx.export.recording import strip
+from cpt_fx.export.verify import TOLERANCE, at_full_precision, check
 from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.ir.history import LOGGER
 from cpt_fx.ort.environment import check_runtime

@@ -18,9 +18,8 @@ from cpt_fx.capture.standalone import precision_of
 from cpt_fx.errors import ExportError
 from cpt_fx.export.functions import QuantizerKind
 from cpt_fx.export.lowering import QUANTIZER, Lowering
-from cpt_fx.export.normalize import normalize
-from cpt_fx.export.randomness import drawing
-from cpt_fx.export.recording import choices, convert, record
+from cpt_fx.export.operators import drawing
+from cpt_fx.export.recording import choices, convert, normalize, record
 from cpt_fx.export.refusals import UnsupportedError, check_modules, layer_of
 from cpt_fx.ir.layer_state import ranges
 from cpt_fx.ir.meta import STATE, Dial

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.overrides import TorchFunctionMode
 
 from cpt_fx.capture.standalone import precision_of
 from cpt_fx.errors import ExportError
+from cpt_fx.export.lowering import Calls
 from cpt_fx.formats import Format, Range, Rounding, Scheme
 from cpt_fx.ir.meta import QUANTIZER, Quantizer
 from cpt_fx.ir.subgraphs import graphs_of
@@ -77,31 +77,25 @@ def watched_in(module: fx.GraphModule) -> dict[str, Watched]:
     }
 
 
-class WatchQuantizers(TorchFunctionMode):
-    """Mode that runs quantizers with nearest rounding and passes their calls to functions, by name."""
+def watching(module: fx.GraphModule, shows: Mapping[str, Callable[..., None]]) -> Calls:
+    """Return a mode that runs quantizers with nearest rounding and passes their calls to functions, by name."""
+    records = precision_of(module).records
+    names: dict[int, str] = {}
 
-    def __init__(self, module: fx.GraphModule, shows: Mapping[str, Callable[..., None]]) -> None:
-        super().__init__()
-        self.records = precision_of(module).records
-        self.shows = shows
-        self.names: dict[int, str] = {}
-
-    def __torch_function__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run one function, and pass on the call of a quantizer."""
-        kwargs = kwargs or {}
+    def run(func: Any, *args: Any, **kwargs: Any) -> Any:
         if func not in QUANTIZERS or func is QUANTIZE_GRADIENT:
             return func(*args, **kwargs)
-        options = dict(kwargs) | {"record": None, "rounding": Rounding.NEAREST.value}
+        options = kwargs | {"record": None, "rounding": Rounding.NEAREST.value}
         y = func(*args, **options)
-        if not self.names:
+        if not names:
             # Only now: the run may use copies of the buffers.
-            self.names = {id(record): name for name, record in self.records.named_buffers()}
-        show = self.shows.get(self.names[id(kwargs["record"])])
+            names.update((id(record), name) for name, record in records.named_buffers())
+        show = shows.get(names[id(kwargs["record"])])
         if show is not None:
             show(func, dict(zip(_ARGUMENTS, args, strict=False)) | options, y)
         return y
+
+    return Calls(run)
 
 
 def squares(value: Tensor, reference: Tensor) -> tuple[float, float]:

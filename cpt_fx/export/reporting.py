@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from cpt_fx.capture.dry_run import tensors_in
 from cpt_fx.errors import ExportError, check_choice
 from cpt_fx.export import plain
-from cpt_fx.export.capture_modes import call_of
 from cpt_fx.export.deployment import qdq
-from cpt_fx.export.functions import UNIFORM
-from cpt_fx.export.local_functions import DOMAIN
+from cpt_fx.export.examples import call_of
+from cpt_fx.export.functions import DOMAIN, UNIFORM
 from cpt_fx.export.training import ort_training
 from cpt_fx.inspection import inspect
 from cpt_fx.inspection.table import as_text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,20 +13,18 @@ import onnx
 import onnx_ir as ir
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from cpt_fx.capture.dry_run import eager_model
 from cpt_fx.capture.standalone import precision_of
 from cpt_fx.common.arrays import array_of
 from cpt_fx.common.files import digest, new_directory
-from cpt_fx.errors import ExportError
-from cpt_fx.export import losses
-from cpt_fx.export.capture_modes import call_of, in_mode, run
+from cpt_fx.errors import ExportError, nearest
+from cpt_fx.export.examples import call_of, in_mode, run, settle_sizes, with_several
 from cpt_fx.export.functions import add_functions
-from cpt_fx.export.losses import LossLike, resolve
-from cpt_fx.export.normalize import strip
 from cpt_fx.export.program import Call, Graph, states_of, trace
+from cpt_fx.export.recording import strip
 from cpt_fx.export.refusals import check_schedules
-from cpt_fx.export.sizes import settle_sizes, with_several
 from cpt_fx.export.updates import clipping_graph, model_of, resolve_optimizer, trace_updates
 from cpt_fx.export.verify import verify
 from cpt_fx.ort import manifest as files
@@ -33,6 +32,19 @@ from cpt_fx.ort.environment import EXTRAS, require_training, version_of
 from cpt_fx.ort.manifest import Manifest, Optimizer, Parameter, State
 
 _PACKAGES = ("cpt_fx", "torch", "onnx", "onnxscript", "onnxruntime", *EXTRAS)
+LossLike = str | Callable[..., Tensor] | None
+_LOSSES: dict[str, Callable[..., Tensor]] = {
+    "cross_entropy": F.cross_entropy,
+    "mse": F.mse_loss,
+    "bce_with_logits": F.binary_cross_entropy_with_logits,
+    "l1": F.l1_loss,
+}
+_LABELLED = (F.cross_entropy, F.nll_loss, nn.CrossEntropyLoss, nn.NLLLoss)
+_ALIKE = (
+    F.mse_loss, F.binary_cross_entropy_with_logits, F.binary_cross_entropy, F.l1_loss, F.smooth_l1_loss, F.huber_loss,
+    nn.MSELoss, nn.BCEWithLogitsLoss, nn.BCELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss,
+)  # fmt: skip
+"""Losses whose targets are class labels, and losses whose targets have the shape of the outputs."""
 
 
 def ort_training(
@@ -68,9 +80,9 @@ def ort_training(
     """
     require_training()
     result = eager_model(result)
-    function, loss_name = resolve(loss)
+    function, loss_name = _resolved(loss)
     made, groups = resolve_optimizer(optimizer, dict(result.named_parameters(remove_duplicate=False)))
-    call = _with_targets(result, call_of(example_inputs), loss, function, example_targets)
+    call = _with_targets(result, call_of(example_inputs), function, loss_name, example_targets)
     with in_mode(result, True, call) as graph:
         run(graph, call)
         call = with_several(call, graph) if dynamic_batch else call
@@ -87,18 +99,18 @@ def ort_training(
         return manifest
 
 
-def _with_targets(result: nn.Module, call: Call, loss: LossLike, function: Callable[..., Tensor], given: Any) -> Call:
+def _with_targets(result: nn.Module, call: Call, loss: Callable[..., Tensor], name: str, given: Any) -> Call:
     """Add the loss and its targets to a call: those given, or examples that fit what the model returns."""
     if given is not None:
         targets = tuple(given) if isinstance(given, (tuple, list)) else (given,)
-    elif loss is None:
+    elif loss is _own_loss:
         targets = ()
     else:
         with in_mode(result, False, call) as graph:
-            targets = losses.example_targets(loss, run(graph, call))
+            targets = (_example_target(loss, name, run(graph, call)),)
     if not all(isinstance(target, Tensor) for target in targets):
         raise ExportError("example_targets must be a tensor or a tuple of tensors")
-    return replace(call, targets=targets, loss=function)
+    return replace(call, targets=targets, loss=loss)
 
 
 def _write(
@@ -118,7 +130,9 @@ def _write(
     _save(updates.first, folder / files.FIRST_UPDATE)
     _save(updates.later, folder / files.UPDATE)
     states = {**evaluation.states, **training.states}
-    _save_values({name: values[name] for name in (*known, *states)} | updates.initial, folder)
+    values = {name: values[name] for name in (*known, *states)}
+    _save_values(values | updates.initial, folder)
+    held = {name: {"name": name, "dtype": str(value.dtype), "shape": value.shape} for name, value in values.items()}
     ends = {str(value.name): value for value in (*training.model.graph.inputs, *evaluation.model.graph.outputs)}
     manifest = Manifest(
         inputs=tuple(_tensor(ends[name]) for name in training.inputs),
@@ -127,17 +141,10 @@ def _write(
         dials=training.dials,
         seeds=training.draws,
         parameters=tuple(
-            Parameter(
-                **vars(_held(name, values[name])),
-                trainable=name in training.gradients,
-                names=names,
-                group=group_of[name],
-            )
+            Parameter(**held[name], trainable=name in training.gradients, names=names, group=group_of[name])
             for name, names in known.items()
         ),
-        states=tuple(
-            State(**vars(_held(name, values[name])), swaps=bool(training.states.get(name))) for name in states
-        ),
+        states=tuple(State(**held[name], swaps=bool(training.states.get(name))) for name in states),
         optimizer=described(optimizer, updates.remembered),
         loss=loss,
         schedule=repr(precision_of(result).schedule),
@@ -179,11 +186,58 @@ def _save_values(values: Mapping[str, Any], folder: Path) -> None:
     (folder / files.DATA).touch()
 
 
-def _held(name: str, array: Any) -> files.Tensor:
-    return files.Tensor(name=name, dtype=str(array.dtype), shape=tuple(array.shape))
-
-
 def _tensor(value: ir.Value) -> files.Tensor:
     assert value.dtype is not None and value.shape is not None
     shape = tuple(size if isinstance(size, int) else str(size.value) for size in value.shape)
     return files.Tensor(name=str(value.name), dtype=str(value.dtype.numpy()), shape=shape)
+
+
+def _resolved(loss: LossLike) -> tuple[Callable[..., Tensor], str]:
+    """Return the function that computes the loss from the model's outputs and the targets, and its name."""
+    if loss is None:
+        return _own_loss, "the model's own"
+    if isinstance(loss, str):
+        if loss not in _LOSSES:
+            listed = ", ".join(f'"{name}"' for name in _LOSSES)
+            raise ExportError(
+                f"loss must be one of {listed}, None for the model's own, or a function of output and targets, got "
+                f"{loss!r}.{nearest(loss, _LOSSES)}"
+            )
+        return _LOSSES[loss], loss
+    if not callable(loss):
+        raise ExportError(f"loss must be a name, None, or a function of output and targets, got {loss!r}")
+    return loss, str(getattr(loss, "__name__", type(loss).__name__))
+
+
+def _example_target(loss: Callable[..., Tensor], name: str, outputs: Any) -> Tensor:
+    """Return a target that a known loss accepts for a model's outputs."""
+    if not isinstance(outputs, Tensor):
+        raise ExportError(
+            f"the model returns {type(outputs).__name__}, and loss={name!r} takes a tensor: pass a function of the "
+            "output and the targets, and example_targets"
+        )
+    plain = loss.func if isinstance(loss, functools.partial) else loss
+    kinds = type(plain).__mro__ if isinstance(plain, nn.Module) else (plain,)
+    if any(kind in _LABELLED for kind in kinds):
+        if outputs.ndim < 2:
+            raise ExportError(
+                f"{name} needs scores of shape (batch, classes, ...), the model returns {tuple(outputs.shape)}"
+            )
+        return torch.zeros(outputs.shape[0], *outputs.shape[2:], dtype=torch.int64, device=outputs.device)
+    if any(kind in _ALIKE for kind in kinds):
+        return torch.zeros_like(outputs)
+    raise ExportError(f"what targets {name} takes is not known: pass example_targets, a tensor or a tuple of tensors")
+
+
+def _own_loss(outputs: Any) -> Tensor:
+    """Return the loss that a model computed itself: its only output, its output `loss`, or its first one."""
+    found = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", outputs)
+    if isinstance(found, (tuple, list)):
+        found = found[0]
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise ExportError(
+            f"loss=None says that the model returns its loss (alone, first, or as `loss`), but it returns {what}: pass "
+            f"loss={next(iter(_LOSSES))!r} or another one"
+        )
+    return found.reshape(())

@@ -21,11 +21,12 @@ import onnx_ir as ir
 import torch
 from onnx_ir.tape import Tape
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
+from cpt_fx.capture.base import patched
 from cpt_fx.common.arrays import array_of
 from cpt_fx.errors import ExportError, nearest
-from cpt_fx.export.local_functions import DOMAIN, as_function, in_place_of
+from cpt_fx.export.functions import DOMAIN, as_function
+from cpt_fx.export.lowering import Calls
 from cpt_fx.export.recording import OPSET, Table
 from cpt_fx.ort import manifest as files
 from cpt_fx.ort.manifest import GRADIENT, GRADIENT_SCALE, LEARNING_RATE, MAX_NORM, MAX_VALUE, NEXT, STEP, State
@@ -196,25 +197,19 @@ def _clamp_(x: Tensor, low: float | None = None, high: float | None = None) -> T
 _TABLE: Table = {torch.ops.aten.pow.Scalar: _power, torch.ops.aten.clamp_.default: _clamp_}
 
 
-class _Numbers(TorchFunctionMode):
-    """Mode that keeps numbers which an optimizer computes from tensors as tensors, so that they can be traced."""
-
-    def __torch_function__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Replace calls that need a Python number."""
-        kwargs = dict(kwargs or {})
-        if func is Tensor.item:
-            return args[0]
-        if func in (Tensor.add_, Tensor.addcdiv_, Tensor.addcmul_, Tensor.sub_):
-            factor = kwargs.get("alpha", kwargs.get("value"))
-            if isinstance(factor, Tensor):
-                x, *others = args
-                if func in (Tensor.addcdiv_, Tensor.addcmul_):
-                    others = [others[0] / others[1] if func is Tensor.addcdiv_ else others[0] * others[1]]
-                product = others[0] * factor
-                return x.sub_(product) if func is Tensor.sub_ else x.add_(product)
-        return func(*args, **kwargs)
+def _with_numbers(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Keep numbers which an optimizer computes from tensors as tensors, so that they can be traced."""
+    if func is Tensor.item:
+        return args[0]
+    if func in (Tensor.add_, Tensor.addcdiv_, Tensor.addcmul_, Tensor.sub_):
+        factor = kwargs.get("alpha", kwargs.get("value"))
+        if isinstance(factor, Tensor):
+            x, *others = args
+            if func in (Tensor.addcdiv_, Tensor.addcmul_):
+                others = [others[0] / others[1] if func is Tensor.addcdiv_ else others[0] * others[1]]
+            product = others[0] * factor
+            return x.sub_(product) if func is Tensor.sub_ else x.add_(product)
+    return func(*args, **kwargs)
 
 
 def _chosen(better: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -236,12 +231,15 @@ def _as_if_compiling() -> Iterator[None]:
     def filled(x: Tensor, value: Any, **options: Any) -> Tensor:
         return torch.ones_like(x, **options) * value if isinstance(value, Tensor) else full_like(x, value, **options)
 
+    replaced = {
+        (builtins, "min"): _chosen(torch.minimum, min),
+        (builtins, "max"): _chosen(torch.maximum, max),
+        (torch, "full_like"): filled,
+        (torch.compiler, "_is_compiling_flag"): True,
+    }
     torch.set_default_dtype(torch.float64)
     try:
-        with _Numbers(), in_place_of(
-            (builtins, "min", _chosen(torch.minimum, min)), (builtins, "max", _chosen(torch.maximum, max)),
-            (torch, "full_like", filled), (torch.compiler, "_is_compiling_flag", True),
-        ):  # fmt: skip
+        with Calls(_with_numbers), patched(replaced):
             yield
     finally:
         torch.set_default_dtype(dtype)
@@ -249,19 +247,11 @@ def _as_if_compiling() -> Iterator[None]:
 
 def _read_late(function: ir.Function, start: int, keys: tuple[str, ...]) -> set[str]:
     """Return the state that may be read after its new value is written, so that old and new need separate memory."""
-    late = set()
-    for index, key in enumerate(keys):
-        old, writer = function.inputs[start + index], function.outputs[1 + index].producer()
-        before: set[ir.Node | None] = set()
-        waiting = [writer]
-        while waiting:
-            node = waiting.pop()
-            if node is not None and node not in before:
-                before.add(node)
-                waiting += [value.producer() for value in node.inputs if value is not None]
-        if any(node not in before for node, _ in old.uses()):
-            late.add(key)
-    return late
+    before: dict[ir.Node | None, set[ir.Node]] = {None: set()}
+    for node in function:
+        before[node] = {node}.union(*(before[value.producer()] for value in node.inputs if value is not None))
+    ends = zip(keys, function.inputs[start:], function.outputs[1:], strict=True)
+    return {key for key, old, new in ends if not {node for node, _ in old.uses()} <= before[new.producer()]}
 
 
 class _Graph:
@@ -323,18 +313,17 @@ def model_of(
 def clipping_graph(shapes: Mapping[str, Iterable[int]]) -> ir.Model:
     """Return the graph that clips gradients before an update, as `clip_grad_value_` does, then `clip_grad_norm_`."""
     limit, norm, scale = numbers = [value_of(name, "float32") for name in (MAX_VALUE, MAX_NORM, GRADIENT_SCALE)]
-    gradients = {name: value_of(name + GRADIENT, "float32", shape) for name, shape in shapes.items()}
+    gradients = [value_of(name + GRADIENT, "float32", shape) for name, shape in shapes.items()]
     tape = Tape()
     high = tape.op("Div", [limit, scale])
     low = tape.op("Neg", [high])
-    limited = {name: tape.op("Clip", [gradient, low, high]) for name, gradient in gradients.items()}
-    squares = [tape.op("ReduceSumSquare", [value], {"keepdims": 0}) for value in limited.values()]
+    limited = [tape.op("Clip", [gradient, low, high]) for gradient in gradients]
+    squares = [tape.op("ReduceSumSquare", [value], {"keepdims": 0}) for value in limited]
     total = tape.op("Mul", [tape.op("Sqrt", [tape.op("Sum", squares)]), scale])
     small, one = (tape.op("Constant", [], {"value_float": number}) for number in (1e-6, 1.0))
     factor = tape.op("Min", [tape.op("Div", [norm, tape.op("Add", [total, small])]), one])
-    outputs = []
-    for name, value in limited.items():
-        outputs.append(tape.op("Mul", [value, factor]))
-        outputs[-1].name, outputs[-1].shape = name + GRADIENT + NEXT, gradients[name].shape
-        outputs[-1].type = gradients[name].type
-    return model_of("clipping", [*numbers, *gradients.values()], outputs, tape.nodes)
+    scaled = [
+        ir.node("Mul", [value, factor], outputs=[value_of(name + GRADIENT + NEXT, "float32", shape)])
+        for (name, shape), value in zip(shapes.items(), limited, strict=True)
+    ]
+    return model_of("clipping", [*numbers, *gradients], [node.outputs[0] for node in scaled], [*tape.nodes, *scaled])

@@ -1,16 +1,16 @@
-"""Verification of an export: at least three steps in ONNX Runtime and in PyTorch, at full precision.
+"""Comparison of exported files with PyTorch on the same examples: the steps of a training, the outputs of a model.
 
-Every loss, gradient, running state, parameter and optimizer state of a step is compared, for several batch sizes and
-for other values of every dynamic size. After each comparison both continue from the same numbers, so that a
-difference is of one step. Quantization below 32 bits is the same in every export, and covered by tests.
+Of a training, at least three steps run in ONNX Runtime and in PyTorch, at full precision. Every loss, gradient, running
+state, parameter and optimizer state is compared, for several batch sizes and for other values of every dynamic size.
+After each comparison both continue from the same numbers, so that a difference is of one step. Quantization below 32
+bits is the same in every export, and covered by tests.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,19 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cpt_fx.capture.dry_run import trial
+from cpt_fx.capture.dry_run import tensors_in, trial
 from cpt_fx.capture.standalone import precision_of
 from cpt_fx.common.arrays import Array, array_of
 from cpt_fx.errors import ExportError
-from cpt_fx.export.program import Call, states_of
-from cpt_fx.export.randomness import drawing
-from cpt_fx.export.sizes import tensors_of
+from cpt_fx.export.examples import tensors_of
+from cpt_fx.export.lowering import Calls
+from cpt_fx.export.operators import drawing
+from cpt_fx.export.program import Call, Graph, states_of
 from cpt_fx.formats import FULL_PRECISION
+from cpt_fx.ort.environment import CPU
 from cpt_fx.ort.manifest import Manifest
 from cpt_fx.ort.trainer import Trainer, draw
 from cpt_fx.quantizers.noise import uniform
@@ -38,6 +39,7 @@ from cpt_fx.quantizers.ops import QUANTIZE_GRADIENT, QUANTIZERS
 from cpt_fx.schedules import Static
 
 Values = dict[str, Array]
+_WITHOUT = "session.disable_quant_qdq"
 TOLERANCE = 1e-3
 """Largest difference of a gradient or a state, relative to its largest element. Float32 sums in another order differ
 by 1e-6 to 1e-5, in deep nets with batch norm by 1e-4; real errors exceed 1e-2."""
@@ -114,7 +116,17 @@ class _Reference:
         assert call.loss is not None
         trained = [item.name for item in self.manifest.parameters if item.trainable]
         states = {name: value.clone() for name, value in self.states.items()}
-        with trial(self.graph), precision_of(self.graph).at(FULL_PRECISION), torch.enable_grad(), _drawing(seeds):
+        left = iter(seeds)
+
+        def skipping(func: Any, *args: Any, **options: Any) -> Any:
+            # At 32 bits a stochastic quantizer draws nothing, but the graph has a seed for it.
+            if func in QUANTIZERS and func is not QUANTIZE_GRADIENT and options.get("rounding") == "stochastic":
+                next(left)
+            return func(*args, **options)
+
+        # The model draws the random numbers of its exported graph.
+        drawn, calls = Drawn(drawing(lambda like: uniform(next(left), like))), Calls(skipping)
+        with trial(self.graph), precision_of(self.graph).at(FULL_PRECISION), torch.enable_grad(), drawn, calls:
             outputs = functional_call(self.graph, {**parameters, **states}, call.args, call.kwargs)
             loss = call.loss(outputs, *call.targets)
             leaves = [parameters[name] for name in trained]
@@ -141,31 +153,6 @@ class _Reference:
             value = self.optimizer.state[self.parameters[name]][key]
             remembered[tensor.name] = value.detach().numpy().astype(tensor.dtype)
         return _arrays(self.parameters), remembered
-
-
-@contextmanager
-def _drawing(seeds: Tensor) -> Iterator[None]:
-    """Make a PyTorch model draw the random numbers of its exported graph."""
-    left = iter(seeds)
-    with Drawn(drawing(lambda like: uniform(next(left), like))), _Skipping(left):
-        yield
-
-
-class _Skipping(TorchFunctionMode):
-    """Mode that skips the seeds of stochastic quantizers: at 32 bits they draw nothing, but the graph has the seeds."""
-
-    def __init__(self, seeds: Iterator[Tensor]) -> None:
-        super().__init__()
-        self.seeds = seeds
-
-    def __torch_function__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run one function."""
-        kwargs = kwargs or {}
-        if func in QUANTIZERS and func is not QUANTIZE_GRADIENT and kwargs.get("rounding") == "stochastic":
-            next(self.seeds)
-        return func(*args, **kwargs)
 
 
 class Drawn(TorchDispatchMode):
@@ -239,3 +226,96 @@ def _read(blocks: Mapping[str, Any]) -> Values:
 def _write(blocks: Mapping[str, Any], values: Values) -> None:
     for name, value in values.items():
         blocks[name].write(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """How far an output of a file in one runtime is from PyTorch at the same bit-widths, on the examples."""
+
+    output: str
+    runtime: str
+    maximum: float
+    mean: float
+    largest: float
+    """Largest magnitude of the output itself."""
+    agreement: float | None = None
+    """Share of rows with the same argmax, for outputs of two dims."""
+
+    def __str__(self) -> str:
+        """Return a one-line summary."""
+        same = "" if self.agreement is None else f", the same class for {self.agreement:.1%} of the rows"
+        off = f"differs by {self.maximum:.3g} at most, {self.mean:.3g} on average"
+        return f"{self.output} in {self.runtime}: {off}, of {self.largest:.3g}{same}"
+
+
+def compared(path: Path, graph: Graph, call: Call, outputs: Any) -> dict[str, Any]:
+    """Run a file in every installed runtime; return the differences of the outputs, and remarks on the runtimes."""
+    feed = _feed(graph, call)
+    differences: list[Difference] = []
+    remarks = []
+    for run in (_in_onnxruntime, _in_openvino):
+        try:
+            runtime, remark, found = run(path, feed, graph.outputs)
+        except ImportError:
+            continue
+        remarks.append(f"{'' if found else 'not '}compared in {runtime}{remark}")
+        differences += [
+            _difference(name, runtime, np.asarray(theirs), ours.detach().double().cpu().numpy())
+            for name, theirs, ours in zip(graph.outputs, found, tensors_in(outputs), strict=bool(found))
+            if ours.is_floating_point() and ours.numel()
+        ]
+    nowhere = "outputs were not compared: install onnxruntime for that"
+    return {"outputs": tuple(differences), "runtime": "; ".join(remarks) or nowhere}
+
+
+def at_full_precision(path: Path, graph: Graph, call: Call) -> dict[str, Array]:
+    """Return the outputs by name of a file with bit-width inputs, on the examples at full precision."""
+    widths = dict.fromkeys(graph.dials, np.array(FULL_PRECISION))
+    return dict(zip(graph.outputs, _in_onnxruntime(path, _feed(graph, call) | widths, graph.outputs)[2], strict=True))
+
+
+def _feed(graph: Graph, call: Call) -> Values:
+    return {name: array_of(tensor) for name, tensor in zip(graph.inputs, tensors_of(call), strict=True)}
+
+
+def _in_onnxruntime(path: Path, feed: Values, names: tuple[str, ...]) -> tuple[str, str, list[Any]]:
+    """Run a file in ONNX Runtime; some versions fuse integer products of opset 21 that they have no kernel for."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    remark = ""
+    try:
+        made = onnxruntime.InferenceSession(str(path), options, providers=[CPU])
+    except Exception as error:
+        if "QLinear" not in str(error):
+            raise
+        options.add_session_config_entry(_WITHOUT, "1")
+        made = onnxruntime.InferenceSession(str(path), options, providers=[CPU])
+        remark = f' with {_WITHOUT} = "1": this version lacks an integer kernel of opset 21'
+    read = {value.name for value in made.get_inputs()}
+    found = made.run(list(names), {name: value for name, value in feed.items() if name in read})
+    return f"onnxruntime {onnxruntime.__version__}", remark, found
+
+
+def _in_openvino(path: Path, feed: Values, names: tuple[str, ...]) -> tuple[str, str, list[Any]]:
+    """Run a file in OpenVINO with float32 arithmetic: on some processors the default is 16 bits."""
+    import openvino
+
+    runtime = f"OpenVINO {openvino.__version__.partition('-')[0]}"
+    try:
+        made = openvino.Core().compile_model(str(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+        read = {name for value in made.inputs for name in value.names}
+        found = made({name: value for name, value in feed.items() if name in read})
+    except RuntimeError as error:
+        # An operator that OpenVINO lacks is not the file's fault.
+        return runtime, f": {str(error).strip().splitlines()[-1]}", []
+    return runtime, "", [found[name] for name in names]
+
+
+def _difference(name: str, runtime: str, theirs: Any, ours: Any) -> Difference:
+    # Equal infinities (a mask that is returned, say) are no difference.
+    far = np.abs(np.where(theirs == ours, 0.0, theirs - ours))
+    same = float((theirs.argmax(1) == ours.argmax(1)).mean()) if ours.ndim == 2 and ours.shape[1] > 1 else None
+    maximum, mean, largest = float(far.max()), float(far.mean()), float(np.abs(ours).max())
+    return Difference(output=name, runtime=runtime, maximum=maximum, mean=mean, largest=largest, agreement=same)

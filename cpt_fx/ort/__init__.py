@@ -11,10 +11,10 @@ from cpt_fx.common.lazy import on_first_use
 from cpt_fx.ort.environment import require_training
 
 if TYPE_CHECKING:
-    from cpt_fx.ort.state_file import StateFileError as StateFileError
     from cpt_fx.ort.trainer import Trainer as Trainer
+    from cpt_fx.ort.transfer import StateFileError as StateFileError
 
-_HOMES = {"StateFileError": "cpt_fx.ort.state_file", "Trainer": "cpt_fx.ort.trainer"}
+_HOMES = {"StateFileError": "cpt_fx.ort.transfer", "Trainer": "cpt_fx.ort.trainer"}
 
 __all__ = sorted(_HOMES)  # pyright: ignore
 

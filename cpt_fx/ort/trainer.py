@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from cpt_fx.common.arrays import Array
 from cpt_fx.errors import ExportError, check_int
 from cpt_fx.ir.state import dial_width
 from cpt_fx.ort import manifest as files
-from cpt_fx.ort import state_file, transfer
-from cpt_fx.ort.engine import CPU, BoundSession, session_providers
+from cpt_fx.ort import transfer
+from cpt_fx.ort.engine import CPU, BoundSession, Memory, session_providers
 from cpt_fx.ort.environment import require_training
 from cpt_fx.ort.feeding import arrays_of
 from cpt_fx.ort.manifest import Manifest
-from cpt_fx.ort.memory import Memory
-from cpt_fx.ort.rates import OptimizerView, Rate, RateFunction
 from cpt_fx.schedules import Bits
 from cpt_fx.schedules.base import Schedule
 
 Outputs = Array | tuple[Array, ...] | dict[str, Array]
+Rate = float | Sequence[float]
+RateFunction = Callable[[int], Rate]
 
 
 class Trainer:
@@ -212,7 +214,7 @@ class Trainer:
         schedule's position and the random state. An existing file is replaced when everything is written. A
         learning-rate scheduler, or a torch optimizer, has a `state_dict` of its own.
         """
-        state_file.save(self, Path(path))
+        transfer.save(self, Path(path))
 
     def load(self, path: str | PathLike[str], *, schedule: bool = True) -> None:
         """Continue from a file that `save` wrote: the steps that follow are equal, bit for bit.
@@ -220,7 +222,7 @@ class Trainer:
         A file that is damaged, or of another model, is refused and changes nothing. `schedule=False` leaves the
         schedule where it is, to continue under another one.
         """
-        state_file.load(self, Path(path), schedule=schedule)
+        transfer.load(self, Path(path), schedule=schedule)
 
     # PyTorch.
 
@@ -278,3 +280,58 @@ def arranged(outputs: list[tuple[str, Array]]) -> Outputs:
     if all(name.startswith(prefix) for name, _ in outputs):
         return {name.removeprefix(prefix): value for name, value in outputs}
     return tuple(value for _, value in outputs)
+
+
+class _Group(dict[str, Any]):
+    """The options of a parameter group that schedulers may change."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        """Set an option; refuse one that is a constant of the exported update."""
+        if key in ("momentum", "betas"):
+            raise ValueError(
+                f"{key} is a constant of the exported update, and this scheduler would change it: pass "
+                "cycle_momentum=False"
+            )
+        super().__setitem__(key, value)
+
+
+class OptimizerView(torch.optim.Optimizer):
+    """What torch's learning-rate schedulers see of a `Trainer`'s optimizer: a learning rate for each group."""
+
+    def __init__(self, rates: Sequence[float], wanted: Rate | RateFunction | None) -> None:
+        groups = [_Group(params=[torch.nn.Parameter(torch.zeros(()))], lr=rate) for rate in rates]
+        # Schedulers that cycle the momentum need one.
+        super().__init__(groups, {"lr": 0.0, "momentum": 0.0})
+        self._function = wanted if callable(wanted) else None
+        if wanted is not None and not callable(wanted):
+            self.write_rates(wanted)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Do nothing, since the update runs in ONNX Runtime; schedulers count the calls."""
+
+    def rates(self) -> list[float]:
+        """Return the learning rates as they were set last."""
+        return [float(group["lr"]) for group in self.param_groups]
+
+    def rates_at(self, update: int) -> NDArray[np.float64]:
+        """Return the learning rates of an update, counted from 0."""
+        if self._function is not None:
+            self.write_rates(self._function(update))
+        return np.array(self.rates(), np.float64)
+
+    def set_rates(self, rate: Rate) -> None:
+        """Set one learning rate for all groups, or one for each."""
+        if self._function is not None:
+            raise ValueError("learning_rate is a function of the update: the Trainer asks it before each update")
+        self.write_rates(rate)
+
+    def write_rates(self, rate: Rate) -> None:
+        """Set the learning rates, whether they come from the user, a function or a file."""
+        rates = list(rate) if isinstance(rate, Sequence) else [rate] * len(self.param_groups)
+        if len(rates) != len(self.param_groups):
+            raise ValueError(f"{len(rates)} learning rates were given for {len(self.param_groups)} parameter groups")
+        for value in rates:
+            if not np.isfinite(value) or value < 0:
+                raise ValueError(f"a learning rate must be a finite number of at least 0, got {value!r}")
+        for group, value in zip(self.param_groups, rates, strict=True):
+            group["lr"] = float(value)

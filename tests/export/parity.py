@@ -21,7 +21,7 @@ import cpt_fx
 from cpt_fx.errors import ExportError
 from cpt_fx.export import program
 from cpt_fx.export.functions import add_functions
-from cpt_fx.export.randomness import drawing
+from cpt_fx.export.operators import drawing
 from cpt_fx.export.verify import Drawn
 from cpt_fx.ort import manifest
 from cpt_fx.quantizers.noise import uniform

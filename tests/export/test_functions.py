@@ -15,8 +15,7 @@ onnxruntime = pytest.importorskip("onnxruntime")
 from onnx import helper  # noqa: E402
 
 from cpt_fx.export import functions  # noqa: E402
-from cpt_fx.export.functions import QuantizerKind, kind_of  # noqa: E402
-from cpt_fx.export.local_functions import DOMAIN  # noqa: E402
+from cpt_fx.export.functions import DOMAIN, QuantizerKind, kind_of  # noqa: E402
 from cpt_fx.export.recording import OPSET  # noqa: E402
 from cpt_fx.formats import Rounding, Scheme, Specials  # noqa: E402
 from cpt_fx.quantizers import noise, numerics, ops  # noqa: E402

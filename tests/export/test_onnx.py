@@ -292,6 +292,15 @@ def test_what_is_written_out_for_training_is_so_for_inference(tmp_path: Path) ->
         close(ours, theirs.detach().numpy())
 
 
+def test_a_pooling_divides_by_what_it_is_told(tmp_path: Path) -> None:
+    """The exporter's own translation divides by the size of the window."""
+    x = torch.randn(2, 3, 5, 4)
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.AvgPool2d(3, 2, 1, ceil_mode=True, divisor_override=7))
+    model = cpt_fx.transform(net, cpt_fx.schedules.Static(32), example_inputs=(x,)).eval()
+    path = plain.onnx(model, (x,), tmp_path / "model.onnx", bits=32)
+    close(session(path).run(None, {"input": x.numpy()})[0], model(x).detach().numpy())
+
+
 def test_a_size_that_the_graph_is_made_for_is_fixed(tmp_path: Path) -> None:
     """Pooling to two by two in windows of one size each, which sides of odd length have not got."""
     net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cpt_fx.export.randomness import drawing
+from cpt_fx.export.operators import drawing
 from cpt_fx.quantizers.noise import new_seed, uniform
 
 aten = torch.ops.aten

@@ -15,7 +15,7 @@ import onnxruntime
 
 from cpt_fx.errors import ExportError
 from cpt_fx.ort import Trainer, engine, trainer
-from cpt_fx.ort.memory import Block
+from cpt_fx.ort.engine import Block
 from tests import ort
 
 

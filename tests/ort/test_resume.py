@@ -18,7 +18,7 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
 import cpt_fx
-from cpt_fx.ort import StateFileError, Trainer, state_file
+from cpt_fx.ort import StateFileError, Trainer, transfer
 from tests import ort
 from tests.ort.trainers import losses
 
@@ -197,15 +197,15 @@ def test_files_of_other_shapes_are_refused(directory: Path, tmp_path: Path) -> N
     trainer = trainer_of(directory)
     path = tmp_path / "state"
     trainer.save(path)
-    facts, arrays = state_file.read(path)
-    state_file.write(path, facts, arrays | {"parameter last.weight": arrays["parameter last.bias"]})
+    facts, arrays = transfer.read(path)
+    transfer.write(path, facts, arrays | {"parameter last.weight": arrays["parameter last.bias"]})
     _unchanged(trainer, path, r"parameter last\.weight is float32 \(4,\), and float32 \(4, 16\) here")
-    state_file.write(path, facts, arrays | {"parameter new.weight": arrays["parameter last.bias"]})
+    transfer.write(path, facts, arrays | {"parameter new.weight": arrays["parameter last.bias"]})
     _unchanged(trainer, path, r"parameter new\.weight is float32 \(4,\), and not known here")
-    state_file.write(path, facts | {"learning_rates": [0.1, 0.2]}, arrays)
+    transfer.write(path, facts | {"learning_rates": [0.1, 0.2]}, arrays)
     _unchanged(trainer, path, "has 2 parameter groups, this training 1")
     del arrays["generator"]
-    state_file.write(path, facts, arrays)
+    transfer.write(path, facts, arrays)
     _unchanged(trainer, path, "generator is not in it")
 
 
@@ -248,6 +248,6 @@ def test_there_must_be_a_place_to_save(directory: Path, tmp_path: Path) -> None:
 def test_nothing_in_a_file_is_code(directory: Path, tmp_path: Path) -> None:
     trainer_of(directory).save(tmp_path / "state")
     assert b"pickle" not in (tmp_path / "state").read_bytes()
-    facts, arrays = state_file.read(tmp_path / "state")
+    facts, arrays = transfer.read(tmp_path / "state")
     assert facts["schedule"]["schedule"] == "Cyclic"
     assert all(array.dtype.kind in "fiu" for array in arrays.values())

@@ -1,23 +1,100 @@
-"""Dynamic sizes of a traced graph: their names, which of them the model supports, and examples of other sizes."""
+"""The examples that a model is exported with: runs on them, and which of their sizes a traced graph leaves open."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import onnx_ir as ir
 import sympy
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from cpt_fx.api import single_graph
+from cpt_fx.capture.dry_run import trial
 from cpt_fx.errors import ExportError
-from cpt_fx.export.capture_modes import accepts
 from cpt_fx.export.program import Call, Graph
 
 BATCH = "batch"
+_OLD_HOOKS = ("torch.nn.utils.spectral_norm", "torch.nn.utils.weight_norm")
+
+
+def call_of(example_inputs: Any) -> Call:
+    """Return the call for `example_inputs`: a tuple of the model's arguments, or a dict of them by name."""
+    given = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else example_inputs
+    if not isinstance(given, (tuple, list, dict)):
+        raise ExportError(
+            "example_inputs must be a tuple of the model's arguments, or a dict of them by name, got "
+            f"{type(given).__name__}"
+        )
+    seen: set[int] = set()
+
+    def own(value: Any) -> Any:
+        """Clone a tensor that is passed twice (as inputs and labels, say): the graph has two inputs for it."""
+        again = isinstance(value, torch.Tensor) and id(value) in seen
+        seen.add(id(value))
+        return value.clone() if again else value
+
+    values = pytree.tree_map(own, dict(given) if isinstance(given, dict) else tuple(given))
+    return Call((), values) if isinstance(values, dict) else Call(values, {})
+
+
+@contextmanager
+def in_mode(result: nn.Module, training: bool, call: Call) -> Iterator[fx.GraphModule]:
+    """Yield the graph of a model in training or evaluation mode; restore the mode of every module afterwards.
+
+    A model that is in training mode already keeps the modes of its parts: a frozen batch norm stays frozen.
+    """
+    _check_hooks(result)
+    modes = {module: module.training for module in result.modules()}
+    if not training or not result.training:
+        result.train(training)
+    try:
+        graph = single_graph(result, call.args, call.kwargs or None)
+        # The graph may be newly captured, and not among the modules above.
+        modes.setdefault(graph, graph.training)
+        graph.training = training
+        yield graph
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def run(module: fx.GraphModule, call: Call) -> Any:
+    """Return what a model returns on the examples, without side effects on the model."""
+    try:
+        with torch.no_grad(), trial(module):
+            # Not by `__call__`, which prints the generated code when the model raises an error.
+            return module.forward(*call.args, **call.kwargs)
+    except Exception as error:
+        raise ExportError(f"the model does not run on example_inputs: {type(error).__name__}: {error}") from error
+
+
+def accepts(module: fx.GraphModule, call: Call) -> bool:
+    """Return whether a model, and its loss if there is one, accept a call."""
+    try:
+        outputs = run(module, call)
+        if call.loss is not None:
+            call.loss(outputs, *call.targets)
+    except Exception:  # of any type: the model's own code raises it
+        return False
+    return True
+
+
+def _check_hooks(result: nn.Module) -> None:
+    """Refuse torch's old hooks that set a layer's weight in each call: no graph contains them."""
+    for name, module in result.named_modules():
+        for hook in module._forward_pre_hooks.values():
+            old = type(hook).__module__
+            if old in _OLD_HOOKS:
+                raise ExportError(
+                    f"{name} has the hook {old}, which sets its weight in each call: use torch.nn.utils."
+                    f"parametrizations.{old.rpartition('.')[2]} instead"
+                )
 
 
 def with_several(call: Call, model: fx.GraphModule) -> Call:
@@ -46,7 +123,7 @@ def tensors_of(call: Call) -> list[Tensor]:
 
 def open_sizes(graph: Graph, call: Call) -> dict[str, int]:
     """Return the names of the dynamic sizes, each with the size in the examples; the batch comes first."""
-    shapes = {name: tensor.shape for name, tensor in zip(_names(graph), tensors_of(call), strict=True)}
+    shapes = {value.name: tensor.shape for value, tensor in zip(_given(graph), tensors_of(call), strict=True)}
     found: dict[str, int] = {}
     for name, dim, symbol in _symbols(graph):
         found.setdefault(symbol, shapes[name][dim])
@@ -123,11 +200,7 @@ def _fitted(tensor: Tensor, shape: ir.Shape | None, sizes: Mapping[str, int]) ->
 
 def _given(graph: Graph) -> list[ir.Value]:
     by_name = {str(value.name): value for value in graph.model.graph.inputs}
-    return [by_name[name] for name in _names(graph)]
-
-
-def _names(graph: Graph) -> tuple[str, ...]:
-    return (*graph.inputs, *graph.targets)
+    return [by_name[name] for name in (*graph.inputs, *graph.targets)]
 
 
 def _substitute(graph: Graph, names: Mapping[str, str]) -> None:
