@@ -43,6 +43,9 @@ NO_GRADIENT = "nothing quantizes the gradient of its result"
 HOOKED = "a hook of the model's own changes it after it was quantized"
 _LEVELS = 4
 """How many autograd nodes one operator may have under torch.func transforms."""
+_VIEWS = ("Alias", "Expand", "Permute", "Select", "Slice", "Squeeze", "TBackward", "Transpose", "Unsqueeze", "UnsafeView",
+          "View")  # fmt: skip
+"""How the names of autograd's nodes begin that return a view."""
 _ONE_AT_A_TIME = threading.RLock()
 """A census replaces functions of the whole process, and has to put them back before the next one takes them."""
 _CLOSED = ("aten", "prim", "prims", "profiler", "cpt_fx", "c10d")
@@ -405,7 +408,7 @@ def _hooks_noted(seen: Seen) -> Iterator[None]:
         node = tensor.grad_fn
         if node is not None and not sys._getframe(1).f_code.co_filename.startswith(OWN):
             seen.hooked.add(node._sequence_nr())
-            while node is not None and "View" in node.name():  # of the product's result
+            while node is not None and node.name().startswith(_VIEWS):  # of the product's result
                 node = node.next_functions[0][0]
                 seen.hooked |= set() if node is None else {node._sequence_nr()}
         return register(tensor, hook)

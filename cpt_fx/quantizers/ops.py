@@ -272,17 +272,19 @@ class LearnedRange(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the tensor, the zero point and the range."""
         x, zero_point, range, bits = ctx.saved_tensors
+        if passes(bits):  # as it came: another memory layout would change the last bits of products
+            return gradient, torch.zeros_like(zero_point), torch.zeros_like(range), None, None
         dtype = numerics.working_dtype(x)
         width = bits.to(torch.int64)
-        passes = numerics.passes(width)
+        full = numerics.passes(width)
         levels = numerics.levels_of(width, dtype)
         u = (x.to(dtype) - zero_point) / numerics.divisor(numerics.affine_scale(range, levels, floored=ctx.floored))
         above, below = u > levels, u < 0
         inside = ~(above | below)
         upstream = gradient.to(dtype)
-        to_x = torch.where(inside | passes, upstream, torch.zeros_like(upstream)).to(gradient.dtype)
+        to_x = torch.where(inside | full, upstream, torch.zeros_like(upstream)).to(gradient.dtype)
         slope = torch.where(inside, (u.round() - u) / levels, above.to(dtype))
-        share = torch.where(passes, torch.zeros_like(levels), torch.rsqrt(levels * max(x.numel(), 1)))
+        share = torch.where(full, torch.zeros_like(levels), torch.rsqrt(levels * max(x.numel(), 1)))
         to_range = ((upstream * slope).sum() * share).to(range.dtype).reshape(range.shape)
         to_zero = ((upstream * ~inside).sum() * share).to(zero_point.dtype).reshape(zero_point.shape)
         return to_x, to_zero, to_range, None, None

@@ -85,6 +85,8 @@ class Census(TorchDispatchMode):
     unquantized: list[Product] = field(default_factory=list)
     seen: dict[int, dict[Any, Tensor]] = field(default_factory=dict)
     """By memory, the tensors that held all of it. They live as long as this, so that no memory is used again."""
+    copies: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """By memory, a tensor that was copied to it, and the copy: a reshape copies where it cannot view."""
 
     def __post_init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -102,7 +104,10 @@ class Census(TorchDispatchMode):
             self._remember(value)
         if name in OPERANDS and func.namespace == "aten":
             self._look(name, args)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if name == "clone":
+            self.copies[result.untyped_storage()._cdata] = args[0].detach(), result.detach()
+        return result
 
     def _remember(self, x: Any) -> None:
         if type(x) not in (Tensor, Parameter) or x.layout is not torch.strided or not x.is_floating_point():
@@ -116,8 +121,12 @@ class Census(TorchDispatchMode):
 
         None where its ranges may have been too short to show anything: then the operand does not show it either.
         """
-        tensors = self.seen.get(operand.untyped_storage()._cdata, {}).values()
+        memory = operand.untyped_storage()._cdata
+        tensors = self.seen.get(memory, {}).values()
         found = [is_on_levels(x, group, block, self.largest) for x in tensors for group, block in self.ranges]
+        if True not in found and memory in self.copies:
+            source, copy = self.copies[memory]
+            found.append(torch.equal(source, copy) and self._was_quantized(source))
         return True if True in found else None if None in found else False
 
     def _look(self, name: str, args: Any) -> None:
