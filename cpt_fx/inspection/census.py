@@ -43,8 +43,10 @@ NO_GRADIENT = "nothing quantizes the gradient of its result"
 HOOKED = "a hook of the model's own changes it after it was quantized"
 _LEVELS = 4
 """How many autograd nodes one operator may have under torch.func transforms."""
-_VIEWS = ("Alias", "Expand", "Permute", "Select", "Slice", "Squeeze", "TBackward", "Transpose", "Unsqueeze", "UnsafeView",
-          "View")  # fmt: skip
+_VIEWS = (
+    "Alias", "Expand", "Permute", "Select", "Slice", "Squeeze", "TBackward", "Transpose", "Unsqueeze", "UnsafeView",
+    "View",
+)  # fmt: skip
 """How the names of autograd's nodes begin that return a view."""
 _ONE_AT_A_TIME = threading.RLock()
 """A census replaces functions of the whole process, and has to put them back before the next one takes them."""

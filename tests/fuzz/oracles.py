@@ -22,7 +22,7 @@ from cpt_fx.formats import FULL_PRECISION, Format, Scheme
 from cpt_fx.integer import choice
 from cpt_fx.recipes import FAMILIES, Recipe, integer, resolve
 from cpt_fx.schedules import Bits, Schedule, Static
-from tests.fuzz.case import OPENED, UNITS, Case, Seen, Wrong, differences, loss_of, run, tensors_in
+from tests.fuzz.case import OPENED, UNITS, Case, Seen, Wrong, differences, loss_of, run
 from tests.fuzz.census import BITS, Census
 from tests.fuzz.options import nearest
 
