@@ -46,9 +46,9 @@ class Capture:
     watch: Watch | None = None
     """What a traced graph depends on; None for a graph of Dynamo's, which has guards."""
 
-    def is_outdated(self) -> bool:
-        """Whether the model has changed since the trace; never true of a graph that the user has edited."""
-        return self.watch is not None and not self.view.is_edited() and self.watch.changed()
+    def has_changed(self) -> bool:
+        """Whether the model has changed since the trace."""
+        return self.watch is not None and self.watch.changed()
 
 
 class AsItIs:
@@ -72,28 +72,27 @@ def traced_view(session: Session, module: nn.Module) -> QuantizedGraphModule | A
     view = session.views.get((id(module), every_module))
     if isinstance(view, AsItIs):
         return view
-    if view is not None:
-        entry: Entry = view.meta[ENTRY]
-        watch = session.traced[entry].watch
-        if watch is None or not watch.changed():
-            return view
-    else:
-        path = next((name for name, found in session.root.named_modules() if found is module), None)
-        if path is None:
-            raise TransformError(
-                f"this {type(module).__name__} is no part of the transformed {session.kind} any more: its graph is "
-                "not known. Transform it anew, or put it back"
-            )
-        entry = Entry(path, every_module)
-    return _traced_again(session, module, entry)
-
-
-def _traced_again(session: Session, module: nn.Module, entry: Entry) -> QuantizedGraphModule | AsItIs | None:
+    entry: Entry = Entry(_path_of(session, module), every_module) if view is None else view.meta[ENTRY]
     known = session.traced.get(entry)
-    if known is not None and known.watch is not None and not known.watch.changed():
-        # In a copied or unpickled session: the graph came along.
-        session.views[id(module), entry.every_module] = known.view
-        return known.view
+    if known is None or known.has_changed():
+        return _traced_again(session, module, entry, known)
+    # Not known in a copied or unpickled session: the graph came along.
+    return session.views.setdefault((id(module), every_module), known.view)
+
+
+def _path_of(session: Session, module: nn.Module) -> str:
+    for path, found in session.root.named_modules():
+        if found is module:
+            return path
+    raise TransformError(
+        f"this {type(module).__name__} is no part of the transformed {session.kind} any more: its graph is not known. "
+        "Transform it anew, or put it back"
+    )
+
+
+def _traced_again(
+    session: Session, module: nn.Module, entry: Entry, known: Capture | None
+) -> QuantizedGraphModule | AsItIs | None:
     session.adopt_new()
     if known is not None and known.watch is not None:
         session.refuse_to_drop(known.view)
@@ -110,10 +109,7 @@ def _traced_again(session: Session, module: nn.Module, entry: Entry) -> Quantize
             own = error.__cause__
             raise own if isinstance(own, AttributeError) and "Proxy" not in str(own) else error from None
         if entry.path == "":
-            session.traced.clear()
-            session.views.clear()
-            session.frontend = "dynamo"
-            session.notes = (*session.notes, f"not captured by torch.fx any more: {error}")
+            session.fall_back(f"not captured by torch.fx any more: {error}")
             LOGGER.warning("%s is captured by Dynamo from now on: %s", session.kind, error)
         return None
     return session.views[id(module), entry.every_module]

@@ -36,17 +36,15 @@ def expect_ranges(session: Session) -> None:
 
     Ranges of products in the model's own code, in recurrent layers and in attention are created at the first call.
     """
-    view = over(session.root, Precision(session.root), Names())
-    view.meta[SELECTED] = Selected()
     graph = fx.Graph()
     x, called, places = graph.placeholder("x"), [], TreePlaces(session.root)
     for path, layer in session.root.named_modules():
         if isinstance(layer, OPENED) and path and PART in layer.__dict__:
             called.append(graph.call_module(path, (x, x) if isinstance(layer, nn.Bilinear) else (x,)))
-            called[-1].meta["nn_module_stack"] = {name: (name, kind) for name, kind in places.ancestors(path)}
+            called[-1].meta["nn_module_stack"] = places.stack(path)
     graph.output(tuple(called))
-    view._graph = graph
-    graph.owning_module = view
+    view = over(session.root, Precision(session.root), Names(), graph)
+    view.meta[SELECTED] = Selected()
     try:
         for step in session.pipeline:
             if step.reaches == "inserted":

@@ -39,11 +39,12 @@ ACTIVE: list[Session] = []
 """Sessions whose model's own code is running, in whichever thread: their nets quantize what it multiplies."""
 
 
-def nets_asleep() -> ExitStack:
-    """Suspend the nets of all active sessions, for code that is not theirs: rewritten graphs and traces."""
+def nets_asleep(but: Session | None = None) -> ExitStack:
+    """Suspend the nets of all other active sessions, for code that is not theirs: rewritten graphs and traces."""
     stack = ExitStack()
     for session in ACTIVE:
-        stack.enter_context(session.engine.net.asleep())
+        if session is not but:
+            stack.enter_context(session.engine.net.asleep())
     return stack
 
 
@@ -103,11 +104,11 @@ class Session:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what holds for this process only."""
-        derived = ("watching", "views", "_engine", "_evaluates", "trained_at", "told_norms", "proof",
-                   "reminder")  # fmt: skip
-        state = {key: value for key, value in self.__dict__.items() if key not in derived}
-        # The copy traces outdated graphs again.
-        state["traced"] = {entry: found for entry, found in self.traced.items() if not found.is_outdated()}
+        new = object.__new__(Session)
+        new._start()
+        state = {key: value for key, value in self.__dict__.items() if key not in new.__dict__}
+        # The copy traces outdated graphs again, unless the user has edited them.
+        state["traced"] = {at: one for at, one in self.traced.items() if one.view.is_edited() or not one.has_changed()}
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -254,10 +255,7 @@ class Session:
             except CaptureError as error:
                 if not self.auto:
                     raise
-                self.traced.clear()
-                self.views.clear()
-                self.frontend = "dynamo"
-                self.notes = (*self.notes, f"not captured by torch.fx: {error}")
+                self.fall_back(f"not captured by torch.fx: {error}")
         if self.frontend == "dynamo":
             self.check_patterns()
             expect_ranges(self)
@@ -265,11 +263,18 @@ class Session:
         self.judge_patterns()
         check_coverage(self.history(), self.graphs(), strict=self.strict)
 
+    def fall_back(self, why: str) -> None:
+        """Drop what torch.fx traced, and have Dynamo capture the model from now on."""
+        self.traced.clear()
+        self.views.clear()
+        self.frontend = "dynamo"
+        self.notes = (*self.notes, why)
+
     @no_collection()
     def trace(self, entry: Entry, examples: Examples | None = None) -> None:
         """Trace a module with torch.fx and rewrite the graph; do the same for modules that it calls as modules."""
         with nets_asleep(), unchanged(self.root):
-            found = run_aside(trace_module, (self, entry.path, examples), {"every_module": entry.every_module})
+            found = run_aside(trace_module, (self, entry, examples), {})
         if found.loses and self.auto:
             raise CaptureError(found.loses)
         found.view.meta[ENTRY] = entry

@@ -104,7 +104,7 @@ def record(engine: DynamoEngine, args: tuple[Any, ...], kwargs: dict[str, Any], 
         except Exception as error:
             if recorder.ran or isinstance(error, NotCapturedError):
                 raise  # the model's own error
-            output = _again(engine, recorder, args, kwargs, dynamic, error)
+            output = _again(recorder, args, kwargs, dynamic, error)
         if recorder.recording is not None:
             recorder.recording.args, recorder.recording.kwargs, recorder.recording.output = args, kwargs, output
         return output
@@ -132,18 +132,12 @@ def _one_graph(engine: DynamoEngine) -> Iterator[None]:
         yield
 
 
-def _again(
-    engine: DynamoEngine,
-    recorder: _Recorder,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    dynamic: bool,
-    error: Exception,
-) -> Any:
+def _again(recorder: _Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool, error: Exception) -> Any:
     """Try once more: some models initialize themselves in their first call, and are one graph from then on.
 
     Then try with sizes of 1 fixed: code that broadcasts a dim of size 1 in the examples needs that.
     """
+    engine = recorder.owner
     error = engine.failure or error
     breaks = _breaks(engine, args, kwargs, "" if isinstance(error, CaptureError) else why_broken(error))
     for sizes in (ANY_SIZE, ANY_BUT_ONE):
@@ -240,7 +234,7 @@ class _Recorder(Backend):
             return eval(source.name, scope)
 
         places = engine.places
-        view = view_of(graph_module, inputs, Frame(places, "", ""), engine.root, engine.state, engine.names)
+        view = view_of(graph_module, inputs, Frame(places, "", ""), engine)
         placeholders = graph_module.graph.find_nodes(op="placeholder")
         ours = view.graph.find_nodes(op="placeholder")
         environment = output.shape_env
@@ -287,14 +281,10 @@ def _input(node: fx.Node, source: Any, value_of: Callable[[Source], Any]) -> Inp
 
 def _modes(guards: Any, places: TreePlaces, value_of: Callable[[Source], Any]) -> dict[str, bool]:
     """Return the modules whose `training` the code read, with its value, for which the graph holds."""
-    modes: dict[str, bool] = {}
-    for guard in guards:
-        source = guard.originating_source
-        if isinstance(source, AttrSource) and source.member == "training":
-            module = value_of(source.base)
-            if isinstance(module, nn.Module) and id(module) in places.modules:
-                modes[places.modules[id(module)]] = module.training
-    return dict(sorted(modes.items()))
+    sources = (guard.originating_source for guard in guards)
+    read = [value_of(one.base) for one in sources if isinstance(one, AttrSource) and one.member == "training"]
+    modules = [one for one in read if isinstance(one, nn.Module) and id(one) in places.modules]
+    return dict(sorted((places.modules[id(module)], module.training) for module in modules))
 
 
 def _refuse_effects(effects: SideEffects) -> None:
