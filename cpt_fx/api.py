@@ -192,7 +192,7 @@ def single_graph(
     """
     found = the_one_in(result, "single_graph")
     if isinstance(found, Standalone):
-        return found.module
+        return found.root
     found.reminder.call(found)  # counts as a call: the graph may be trained in its place
     examples = examples_of(example_inputs, example_kwargs)
     if found.frontend != "dynamo":

@@ -227,10 +227,7 @@ def keep_container(value: Any) -> Callable[[], bool]:
 
 
 def keep_tensor(value: Tensor, *, values: bool = False) -> Callable[[], str]:
-    """Return a function that restores a tensor and returns what had changed, with `{}` for the tensor's name.
-
-    With `values`, its values are restored in place, too.
-    """
+    """Return a function that restores a tensor, its values only with `values`, and returns what of `{}` had changed."""
     is_wrapper = is_traceable_wrapper_subclass(value)
     if value.layout is not torch.strided or isinstance(value, FakeTensor) or is_wrapper:
         return lambda: ""

@@ -123,9 +123,9 @@ class Reminder:
         )
 
     def _still(self, optimizer: Optimizer, state: Precision, schedule: Schedule) -> str:
-        if self.told_still or self.settled == self.place or self.steps[optimizer] < PATIENCE or self._is_waiting():
+        if self.told_still or self.settled == self.place or state.forced is not None:
             return ""
-        if state.forced is not None:
+        if self.steps[optimizer] < PATIENCE or self._is_waiting():
             return ""
         place, self.settled = self.settled, self.place  # set first, in case looking ahead fails
         if not _changes(state, schedule):

@@ -30,10 +30,7 @@ RUN_AS: dict[Any, Callable[..., Results]] = {}
 
 
 def _stands_for(operator: Any) -> Callable[[Callable[..., Results]], Callable[..., Results]]:
-    """Make a function run in place of an operator, except under a compiler or a transform of torch.func.
-
-    Only PyTorch's operator supports these.
-    """
+    """Run a function in place of an operator, except under compilers and torch.func, which support only the latter."""
 
     def decorate(run: Callable[..., Results]) -> Callable[..., Results]:
         @wraps(run)
