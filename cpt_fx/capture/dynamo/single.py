@@ -21,7 +21,7 @@ from cpt_fx.capture.session import Session
 from cpt_fx.capture.standalone import finish, hold_state
 from cpt_fx.ir.history import History, check_coverage
 from cpt_fx.ir.layer_names import NAMES
-from cpt_fx.ir.layer_state import PARTS, ranges
+from cpt_fx.ir.layer_state import is_range
 from cpt_fx.ir.meta import read_before
 from cpt_fx.ir.module import QuantizedGraphModule
 from cpt_fx.ir.result import PART, plain_class, signature_of
@@ -76,14 +76,10 @@ def _assembled(session: Session, recording: Recording) -> tuple[QuantizedGraphMo
 
 def _share_ranges(module: nn.Module, root: nn.Module) -> None:
     """Add to the model the ranges that this capture was the first to need."""
-    for name, _, _, _ in ranges(module):
-        path, _, key = name.rpartition(".")
-        ours, theirs = module.get_submodule(path), root.get_submodule(path)
-        for part in PARTS:
-            for held in ("_parameters", "_buffers"):
-                tensor = getattr(ours, held).get(f"{key}_{part}")
-                if tensor is not None:
-                    getattr(theirs, held).setdefault(f"{key}_{part}", tensor)
+    for path, layer in module.named_modules():
+        for held in ("_parameters", "_buffers"):
+            for name in filter(is_range, getattr(layer, held)):
+                getattr(root.get_submodule(path), held).setdefault(name, getattr(layer, held)[name])
 
 
 def _keep_gradient_mode(module: fx.GraphModule) -> None:

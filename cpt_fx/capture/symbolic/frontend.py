@@ -18,17 +18,7 @@ from torch import fx, nn
 
 from cpt_fx.capture.base import CaptureError, drop_unread
 from cpt_fx.capture.captured import Entry
-from cpt_fx.capture.symbolic.guards import (
-    PLAIN,
-    DynamoNeededError,
-    RefusingTensors,
-    lost,
-    refusing_functions,
-    replaced,
-    stored,
-    unchanged_state,
-    without_dynamo,
-)
+from cpt_fx.capture.symbolic.guards import PLAIN, DynamoNeededError, guarding
 from cpt_fx.capture.symbolic.questions import refusing_questions
 from cpt_fx.capture.symbolic.refusals import noting, place_of_error, place_of_forward
 from cpt_fx.capture.symbolic.tracer import Tracer, expect, expect_given
@@ -148,12 +138,8 @@ def _trace(session: Session, entry: Entry, fixed: Mapping[str, object], *, mode:
     with _TRACING, noting() as noted:
         try:
             with (
-                unchanged_state(root) as kept,
-                RefusingTensors(root),
+                guarding(root, tracer.replacements()) as kept,
                 warnings.catch_warnings(),
-                without_dynamo(),
-                replaced({**tracer.replacements(), **lost(), **stored()}),
-                refusing_functions(),
                 no_collection(),  # callbacks of the collector would be taken for the model's code
                 refusing_questions(kept) as tracer.look,
             ):

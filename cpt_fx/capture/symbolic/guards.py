@@ -35,7 +35,7 @@ class DynamoNeededError(Exception):
 
 
 @contextmanager
-def without_dynamo() -> Iterator[None]:
+def _without_dynamo() -> Iterator[None]:
     """Refuse to import Dynamo inside the block, as `torch.utils.checkpoint` does if it is not imported yet."""
     thread = threading.get_ident()
 
@@ -56,7 +56,7 @@ Replacements = dict[tuple[Any, str], Callable[..., Any]]
 
 
 @contextmanager
-def replaced(functions: Replacements) -> Iterator[None]:
+def _replaced(functions: Replacements) -> Iterator[None]:
     """Replace functions of torch inside the block, for this thread only."""
     thread = threading.get_ident()
 
@@ -80,7 +80,7 @@ def _dynamo_table() -> Any:
     return getattr(rules, "get_torch_obj_rule_map", None) or cache(lambda: None)
 
 
-def lost() -> Replacements:
+def _lost() -> Replacements:
     """Return functions that refuse calls which leave nothing behind in a graph."""
 
     def refusing(what: str) -> Callable[..., None]:
@@ -103,7 +103,7 @@ def lost() -> Replacements:
 
 
 @contextmanager
-def refusing_functions() -> Iterator[None]:
+def _refusing_functions() -> Iterator[None]:
     """Refuse custom autograd functions, in their base class: the code may hold a bound `apply`."""
     thread = threading.get_ident()
 
@@ -119,7 +119,7 @@ def refusing_functions() -> Iterator[None]:
         yield
 
 
-def stored() -> Replacements:
+def _stored() -> Replacements:
     """Return a function that refuses to store values in a module: a graph would do so once, or not at all.
 
     `self.buffer += 1` is fine: the update in place is in the graph, and storing the same tensor again changes nothing.
@@ -158,7 +158,7 @@ def refuse_handlers() -> None:
             )
 
 
-class RefusingTensors(TorchDispatchMode):
+class _RefusingTensors(TorchDispatchMode):
     """Refuse code that computes with, or writes to, a parameter or buffer without going through the tracer.
 
     Code that iterates over `self.parameters()` sees the real tensors: what it does with them happens once, while
@@ -264,7 +264,7 @@ class Kept:
 
 
 @contextmanager
-def unchanged_state(model: nn.Module) -> Iterator[Kept]:
+def _unchanged_state(model: nn.Module) -> Iterator[Kept]:
     """Refuse code that changes a container of a module, or the data, gradient or hooks of a parameter or buffer.
 
     A graph would not do so on every call. All is restored in any case, so that no traced value stays behind.
@@ -291,3 +291,11 @@ def unchanged_state(model: nn.Module) -> Iterator[Kept]:
             "that one call of the model fills is fine once it is filled: the forward",
             place,
         )
+
+
+@contextmanager
+def guarding(model: nn.Module, replacements: Replacements) -> Iterator[Kept]:
+    """Put all guards around the trace of a model, and replace more functions of torch."""
+    functions = _replaced({**replacements, **_lost(), **_stored()})
+    with _unchanged_state(model) as kept, _RefusingTensors(model), _without_dynamo(), functions, _refusing_functions():
+        yield kept
