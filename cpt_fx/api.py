@@ -12,8 +12,8 @@ from torch.export import ExportedProgram
 from cpt_fx.capture import Examples, prepared
 from cpt_fx.capture.captured import WHOLE, traced_view
 from cpt_fx.capture.dry_run import eager_model, trial
-from cpt_fx.capture.memory import run_aside
 from cpt_fx.capture.session import Session
+from cpt_fx.capture.side_effects import run_aside
 from cpt_fx.capture.standalone import Standalone, standalone, the_one_in, transformed_in
 from cpt_fx.capture.tree import own_tree, plain_tree
 from cpt_fx.errors import TransformError

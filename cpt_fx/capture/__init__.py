@@ -11,9 +11,9 @@ from torch.export import ExportedProgram
 from cpt_fx.capture.base import CaptureError, called_by, copy_graph, over
 from cpt_fx.capture.captured import Entry
 from cpt_fx.capture.program import program_module
+from cpt_fx.capture.snapshot import Snapshot, is_hooked
 from cpt_fx.capture.symbolic.frontend import Examples, TraceResult, is_constant, trace_symbolic
 from cpt_fx.capture.tree import TreePlaces
-from cpt_fx.capture.watch import Watch, is_hooked
 from cpt_fx.errors import check_choice
 from cpt_fx.ir.meta import CALLED, STATE, get_attribute
 from cpt_fx.ir.module import ROOT, QuantizedGraphModule
@@ -32,7 +32,7 @@ class TracedGraph(NamedTuple):
     """A traced graph over the model's own tree, what it depends on, and notes for the user."""
 
     view: QuantizedGraphModule
-    watch: Watch
+    snapshot: Snapshot
     notes: tuple[str, ...]
     loses: str
 
@@ -75,8 +75,8 @@ def trace_module(session: Session, entry: Entry, examples: Examples | None = Non
         above = TreePlaces(root).stack(entry.path)
         for node in traced.graph.nodes:
             node.meta["nn_module_stack"] = above | (node.meta.get("nn_module_stack") or {})
-    watch = Watch(module, called_by(view), traced.names)
-    return TracedGraph(view, watch, traced.notes, traced.loses or _hidden(view))
+    snapshot = Snapshot(module, called_by(view), traced.names)
+    return TracedGraph(view, snapshot, traced.notes, traced.loses or _hidden(view))
 
 
 def _place_constants(view: QuantizedGraphModule, source: nn.Module) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 
 from cpt_fx.capture.base import CaptureError
-from cpt_fx.capture.watch import Watch, has_global_hooks
+from cpt_fx.capture.snapshot import Snapshot, has_global_hooks
 from cpt_fx.errors import TransformError
 from cpt_fx.ir.history import LOGGER
 from cpt_fx.ir.meta import ENTRY
@@ -43,12 +43,12 @@ class Capture:
     """Reason for the graph break at its end, with file and line; empty if the code returned."""
     is_whole: bool = False
     """Whether Dynamo captured the whole model in it."""
-    watch: Watch | None = None
+    snapshot: Snapshot | None = None
     """What a traced graph depends on; None for a graph of Dynamo's, which has guards."""
 
     def has_changed(self) -> bool:
         """Whether the model has changed since the trace."""
-        return self.watch is not None and self.watch.changed()
+        return self.snapshot is not None and self.snapshot.changed()
 
 
 class AsItIs:
@@ -94,10 +94,10 @@ def _traced_again(
     session: Session, module: nn.Module, entry: Entry, known: Capture | None
 ) -> QuantizedGraphModule | AsItIs | None:
     session.adopt_new()
-    if known is not None and known.watch is not None:
+    if known is not None and known.snapshot is not None:
         session.refuse_to_drop(known.view)
         name = f"{session.kind}.{entry.path}" if entry.path else session.kind
-        LOGGER.warning("%s is captured again, since %s; ranges are kept", name, known.watch.said())
+        LOGGER.warning("%s is captured again, since %s; ranges are kept", name, known.snapshot.said())
     try:
         session.trace(entry)
     except CaptureError as error:

@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from cpt_fx.capture.dry_run import eager_model, tensors_in, trial
-from cpt_fx.capture.memory import keep_generator, unchanged
 from cpt_fx.capture.session import Session
+from cpt_fx.capture.side_effects import keep_generator, unchanged
 from cpt_fx.capture.standalone import transformed_in
 from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.ir.layer_state import is_range

@@ -12,10 +12,10 @@ from torch import fx, nn
 from cpt_fx.capture import Examples, trace_module
 from cpt_fx.capture.base import CaptureError
 from cpt_fx.capture.captured import WHOLE, AsItIs, Capture, Entry, traced_view
-from cpt_fx.capture.expected import expect_ranges, look_at_norms, look_at_ranges
-from cpt_fx.capture.memory import run_aside, unchanged
 from cpt_fx.capture.proof import Proof
 from cpt_fx.capture.reminders import Reminder
+from cpt_fx.capture.running_statistics import create_ranges, warn_of_norms, warn_of_ranges
+from cpt_fx.capture.side_effects import run_aside, unchanged
 from cpt_fx.common.compilers import has_proxies, imported_aside, is_compiler_around, refuse_tools, skip_frame
 from cpt_fx.errors import TransformError
 from cpt_fx.ir.contexts import ModesOf
@@ -230,8 +230,8 @@ class Session:
         elif not self._evaluates:
             self._evaluates = True
             with nets_asleep():
-                look_at_ranges(self)
-            look_at_norms(self)
+                warn_of_ranges(self)
+            warn_of_norms(self)
         return view
 
     def refuse_to_drop(self, view: QuantizedGraphModule) -> None:
@@ -258,7 +258,7 @@ class Session:
                 self.fall_back(f"not captured by torch.fx: {error}")
         if self.frontend == "dynamo":
             self.check_patterns()
-            expect_ranges(self)
+            create_ranges(self)
             return
         self.judge_patterns()
         check_coverage(self.history(), self.graphs(), strict=self.strict)
@@ -279,7 +279,7 @@ class Session:
             raise CaptureError(found.loses)
         found.view.meta[ENTRY] = entry
         reports = self.rewrite(found.view)
-        self.traced[entry] = Capture(found.view, reports, watch=found.watch)
+        self.traced[entry] = Capture(found.view, reports, snapshot=found.snapshot)
         module = self.root.get_submodule(entry.path)
         self.views[id(module), entry.every_module] = found.view
         found.view.note_edits()

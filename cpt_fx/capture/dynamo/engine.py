@@ -24,7 +24,7 @@ from cpt_fx.capture.captured import AsItIs, Capture
 from cpt_fx.capture.dynamo.backend import Backend, Compiler, why_broken
 from cpt_fx.capture.dynamo.checkpoint import quantized_again, reentrant_apart
 from cpt_fx.capture.dynamo.net import Net, noticed_scripts
-from cpt_fx.capture.expected import look_at_ranges
+from cpt_fx.capture.running_statistics import warn_of_ranges
 from cpt_fx.capture.session import ACTIVE, Session, nets_asleep
 from cpt_fx.capture.tree import TreePlaces
 from cpt_fx.errors import TransformError
@@ -210,7 +210,7 @@ class DynamoEngine:
             self._warn_of_late_state()
             if not self.root.training and not session.looking:
                 with nets_asleep():
-                    look_at_ranges(session)
+                    warn_of_ranges(session)
             # A call may return early; examples are expected to reach everything.
             complete = session.examples and module is self.root
             check_coverage(session.history(), session.graphs(), strict=session.strict, complete=complete)

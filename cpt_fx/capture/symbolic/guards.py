@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpt_fx.capture.base import MODULE_OWN, patched
-from cpt_fx.capture.memory import keep_container, keep_tensor
+from cpt_fx.capture.side_effects import keep_container, keep_tensor
 from cpt_fx.capture.symbolic.questions import is_caught
 from cpt_fx.capture.symbolic.refusals import callers, file_of_class, is_the_models, note, place_of_forward, refuse
 from cpt_fx.capture.tree import is_plain_object

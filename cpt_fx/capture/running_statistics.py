@@ -31,7 +31,7 @@ LAGGING = 4
 
 
 @no_collection()
-def expect_ranges(session: Session) -> None:
+def create_ranges(session: Session) -> None:
     """Create the running ranges of all layers of the model, by a graph that calls each of them.
 
     Ranges of products in the model's own code, in recurrent layers and in attention are created at the first call.
@@ -66,10 +66,10 @@ def _add_ranges(view: fx.GraphModule) -> None:
                 add_range(view, site.layer, operand.name, state_of(view).device, learned=learned)
 
 
-def look_at_ranges(session: Session) -> None:
+def warn_of_ranges(session: Session) -> None:
     """Warn if evaluation is about to use untrained or non-finite ranges; skip those that need a device sync to read."""
     if session.frontend == "dynamo":
-        expect_ranges(session)  # creates those of new layers
+        create_ranges(session)  # creates those of new layers
     known = session.graphs()
     widths = session.state.now()
     used = {
@@ -103,7 +103,7 @@ def look_at_ranges(session: Session) -> None:
         )
 
 
-def look_at_norms(session: Session) -> None:
+def warn_of_norms(session: Session) -> None:
     """Warn once if evaluation follows training at low bit-widths, where batch norm's running statistics lag behind."""
     if session.trained_at is None or session.told_norms:
         return

@@ -19,7 +19,7 @@ _NOTHING = object()
 _NEEDED = ("module", "outside", "looks_at_hooks", "names")
 
 
-class Watch:
+class Snapshot:
     """Snapshot of the modules whose code was traced: classes, children, hooks, attributes."""
 
     def __init__(self, entry: nn.Module, called: set[int], names: frozenset[str] | None = None) -> None:
