@@ -46,16 +46,16 @@ class Capture:
     snapshot: Snapshot | None = None
     """What a traced graph depends on; None for a graph of Dynamo's, which has guards."""
 
-    def has_changed(self) -> bool:
-        """Whether the model has changed since the trace."""
-        return self.snapshot is not None and self.snapshot.changed()
+    def changed(self) -> str:
+        """Return what has changed in the model since the trace, as text; empty if nothing has."""
+        return "" if self.snapshot is None else self.snapshot.changed()
 
 
+@dataclass(frozen=True)
 class AsItIs:
     """Stands in for the graph of a torch layer that is called by itself and that torch.fx cannot trace."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    module: nn.Module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's own code, in full precision."""
@@ -74,7 +74,7 @@ def traced_view(session: Session, module: nn.Module) -> QuantizedGraphModule | A
         return view
     entry: Entry = Entry(_path_of(session, module), every_module) if view is None else view.meta[ENTRY]
     known = session.traced.get(entry)
-    if known is None or known.has_changed():
+    if known is None or known.changed():
         return _traced_again(session, module, entry, known)
     # Not known in a copied or unpickled session: the graph came along.
     return session.views.setdefault((id(module), every_module), known.view)
@@ -83,7 +83,7 @@ def traced_view(session: Session, module: nn.Module) -> QuantizedGraphModule | A
 def _path_of(session: Session, module: nn.Module) -> str:
     for path, found in session.root.named_modules():
         if found is module:
-            return path
+            return str(path)
     raise TransformError(
         f"this {type(module).__name__} is no part of the transformed {session.kind} any more: its graph is not known. "
         "Transform it anew, or put it back"
@@ -93,11 +93,12 @@ def _path_of(session: Session, module: nn.Module) -> str:
 def _traced_again(
     session: Session, module: nn.Module, entry: Entry, known: Capture | None
 ) -> QuantizedGraphModule | AsItIs | None:
+    why = "" if known is None else known.changed()
     session.adopt_new()
-    if known is not None and known.snapshot is not None:
+    if known is not None:
         session.refuse_to_drop(known.view)
         name = f"{session.kind}.{entry.path}" if entry.path else session.kind
-        LOGGER.warning("%s is captured again, since %s; ranges are kept", name, known.snapshot.said())
+        LOGGER.warning("%s is captured again, since there is a change in %s; ranges are kept", name, why)
     try:
         session.trace(entry)
     except CaptureError as error:

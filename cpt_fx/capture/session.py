@@ -108,7 +108,7 @@ class Session:
         new._start()
         state = {key: value for key, value in self.__dict__.items() if key not in new.__dict__}
         # The copy traces outdated graphs again, unless the user has edited them.
-        state["traced"] = {at: one for at, one in self.traced.items() if one.view.is_edited() or not one.has_changed()}
+        state["traced"] = {at: one for at, one in self.traced.items() if one.view.is_edited() or not one.changed()}
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -129,18 +129,15 @@ class Session:
 
     def graph_of(self, module: nn.Module) -> fx.Graph:
         """Return the graph of the whole model; raise AttributeError if there is none."""
-        whole = self.traced.get(WHOLE) or self._whole()
+        # Dynamo's latest, if it captured the whole model in one graph.
+        found = (one for one in reversed(self.found) if one.is_whole and not self.breaks_because)
+        whole = self.traced.get(WHOLE) or next(found, None)
         if module is not self.root or whole is None:
             raise AttributeError(
                 f"{self.kind} is not one graph: cpt_fx.graphs(result) lists those that there are, "
                 "cpt_fx.single_graph(result, example_inputs) makes one where that can be"
             )
         return whole.view.graph
-
-    def _whole(self) -> Capture | None:
-        """Return Dynamo's latest capture of the whole model in one graph; None if there is none."""
-        whole = [capture for capture in self.found if capture.is_whole]
-        return None if self.breaks_because or not whole else whole[-1]
 
     def history(self) -> History:
         """Return the history of the transform, for the graphs found so far."""
@@ -351,8 +348,8 @@ class Session:
         self.has_lost_ranges, self._evaluates = True, False
 
     def forget_ranges(self) -> None:
-        """Reset all running ranges."""
-        self._evaluates = False
+        """Reset all running ranges, since a whole checkpoint without any was loaded."""
+        self.lose_ranges()
         for module in self.root.modules():
             forget(module)
 

@@ -32,7 +32,6 @@ class Snapshot:
         self.seen: list[_Seen] = []
         self._walk(entry, called, set(), is_entry=True)
         self.hooked = has_global_hooks()
-        self._why = ""
 
     def _walk(self, module: nn.Module, called: set[int], known: set[int], *, is_entry: bool = False) -> None:
         if id(module) in known:
@@ -44,21 +43,15 @@ class Snapshot:
             if child is not None:
                 self._walk(child, called, known)
 
-    def changed(self) -> bool:
-        """Whether anything differs from the snapshot."""
+    def changed(self) -> str:
+        """Return what differs, as text; empty if nothing does."""
         if self.hooked is not has_global_hooks():
-            self._why = "hooks for all modules came or went"
-            return True
+            return "hooks for all modules"
         for seen in self.seen:
             why = seen.changed()
             if why:
-                self._why = f"{why} of {type(seen.module).__name__}"
-                return True
-        return False
-
-    def said(self) -> str:
-        """Return the change that was found, as text."""
-        return f"there is a change in {self._why}" if self._why else "something changed"
+                return f"{why} of {type(seen.module).__name__}"
+        return ""
 
 
 def has_global_hooks() -> bool:
