@@ -62,8 +62,7 @@ def repeated(condition: Body, body: Body, carried: Values, given: Values) -> Res
 @_stands_for(map_impl)
 def mapped(body: Body, rows: Values, given: Values) -> Results:
     """Run a subgraph on each row of some tensors, and stack the results, as `map` does."""
-    results = [body(*row, *given) for row in zip(*rows, strict=True)]
-    return _from(_stacked(results), (*rows, *given))
+    return scanned(body, (), rows, given)
 
 
 @_stands_for(scan_op)

@@ -281,6 +281,10 @@ class DynamoEngine:
             self._calls[key] = (module, compiler), compiled
         return self._calls[key][1]
 
+    def compiled_for(self, backend: Callable[..., Any], *, dynamic: bool, whole: bool = True) -> Callable[..., Any]:
+        """Return the model's forward with its graphs given to another backend."""
+        return compiled_by(backend, self.forward_of(self.root), PARTS, whole=whole, dynamic=dynamic or None)
+
 
 def compiled_by(
     backend: Callable[..., Any], forward: Callable[..., Any], limit: int, *, whole: bool, dynamic: bool | None = None

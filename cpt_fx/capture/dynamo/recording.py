@@ -19,15 +19,7 @@ from torch._guards import ChainedSource, Source
 
 from cpt_fx.capture.base import CaptureError
 from cpt_fx.capture.dynamo.backend import Backend, Frame, broken_by, outermost_frame, view_of, why_broken
-from cpt_fx.capture.dynamo.engine import (
-    ONE_GRAPH,
-    PARTS,
-    SEVERAL,
-    DynamoEngine,
-    NotCapturedError,
-    compiled_by,
-    default_stance,
-)
+from cpt_fx.capture.dynamo.engine import ONE_GRAPH, SEVERAL, DynamoEngine, NotCapturedError, default_stance
 from cpt_fx.capture.tree import TreePlaces
 from cpt_fx.ir.module import QuantizedGraphModule
 from cpt_fx.ir.result import plain_class
@@ -100,7 +92,7 @@ def record(engine: DynamoEngine, args: tuple[Any, ...], kwargs: dict[str, Any], 
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         try:
-            output = _compiled(engine, recorder, dynamic)(*args, **kwargs)
+            output = engine.compiled_for(recorder, dynamic=dynamic)(*args, **kwargs)
         except Exception as error:
             if recorder.ran or isinstance(error, NotCapturedError):
                 raise  # the model's own error
@@ -144,18 +136,11 @@ def _again(recorder: _Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], d
         engine.failure = None
         try:
             with shapes_config.patch(**sizes):
-                return _compiled(engine, recorder, dynamic)(*args, **kwargs)
+                return engine.compiled_for(recorder, dynamic=dynamic)(*args, **kwargs)
         except Exception:
             if recorder.ran:
                 raise
     raise engine.failure or _several(engine, breaks) from None
-
-
-def _compiled(
-    engine: DynamoEngine, backend: Callable[..., Any], dynamic: bool, whole: bool = True
-) -> Callable[..., Any]:
-    forward = engine.forward_of(engine.root)
-    return compiled_by(backend, forward, PARTS, whole=whole, dynamic=dynamic or None)
 
 
 def not_one_graph(engine: DynamoEngine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CaptureError:
@@ -174,7 +159,7 @@ def _breaks(engine: DynamoEngine, args: tuple[Any, ...], kwargs: dict[str, Any],
 
     try:
         with dynamo_config.patch({**SEVERAL, "fail_on_recompile_limit_hit": False}):
-            _compiled(engine, collect, dynamic=False, whole=False)(*args, **kwargs)
+            engine.compiled_for(collect, dynamic=False, whole=False)(*args, **kwargs)
     except Exception as own:
         raise CaptureError(
             f"{engine.session.kind} does not run on these examples: {type(own).__name__}: {own}"
