@@ -24,20 +24,21 @@ class CaptureError(TransformError):
     """A model's code cannot be turned into an equivalent graph."""
 
 
-_ABSENT = object()
+ABSENT = object()
+"""Stands for an attribute, an item or a value that is not there."""
 
 
 @contextmanager
 def patched(values: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
     """Replace attributes of classes and modules for the duration of the block."""
-    before = {(owner, name): vars(owner).get(name, _ABSENT) for owner, name in values}
+    before = {(owner, name): vars(owner).get(name, ABSENT) for owner, name in values}
     try:
         for (owner, name), value in values.items():
             setattr(owner, name, value)
         yield
     finally:
         for (owner, name), value in before.items():
-            delattr(owner, name) if value is _ABSENT else setattr(owner, name, value)
+            delattr(owner, name) if value is ABSENT else setattr(owner, name, value)
 
 
 MODULE_OWN = frozenset(key for key, value in vars(nn.Module()).items() if isinstance(value, (dict, set)))

@@ -9,13 +9,13 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.nn.modules import module as torch_module
 
+from cpt_fx.capture.base import ABSENT
 from cpt_fx.capture.tree import is_plain_object
 from cpt_fx.ir.result import CONTAINERS, derived, plain_class
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _OWN = frozenset({*vars(nn.Module()), "_cpt_fx_part", "_compiled_call_impl", "_is_torch_compile", "_training"})
-_NOTHING = object()
 _NEEDED = ("module", "outside", "looks_at_hooks", "names")
 
 
@@ -118,16 +118,16 @@ class _Seen:
         if len(children) != len(self.children or ()):
             return "the modules"
         for name, child in self.children or ():
-            if children.get(name, _NOTHING) is not child:
+            if children.get(name, ABSENT) is not child:
                 return "the modules"
         if _presence(module) != self.tensors:
             return "the parameters"
         for key, value in self.plain:
-            other = now.get(key, _NOTHING)
+            other = now.get(key, ABSENT)
             if other is not value and not _is_same(other, value):
                 return f"the attribute {key}"
         for key, content in self.deep:
-            if not _is_same(content_of(now.get(key, _NOTHING)), content):
+            if not _is_same(content_of(now.get(key, ABSENT)), content):
                 return f"the attribute {key}"
         if len(now) != self.count:
             if sum(map(self._may_be_read, now)) != len(self.plain) + len(self.deep):

@@ -17,7 +17,7 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cpt_fx.capture.base import MODULE_OWN, patched
+from cpt_fx.capture.base import ABSENT, MODULE_OWN, patched
 from cpt_fx.capture.side_effects import keep_container, keep_tensor
 from cpt_fx.capture.symbolic.questions import is_caught
 from cpt_fx.capture.symbolic.refusals import callers, file_of_class, is_the_models, note, place_of_forward, refuse
@@ -26,8 +26,6 @@ from cpt_fx.ir.aliasing import overwritten
 
 PLAIN = (bool, int, float, str, type(None))
 """Types of argument values that Python code branches on: these become constants of the graph."""
-
-_ABSENT = object()
 
 
 class DynamoNeededError(Exception):
@@ -127,7 +125,7 @@ def _stored() -> Replacements:
     original = nn.Module.__setattr__
 
     def checked(module: nn.Module, name: str, value: Any) -> None:
-        before = module.__dict__.get(name, _ABSENT)
+        before = module.__dict__.get(name, ABSENT)
         is_traced = any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves(value))
         if not is_traced and (not isinstance(value, PLAIN) or (type(value) is type(before) and value == before)):
             return original(module, name, value)  # type: ignore[arg-type]
