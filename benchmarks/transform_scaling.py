@@ -24,6 +24,7 @@ from common import about, add_output, origin, write
 from torch import Tensor, fx, nn
 
 from cpt_fx.capture import trace_module
+from cpt_fx.capture.captured import WHOLE
 from cpt_fx.capture.session import Session
 from cpt_fx.capture.tree import own_tree
 from cpt_fx.pipeline import Pipeline
@@ -63,7 +64,7 @@ def captured_net(nodes: int) -> tuple[fx.GraphModule, float]:
     net = nn.Sequential(*(Block() for _ in range(max(1, round(nodes / NODES_PER_BLOCK)))))
     start = time.process_time()
     session = Session(own_tree(net), Pipeline(()), "symbolic", strict=False)
-    captured = trace_module(session, "").view
+    captured = trace_module(session, WHOLE).view
     return captured, time.process_time() - start
 
 

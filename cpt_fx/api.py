@@ -12,8 +12,8 @@ from torch.export import ExportedProgram
 from cpt_fx.capture import Examples, prepared
 from cpt_fx.capture.captured import WHOLE, traced_view
 from cpt_fx.capture.dry_run import eager_model, trial
-from cpt_fx.capture.memory import run_aside
 from cpt_fx.capture.session import Session
+from cpt_fx.capture.side_effects import run_aside
 from cpt_fx.capture.standalone import Standalone, standalone, the_one_in, transformed_in
 from cpt_fx.capture.tree import own_tree, plain_tree
 from cpt_fx.errors import TransformError
@@ -192,7 +192,7 @@ def single_graph(
     """
     found = the_one_in(result, "single_graph")
     if isinstance(found, Standalone):
-        return found.module
+        return found.root
     found.reminder.call(found)  # counts as a call: the graph may be trained in its place
     examples = examples_of(example_inputs, example_kwargs)
     if found.frontend != "dynamo":

@@ -11,9 +11,9 @@ from torch.export import ExportedProgram
 from cpt_fx.capture.base import CaptureError, called_by, copy_graph, over
 from cpt_fx.capture.captured import Entry
 from cpt_fx.capture.program import program_module
+from cpt_fx.capture.snapshot import Snapshot, is_hooked
 from cpt_fx.capture.symbolic.frontend import Examples, TraceResult, is_constant, trace_symbolic
 from cpt_fx.capture.tree import TreePlaces
-from cpt_fx.capture.watch import Watch, is_hooked
 from cpt_fx.errors import check_choice
 from cpt_fx.ir.meta import CALLED, STATE, get_attribute
 from cpt_fx.ir.module import ROOT, QuantizedGraphModule
@@ -32,7 +32,7 @@ class TracedGraph(NamedTuple):
     """A traced graph over the model's own tree, what it depends on, and notes for the user."""
 
     view: QuantizedGraphModule
-    watch: Watch
+    snapshot: Snapshot
     notes: tuple[str, ...]
     loses: str
 
@@ -56,43 +56,39 @@ def prepared(
     return how, model, ()
 
 
-def trace_module(
-    session: Session, path: str, examples: Examples | None = None, *, every_module: bool = False
-) -> TracedGraph:
+def trace_module(session: Session, entry: Entry, examples: Examples | None = None) -> TracedGraph:
     """Trace the code of one module of a transformed model; raise `CaptureError` if a graph would not do the same."""
     root = session.root
-    entry = root.get_submodule(path)
-    if isinstance(entry, fx.GraphModule):
-        traced = TraceResult(entry, copy_graph(entry._graph), False)
+    module = root.get_submodule(entry.path)
+    if isinstance(module, fx.GraphModule):
+        traced = TraceResult(module, copy_graph(module._graph))
         for node in traced.graph.nodes:
-            if node.op == "call_module" and is_hooked(entry.get_submodule(str(node.target))):
+            if node.op == "call_module" and is_hooked(module.get_submodule(str(node.target))):
                 node.meta[CALLED] = True
-            if path and node.op in ("call_module", "get_attr"):
-                node.target = f"{path}.{node.target}"
+            if entry.path and node.op in ("call_module", "get_attr"):
+                node.target = f"{entry.path}.{node.target}"
     else:
-        traced = trace_symbolic(session, Entry(path, every_module), examples)
-    view = over(root, session.state, session.names)
-    _place_constants(view, traced)
-    if path:
-        above = {name: (name, kind) for name, kind in TreePlaces(root).ancestors(path)}
+        traced = trace_symbolic(session, entry, examples)
+    view = over(root, session.state, session.names, traced.graph)
+    _place_constants(view, traced.root)
+    if entry.path:
+        above = TreePlaces(root).stack(entry.path)
         for node in traced.graph.nodes:
             node.meta["nn_module_stack"] = above | (node.meta.get("nn_module_stack") or {})
-    # Not through the property, whose setter recompiles: the passes change the graph first.
-    view._graph = traced.graph
-    traced.graph.owning_module = view
-    loses = traced.loses or _hidden(view)
-    return TracedGraph(view, Watch(entry, called_by(view), traced.names), traced.notes, loses)
+    snapshot = Snapshot(module, called_by(view), traced.names)
+    return TracedGraph(view, snapshot, traced.notes, traced.loses or _hidden(view))
 
 
-def _place_constants(view: QuantizedGraphModule, traced: TraceResult) -> None:
+def _place_constants(view: QuantizedGraphModule, source: nn.Module) -> None:
     """Register tensors that were created during the trace as buffers of our state, which moves with the model."""
-    constants = view.__dict__[STATE].constants
-    for node in traced.graph.find_nodes(op="get_attr"):
+    constants, root = view.__dict__[STATE].constants, view.__dict__[ROOT]
+    known = {"training", *root._parameters, *root._buffers, *root._modules}
+    for node in view.graph.find_nodes(op="get_attr"):
         if is_constant(node):
             name = f"constant_{len(constants._buffers)}"
-            constants.register_buffer(name, get_attribute(traced.root, str(node.target)), persistent=False)
+            constants.register_buffer(name, get_attribute(source, str(node.target)), persistent=False)
             node.target = f"{STATE}.constants.{name}"
-        elif "." not in str(node.target) and not hasattr(view, str(node.target)):
+        elif "." not in str(node.target) and node.target not in known:
             # A plain attribute of the root, which the view does not have.
             node.target = f"{ROOT}.{node.target}"
 

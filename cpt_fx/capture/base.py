@@ -24,20 +24,21 @@ class CaptureError(TransformError):
     """A model's code cannot be turned into an equivalent graph."""
 
 
-_ABSENT = object()
+ABSENT = object()
+"""Stands for an attribute, an item or a value that is not there."""
 
 
 @contextmanager
 def patched(values: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
     """Replace attributes of classes and modules for the duration of the block."""
-    before = {(owner, name): vars(owner).get(name, _ABSENT) for owner, name in values}
+    before = {(owner, name): vars(owner).get(name, ABSENT) for owner, name in values}
     try:
         for (owner, name), value in values.items():
             setattr(owner, name, value)
         yield
     finally:
         for (owner, name), value in before.items():
-            delattr(owner, name) if value is _ABSENT else setattr(owner, name, value)
+            delattr(owner, name) if value is ABSENT else setattr(owner, name, value)
 
 
 MODULE_OWN = frozenset(key for key, value in vars(nn.Module()).items() if isinstance(value, (dict, set)))
@@ -49,10 +50,7 @@ EVERY = object()
 
 
 def clone_tree(module: nn.Module, clones: dict[int, nn.Module], session: object = None) -> nn.Module:
-    """Copy a tree of modules: flags and containers are copied, tensors are shared.
-
-    Modules transformed by `session` are copied as the plain modules they were; those of another session are not copied.
-    """
+    """Copy a tree of modules, which share tensors: those of `session` as plain ones, those of others not at all."""
     if id(module) in clones:
         return clones[id(module)]
     part = module.__dict__.get(PART)
@@ -183,17 +181,28 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     return new
 
 
-def over(root: nn.Module, state: Precision, names: Names) -> QuantizedGraphModule:
-    """Return a graph module for the passes that shares a model's containers; its graph is still to be set.
-
-    Later changes in the containers (a cast, a checkpoint, a new layer) are seen.
-    """
+def over(root: nn.Module, state: Precision, names: Names, graph: fx.Graph) -> QuantizedGraphModule:
+    """Return a graph as a module for the passes that shares a model's containers, so that changes in them are seen."""
     view = blank()
     view.meta = {NAMES: names, VIEW: True}
     for containers in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
         view.__dict__[containers] = getattr(root, containers)
     view.__dict__.update({ROOT: root, STATE: state})
+    put_graph(view, graph)
     return view
+
+
+def put_graph(module: fx.GraphModule, graph: fx.Graph) -> None:
+    """Put a graph into a module without compiling it, as the property would: the passes change it first."""
+    module._graph = graph
+    graph.owning_module = module
+
+
+def drop_unread(graph: fx.Graph) -> None:
+    """Remove reads of attributes that no operator uses: of a shape test, or of an `is None`."""
+    for node in graph.find_nodes(op="get_attr"):
+        if not node.users:
+            graph.erase_node(node)
 
 
 def called_by(view: fx.GraphModule) -> set[int]:

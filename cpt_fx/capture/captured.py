@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 
 from cpt_fx.capture.base import CaptureError
-from cpt_fx.capture.watch import Watch, has_global_hooks
+from cpt_fx.capture.snapshot import Snapshot, has_global_hooks
 from cpt_fx.errors import TransformError
 from cpt_fx.ir.history import LOGGER
 from cpt_fx.ir.meta import ENTRY
@@ -43,19 +43,19 @@ class Capture:
     """Reason for the graph break at its end, with file and line; empty if the code returned."""
     is_whole: bool = False
     """Whether Dynamo captured the whole model in it."""
-    watch: Watch | None = None
+    snapshot: Snapshot | None = None
     """What a traced graph depends on; None for a graph of Dynamo's, which has guards."""
 
-    def is_outdated(self) -> bool:
-        """Whether the model has changed since the trace; never true of a graph that the user has edited."""
-        return self.watch is not None and not self.view.is_edited() and self.watch.changed()
+    def changed(self) -> str:
+        """Return what has changed in the model since the trace, as text; empty if nothing has."""
+        return "" if self.snapshot is None else self.snapshot.changed()
 
 
+@dataclass(frozen=True)
 class AsItIs:
     """Stands in for the graph of a torch layer that is called by itself and that torch.fx cannot trace."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    module: nn.Module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's own code, in full precision."""
@@ -72,33 +72,33 @@ def traced_view(session: Session, module: nn.Module) -> QuantizedGraphModule | A
     view = session.views.get((id(module), every_module))
     if isinstance(view, AsItIs):
         return view
-    if view is not None:
-        entry: Entry = view.meta[ENTRY]
-        watch = session.traced[entry].watch
-        if watch is None or not watch.changed():
-            return view
-    else:
-        path = next((name for name, found in session.root.named_modules() if found is module), None)
-        if path is None:
-            raise TransformError(
-                f"this {type(module).__name__} is no part of the transformed {session.kind} any more: its graph is "
-                "not known. Transform it anew, or put it back"
-            )
-        entry = Entry(path, every_module)
-    return _traced_again(session, module, entry)
-
-
-def _traced_again(session: Session, module: nn.Module, entry: Entry) -> QuantizedGraphModule | AsItIs | None:
+    entry: Entry = Entry(_path_of(session, module), every_module) if view is None else view.meta[ENTRY]
     known = session.traced.get(entry)
-    if known is not None and known.watch is not None and not known.watch.changed():
-        # In a copied or unpickled session: the graph came along.
-        session.views[id(module), entry.every_module] = known.view
-        return known.view
+    if known is None or known.changed():
+        return _traced_again(session, module, entry, known)
+    # Not known in a copied or unpickled session: the graph came along.
+    return session.views.setdefault((id(module), every_module), known.view)
+
+
+def _path_of(session: Session, module: nn.Module) -> str:
+    for path, found in session.root.named_modules():
+        if found is module:
+            return str(path)
+    raise TransformError(
+        f"this {type(module).__name__} is no part of the transformed {session.kind} any more: its graph is not known. "
+        "Transform it anew, or put it back"
+    )
+
+
+def _traced_again(
+    session: Session, module: nn.Module, entry: Entry, known: Capture | None
+) -> QuantizedGraphModule | AsItIs | None:
+    why = "" if known is None else known.changed()
     session.adopt_new()
-    if known is not None and known.watch is not None:
+    if known is not None:
         session.refuse_to_drop(known.view)
         name = f"{session.kind}.{entry.path}" if entry.path else session.kind
-        LOGGER.warning("%s is captured again, since %s; ranges are kept", name, known.watch.said())
+        LOGGER.warning("%s is captured again, since there is a change in %s; ranges are kept", name, why)
     try:
         session.trace(entry)
     except CaptureError as error:
@@ -110,10 +110,7 @@ def _traced_again(session: Session, module: nn.Module, entry: Entry) -> Quantize
             own = error.__cause__
             raise own if isinstance(own, AttributeError) and "Proxy" not in str(own) else error from None
         if entry.path == "":
-            session.traced.clear()
-            session.views.clear()
-            session.frontend = "dynamo"
-            session.notes = (*session.notes, f"not captured by torch.fx any more: {error}")
+            session.fall_back(f"not captured by torch.fx any more: {error}")
             LOGGER.warning("%s is captured by Dynamo from now on: %s", session.kind, error)
         return None
     return session.views[id(module), entry.every_module]

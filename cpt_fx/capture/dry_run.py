@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from cpt_fx.capture.memory import run_aside, unchanged
+from cpt_fx.capture.side_effects import run_aside, unchanged
 from cpt_fx.errors import TransformError
 from cpt_fx.ir.layer_state import own
 from cpt_fx.ir.result import sessions_in

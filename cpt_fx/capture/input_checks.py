@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ Expression = Any
 Fact = tuple[str, Expression]
 """A condition as readable text, and as an expression."""
 
-Input = tuple[str, str, tuple[tuple[int, int] | int, ...]]
+Required = tuple[str, str, tuple[tuple[int, int] | int, ...]]
 """A tensor that the graph was made for: its name, its dtype, and for each dim its size or the bounds of its size."""
 
 _OPERATORS: dict[str, Callable[..., Any]] = {
@@ -39,10 +39,12 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
 
 _MADE = "this model was exported"
 _ADVICE = "Export the model for such inputs, or transform the model itself"
+SINGLE_MADE = "this graph was captured"
+SINGLE_ADVICE = "Call cpt_fx.single_graph with such example inputs, or the transformed model itself"
 
 
 def check_inputs(
-    tensors: tuple[Any, ...], inputs: tuple[Input, ...], facts: tuple[Fact, ...],
+    tensors: tuple[Any, ...], inputs: tuple[Required, ...], facts: tuple[Fact, ...],
     made: str = _MADE, advice: str = _ADVICE,
 ) -> None:  # fmt: skip
     """Raise for inputs that the graph was not made for: another dtype or rank, or sizes that it does not hold for."""
@@ -99,6 +101,24 @@ def _form(form: Any) -> str:
     if kind == "dict":
         return "{" + ", ".join(f"{key!r}: {_form(item)}" for key, item in items) + "}"
     return f"{kind}({', '.join(map(_form, items))})"
+
+
+def check_same(given: object, other: object, name: str, other_name: str) -> None:
+    """Raise if two arguments that were one tensor at capture are two tensors."""
+    if given is not other:
+        raise ValueError(f"{SINGLE_MADE} for one tensor as both {name} and {other_name}, got two. {SINGLE_ADVICE}")
+
+
+def check_modes(modes: tuple[bool, ...], expected: tuple[bool, ...], names: tuple[str, ...]) -> None:
+    """Raise if a module is in another mode than the graph was captured for."""
+    for mode, wanted, name in zip(modes, expected, names, strict=True):
+        if mode != wanted:
+            ours, others = ("train", "evaluation") if wanted else ("eval", "training")
+            raise RuntimeError(
+                f"this graph was captured with {name} in {'training' if wanted else 'evaluation'} mode, and does what "
+                f"{name} does there; it is in {others} mode now. Call {ours}() on {name}, or take another graph: "
+                f"cpt_fx.single_graph of the transformed model after {'eval' if wanted else 'train'}()"
+            )
 
 
 def expression_of(text: str, places: dict[str, int], what: str) -> Expression:
@@ -178,7 +198,7 @@ class EntryBuilder:
                     last: tuple[Any, ...] = (*self.words, True) if ordered else self.words
                     self.graph.call_function(check_form, (self.made[name], form, name, *last))
 
-    def check_tensors(self, nodes: Sequence[fx.Node], inputs: Sequence[Input], facts: Sequence[Fact]) -> None:
+    def check_tensors(self, nodes: Sequence[fx.Node], inputs: Sequence[Required], facts: Sequence[Fact]) -> None:
         """Add checks of what the graph assumes about tensors, before anything else runs."""
         if nodes:
             with self.graph.inserting_before(self.start):
@@ -212,7 +232,7 @@ class EntryBuilder:
                     self.graph.call_function(expect, (node, item.default, name))
             elif self.used.get(name, _ABSENT) is not _ABSENT:
                 node.args = (self.used[name],)
-            elif item.default is not _ABSENT and isinstance(item.default, PLAIN):
+            elif isinstance(item.default, PLAIN):
                 node.args = (item.default,)
             elif optional:
                 # Python needs a default after the first one; the check reports a missing tensor.
@@ -232,7 +252,7 @@ def said(way: Way) -> str:
 def formed(spec: pytree.TreeSpec, values: Sequence[Any], module: nn.Module, graph: fx.Graph) -> Any:
     """Arrange outputs of a graph as `spec` says; one of more than tuples, lists and dicts is stored in the module."""
     if _is_plain(spec):
-        return _assembled(spec, iter(values))
+        return pytree.tree_unflatten(values, spec)
     name = free_name(_OUTPUT_FORM, module)
     module.__dict__[name] = spec
     # Not by Graph.get_attr, which warns about attributes that are no tensors.
@@ -243,11 +263,3 @@ def _is_plain(spec: pytree.TreeSpec) -> bool:
     """Whether a spec is made of tuples, lists and dicts only."""
     known = spec.is_leaf() or spec.type in (tuple, list, dict)
     return known and all(map(_is_plain, spec.children()))
-
-
-def _assembled(spec: pytree.TreeSpec, values: Iterator[Any]) -> Any:
-    """Return values in the structure of a spec made of tuples, lists and dicts."""
-    if spec.is_leaf():
-        return next(values)
-    items = [_assembled(child, values) for child in spec.children()]
-    return dict(zip(spec.context, items, strict=True)) if spec.type is dict else spec.type(items)

@@ -17,8 +17,8 @@ from torch import fx
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.utils import _pytree as pytree
 
-from cpt_fx.capture.base import CaptureError, holder_at
-from cpt_fx.capture.input_checks import EntryBuilder, Fact, Input, bounds_of, expression_of, formed, said
+from cpt_fx.capture.base import CaptureError, drop_unread, holder_at
+from cpt_fx.capture.input_checks import EntryBuilder, Fact, Required, bounds_of, expression_of, formed, said
 from cpt_fx.ir.meta import get_attribute, module_path, module_stack, read_before
 from cpt_fx.ir.module import blank, take_tensors
 from cpt_fx.operators.around import FLAGS, ONE_MODE
@@ -30,11 +30,7 @@ _DEAD = ("aten._assert_tensor_metadata.default", "aten._assert_scalar.default", 
 
 
 def program_module(program: torch.export.ExportedProgram) -> tuple[fx.GraphModule, tuple[str, ...]]:
-    """Return a module that does what a program does, with the program's tensors, and notes for the user.
-
-    It calls functions of torch, follows `train()` and `eval()`, takes the arguments that the program was exported with
-    and raises for those it does not hold for.
-    """
+    """Return a module that does what a program does, with the program's tensors, and notes for the user."""
     if any(map(torch._C._functorch.is_functorch_wrapped_tensor, program.constants.values())):
         raise CaptureError("the program holds values of torch.func's, frozen when it was exported: capture the module")
     exported: Any = program.module(check_guards=False)
@@ -46,9 +42,7 @@ def program_module(program: torch.export.ExportedProgram) -> tuple[fx.GraphModul
             graph.erase_node(node)
     notes = (*restore_switches(exported), *_fixed_sizes(graph))
     restore_interface(program, exported)
-    for node in graph.find_nodes(op="get_attr"):
-        if not node.users:
-            graph.erase_node(node)
+    drop_unread(graph)
     to_torch(graph)
     # Inputs and outputs are converted by nodes now, not by the code generator.
     graph.set_codegen(fx.graph.CodeGen())
@@ -111,9 +105,7 @@ def inline_regions(module: fx.GraphModule) -> None:
     for node in list(module.graph.nodes):
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             _inline(module, node)
-    for node in reversed(list(module.graph.nodes)):
-        if node.op == "get_attr" and not node.users and isinstance(get_attribute(module, node.target), fx.GraphModule):
-            module.graph.erase_node(node)
+    drop_unread(module.graph)
     for name, child in list(module._modules.items()):
         if isinstance(child, fx.GraphModule):
             del module._modules[name]
@@ -310,7 +302,7 @@ def _arguments(program: torch.export.ExportedProgram) -> list[inspect.Parameter]
     return [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in (*names, *kwargs.context)]
 
 
-def _input(program: torch.export.ExportedProgram, name: str, value: Any) -> Input:
+def _input(program: torch.export.ExportedProgram, name: str, value: Any) -> Required:
     """Return what a program requires of one input tensor: its name, its dtype, and the sizes it holds for."""
     sizes: list[tuple[int, int] | int] = []
     for size in value.shape:

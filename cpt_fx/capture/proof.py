@@ -10,6 +10,7 @@ from weakref import ref
 
 from torch import fx, nn
 
+from cpt_fx.capture.base import patched
 from cpt_fx.ir.subgraphs import outermost
 
 if TYPE_CHECKING:
@@ -28,15 +29,8 @@ def resting(graphs: Sequence[fx.GraphModule]) -> Iterator[set[int]]:
         rested.discard(number)
         return forward(*args, **kwargs)
 
-    before = [module.__dict__.copy() for module in graphs]
-    for module in graphs:
-        module.__dict__["forward"] = partial(run, id(module), module.forward)
-    try:
+    with patched({(module, "forward"): partial(run, id(module), module.forward) for module in graphs}):
         yield rested
-    finally:
-        for module, known in zip(graphs, before, strict=True):
-            del module.__dict__["forward"]
-            module.__dict__.update({name: own for name, own in known.items() if name == "forward"})
 
 
 class Proof:

@@ -8,7 +8,6 @@ another bit-width, which they fit badly after training at low ones.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from types import ModuleType
@@ -21,10 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from cpt_fx.capture.dry_run import eager_model, tensors_in, trial
-from cpt_fx.capture.memory import keep_generator, unchanged
 from cpt_fx.capture.session import Session
+from cpt_fx.capture.side_effects import keep_generator, unchanged
 from cpt_fx.capture.standalone import transformed_in
 from cpt_fx.formats import FULL_PRECISION
+from cpt_fx.ir.history import LOGGER
 from cpt_fx.ir.layer_state import is_range
 from cpt_fx.ir.meta import module_path
 from cpt_fx.ir.result import sessions_in
@@ -32,7 +32,6 @@ from cpt_fx.ir.state import AS_SCHEDULED
 from cpt_fx.overrides import Pattern, Patterns, as_patterns
 from cpt_fx.schedules.bits import Bits, as_bits
 
-LOGGER = logging.getLogger("cpt_fx")
 FORMS = "a tensor, a tuple or list whose first item is the input, or a dict of keywords; pass call= for anything else"
 TOO_FEW = "Expected more than 1 value per channel"
 """Part of torch's error message for a batch with a single value per channel."""

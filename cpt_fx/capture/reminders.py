@@ -7,7 +7,6 @@ One global hook on optimizer steps sees what is trained. It holds weak reference
 from __future__ import annotations
 
 import gc
-import logging
 import warnings
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
@@ -17,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from cpt_fx.ir.history import LOGGER
 from cpt_fx.ir.state import Precision, dial_width
 from cpt_fx.schedules import Bits
 from cpt_fx.schedules.base import Schedule
@@ -24,7 +24,6 @@ from cpt_fx.schedules.base import Schedule
 if TYPE_CHECKING:
     from cpt_fx.capture.session import Session
 
-LOGGER = logging.getLogger("cpt_fx")
 PATIENCE = 10
 """Steps of every optimizer after which a warning is due."""
 ABANDONED = 100
@@ -123,9 +122,9 @@ class Reminder:
         )
 
     def _still(self, optimizer: Optimizer, state: Precision, schedule: Schedule) -> str:
-        if self.told_still or self.settled == self.place or self.steps[optimizer] < PATIENCE or self._is_waiting():
+        if self.told_still or self.settled == self.place or state.forced is not None:
             return ""
-        if state.forced is not None:
+        if self.steps[optimizer] < PATIENCE or self._is_waiting():
             return ""
         place, self.settled = self.settled, self.place  # set first, in case looking ahead fails
         if not _changes(state, schedule):

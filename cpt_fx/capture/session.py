@@ -12,10 +12,10 @@ from torch import fx, nn
 from cpt_fx.capture import Examples, trace_module
 from cpt_fx.capture.base import CaptureError
 from cpt_fx.capture.captured import WHOLE, AsItIs, Capture, Entry, traced_view
-from cpt_fx.capture.expected import expect_ranges, look_at_norms, look_at_ranges
-from cpt_fx.capture.memory import run_aside, unchanged
 from cpt_fx.capture.proof import Proof
 from cpt_fx.capture.reminders import Reminder
+from cpt_fx.capture.running_statistics import create_ranges, warn_of_norms, warn_of_ranges
+from cpt_fx.capture.side_effects import run_aside, unchanged
 from cpt_fx.common.compilers import has_proxies, imported_aside, is_compiler_around, refuse_tools, skip_frame
 from cpt_fx.errors import TransformError
 from cpt_fx.ir.contexts import ModesOf
@@ -39,11 +39,12 @@ ACTIVE: list[Session] = []
 """Sessions whose model's own code is running, in whichever thread: their nets quantize what it multiplies."""
 
 
-def nets_asleep() -> ExitStack:
-    """Suspend the nets of all active sessions, for code that is not theirs: rewritten graphs and traces."""
+def nets_asleep(but: Session | None = None) -> ExitStack:
+    """Suspend the nets of all other active sessions, for code that is not theirs: rewritten graphs and traces."""
     stack = ExitStack()
     for session in ACTIVE:
-        stack.enter_context(session.engine.net.asleep())
+        if session is not but:
+            stack.enter_context(session.engine.net.asleep())
     return stack
 
 
@@ -103,11 +104,11 @@ class Session:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what holds for this process only."""
-        derived = ("watching", "views", "_engine", "_evaluates", "trained_at", "told_norms", "proof",
-                   "reminder")  # fmt: skip
-        state = {key: value for key, value in self.__dict__.items() if key not in derived}
-        # The copy traces outdated graphs again.
-        state["traced"] = {entry: found for entry, found in self.traced.items() if not found.is_outdated()}
+        new = object.__new__(Session)
+        new._start()
+        state = {key: value for key, value in self.__dict__.items() if key not in new.__dict__}
+        # The copy traces outdated graphs again, unless the user has edited them.
+        state["traced"] = {at: one for at, one in self.traced.items() if one.view.is_edited() or not one.changed()}
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -128,18 +129,15 @@ class Session:
 
     def graph_of(self, module: nn.Module) -> fx.Graph:
         """Return the graph of the whole model; raise AttributeError if there is none."""
-        whole = self.traced.get(WHOLE) or self._whole()
+        # Dynamo's latest, if it captured the whole model in one graph.
+        found = (one for one in reversed(self.found) if one.is_whole and not self.breaks_because)
+        whole = self.traced.get(WHOLE) or next(found, None)
         if module is not self.root or whole is None:
             raise AttributeError(
                 f"{self.kind} is not one graph: cpt_fx.graphs(result) lists those that there are, "
                 "cpt_fx.single_graph(result, example_inputs) makes one where that can be"
             )
         return whole.view.graph
-
-    def _whole(self) -> Capture | None:
-        """Return Dynamo's latest capture of the whole model in one graph; None if there is none."""
-        whole = [capture for capture in self.found if capture.is_whole]
-        return None if self.breaks_because or not whole else whole[-1]
 
     def history(self) -> History:
         """Return the history of the transform, for the graphs found so far."""
@@ -229,8 +227,8 @@ class Session:
         elif not self._evaluates:
             self._evaluates = True
             with nets_asleep():
-                look_at_ranges(self)
-            look_at_norms(self)
+                warn_of_ranges(self)
+            warn_of_norms(self)
         return view
 
     def refuse_to_drop(self, view: QuantizedGraphModule) -> None:
@@ -254,27 +252,31 @@ class Session:
             except CaptureError as error:
                 if not self.auto:
                     raise
-                self.traced.clear()
-                self.views.clear()
-                self.frontend = "dynamo"
-                self.notes = (*self.notes, f"not captured by torch.fx: {error}")
+                self.fall_back(f"not captured by torch.fx: {error}")
         if self.frontend == "dynamo":
             self.check_patterns()
-            expect_ranges(self)
+            create_ranges(self)
             return
         self.judge_patterns()
         check_coverage(self.history(), self.graphs(), strict=self.strict)
+
+    def fall_back(self, why: str) -> None:
+        """Drop what torch.fx traced, and have Dynamo capture the model from now on."""
+        self.traced.clear()
+        self.views.clear()
+        self.frontend = "dynamo"
+        self.notes = (*self.notes, why)
 
     @no_collection()
     def trace(self, entry: Entry, examples: Examples | None = None) -> None:
         """Trace a module with torch.fx and rewrite the graph; do the same for modules that it calls as modules."""
         with nets_asleep(), unchanged(self.root):
-            found = run_aside(trace_module, (self, entry.path, examples), {"every_module": entry.every_module})
+            found = run_aside(trace_module, (self, entry, examples), {})
         if found.loses and self.auto:
             raise CaptureError(found.loses)
         found.view.meta[ENTRY] = entry
         reports = self.rewrite(found.view)
-        self.traced[entry] = Capture(found.view, reports, watch=found.watch)
+        self.traced[entry] = Capture(found.view, reports, snapshot=found.snapshot)
         module = self.root.get_submodule(entry.path)
         self.views[id(module), entry.every_module] = found.view
         found.view.note_edits()
@@ -346,8 +348,8 @@ class Session:
         self.has_lost_ranges, self._evaluates = True, False
 
     def forget_ranges(self) -> None:
-        """Reset all running ranges."""
-        self._evaluates = False
+        """Reset all running ranges, since a whole checkpoint without any was loaded."""
+        self.lose_ranges()
         for module in self.root.modules():
             forget(module)
 

@@ -27,7 +27,9 @@ class Standalone:
     proof: Proof | None = None
 
     def __init__(self, module: QuantizedGraphModule, history: History) -> None:
-        self.module = module
+        self.root = module
+        """The module whose mode counts."""
+        self.kind = history.kind
         self.known = history
 
     def __getstate__(self) -> dict[str, Any]:
@@ -35,25 +37,15 @@ class Standalone:
         return {key: value for key, value in self.__dict__.items() if key != "proof"}
 
     @property
-    def root(self) -> nn.Module:
-        """The module whose mode counts."""
-        return self.module
-
-    @property
-    def kind(self) -> str:
-        """The name of the model's class."""
-        return self.known.kind
-
-    @property
     def state(self) -> Precision:
         """Bit-widths and counters."""
-        state = self.module._modules[STATE]
+        state = self.root._modules[STATE]
         assert isinstance(state, Precision)
         return state
 
     def graphs(self) -> list[fx.GraphModule]:
         """Return the graph and its subgraphs."""
-        return graphs_of(self.module)
+        return graphs_of(self.root)
 
     def history(self) -> History:
         """Return the history of the transform."""
@@ -98,7 +90,6 @@ def standalone(session: Session) -> QuantizedGraphModule:
         # A plain attribute of the root, which becomes one of the new module.
         node.target = str(node.target).removeprefix(f"{ROOT}.")
     module = assemble(session.root, graph, inside)
-    module.training = session.root.training
     module.meta[NAMES] = session.names
     hold_state(module, session.state)
     return finish(module, session.history(), session.state)

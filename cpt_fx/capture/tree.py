@@ -6,6 +6,7 @@ import copy
 import functools
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -176,13 +177,8 @@ def _changed(new: Iterable[Any], old: Iterable[Any]) -> bool:
 
 
 _REBUILD: dict[type, Callable[[_Rebinding, Any], Any]] = {
-    list: _Rebinding.items,
-    deque: _Rebinding.items,
-    set: _Rebinding.items,
-    tuple: _Rebinding.items,
-    dict: _Rebinding.mapping,
-    OrderedDict: _Rebinding.mapping,
-    defaultdict: _Rebinding.mapping,
+    **dict.fromkeys((list, deque, set, tuple), _Rebinding.items),
+    **dict.fromkeys((dict, OrderedDict, defaultdict), _Rebinding.mapping),
     MethodType: _Rebinding.method,
     functools.partial: _Rebinding.partial,
     FunctionType: _Rebinding.function,
@@ -205,11 +201,7 @@ class TreePlaces:
         """Return the path of a parameter or buffer; None for any other value."""
         return self.tensors.get(id(value)) if isinstance(value, torch.Tensor) else None
 
-    def ancestors(self, path: str) -> list[tuple[str, type[nn.Module]]]:
-        """Return the modules on the way from the root (excluded) to `path` (included), as (path, class)."""
-        found: list[tuple[str, type[nn.Module]]] = []
-        module, parts = self.root, path.split(".") if path else []
-        for place, part in enumerate(parts):
-            module = module.get_submodule(part)
-            found.append((".".join(parts[: place + 1]), plain_class(type(module))))
-        return found
+    def stack(self, path: str) -> dict[str, tuple[str, type[nn.Module]]]:
+        """Return the module stack of a node of the module at `path`: {path: (path, class)}, without the root."""
+        names = accumulate(path.split(".") if path else (), "{}.{}".format)
+        return {name: (name, plain_class(type(self.root.get_submodule(name)))) for name in names}

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from cpt_fx.capture.dry_run import eager_model, trial
-from cpt_fx.capture.memory import run_aside
+from cpt_fx.capture.side_effects import run_aside
 from cpt_fx.capture.standalone import Result, transformed_in
 from cpt_fx.inspection.places import GENERATED, frames, nodes_by_line
 from cpt_fx.inspection.tree import Modules, module_of

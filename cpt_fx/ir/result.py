@@ -113,7 +113,6 @@ class Transformed(nn.Module):
                 session.lose_ranges()
         if session.root is self and _is_plain(state_dict, prefix, self):
             session.forget_ranges()
-            session.lose_ranges()
         if position is None:
             return
         if position.numel() != 2 or position.is_meta:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 import cpt_fx
 from cpt_fx.capture.dry_run import trial
-from cpt_fx.capture.memory import unchanged
+from cpt_fx.capture.side_effects import unchanged
 from cpt_fx.common.arrays import array_of
 from cpt_fx.schedules import Static
 

@@ -401,6 +401,17 @@ def test_a_module_reached_by_a_bound_method_is_found() -> None:
     assert torch.equal(captured(model)(x), model(x))
 
 
+@pytest.mark.parametrize("name", ["code", "graph"])
+def test_a_plain_attribute_may_have_the_name_of_one_of_a_graph_modules(name: str) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        result: Tensor = self.fc(x) * getattr(self, name)
+        return result
+
+    model = model_of(forward, fc=nn.Linear(3, 3), **{name: torch.arange(3.0)})
+    x = torch.ones(2, 3)
+    assert torch.equal(captured(model)(x), model(x))
+
+
 def test_draws_of_python_and_numpy_are_refused() -> None:
     class Chooses(nn.Module):
         def __init__(self, draw: Callable[[], float]) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 
 from cpt_fx.capture import trace_module
 from cpt_fx.capture.base import assemble
+from cpt_fx.capture.captured import WHOLE
 from cpt_fx.capture.session import Session
 from cpt_fx.capture.standalone import precision_of
 from cpt_fx.capture.tree import own_tree
@@ -39,7 +40,7 @@ class Apply(nn.Module):
 def captured(model: nn.Module) -> fx.GraphModule:
     """Capture as `transform` does."""
     session = Session(own_tree(model), Pipeline(()), "symbolic", strict=False)
-    view = trace_module(session, "").view
+    view = trace_module(session, WHOLE).view
     return assemble(session.root, view.graph)
 
 

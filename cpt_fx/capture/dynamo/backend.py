@@ -16,16 +16,14 @@ from torch._dynamo.source import AttrSource, LocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import Source, TracingContext
 
-from cpt_fx.capture.base import copy_graph, over
+from cpt_fx.capture.base import copy_graph, over, put_graph
 from cpt_fx.capture.dynamo.callers import caller_of, lines_to_forward
 from cpt_fx.capture.dynamo.checkpoint import checkpointed
 from cpt_fx.capture.dynamo.control import RUN_AS, controls
 from cpt_fx.capture.tree import TreePlaces
-from cpt_fx.ir.layer_names import Names
 from cpt_fx.ir.meta import STATE, WEIGHT, attribute_or_none, get_attribute, read_before
 from cpt_fx.ir.module import ROOT, QuantizedGraphModule, blank
 from cpt_fx.ir.result import plain_class
-from cpt_fx.ir.state import Precision
 from cpt_fx.ir.subgraphs import OUTER, add_body, free_name
 
 if TYPE_CHECKING:
@@ -55,9 +53,9 @@ class Backend:
 
     def _rewrite(self, graph_module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         frame = _frame(self.owner.root)
-        view = view_of(graph_module, inputs, frame, self.owner.root, self.owner.state, self.owner.names)
+        view = view_of(graph_module, inputs, frame, self.owner)
         self.owner.rewrite(view, broken_by(graph_module))
-        placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+        placeholders = graph_module.graph.find_nodes(op="placeholder")
         expected = [(place, name) for place, value in enumerate(inputs) if (name := frame.places.tensor(value))]
 
         def run(*args: Any) -> Any:
@@ -67,7 +65,7 @@ class Backend:
             try:
                 run = lifted(view, placeholders, inputs, self.inner)
             except RestartAnalysis:
-                self.owner.session.found.pop()
+                self.owner.forget_last()
                 raise
         return self._guarded(run, expected, graph_module.forward)
 
@@ -194,14 +192,14 @@ class Frame:
             node.meta["stack_trace"] = self.lines + node.meta["stack_trace"]
 
     def _converted(self, theirs: dict[Any, tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
-        stack: dict[str, tuple[str, Any]] = {path: (path, kind) for path, kind in self.places.ancestors(self.path)}
+        stack: dict[str, tuple[str, Any]] = {**self.places.stack(self.path)}
         for key, (_, kind) in theirs.items():
             identity, _, call = str(key).partition("@")
             path = self.places.modules.get(int(identity), "") if identity.isdigit() else ""
             if not path:
                 continue
-            for above, its_kind in self.places.ancestors(path)[:-1]:
-                stack.setdefault(above, (above, its_kind))
+            for above, place in self.places.stack(path.rpartition(".")[0]).items():
+                stack.setdefault(above, place)
             name = f"{path}@{call}" if call else path
             # Innermost last, even if the path is in the stack already.
             stack.pop(name, None)
@@ -210,26 +208,21 @@ class Frame:
 
 
 def view_of(
-    graph_module: fx.GraphModule, inputs: Sequence[Any], frame: Frame, root: nn.Module, state: Precision, names: Names
+    graph_module: fx.GraphModule, inputs: Sequence[Any], frame: Frame, owner: DynamoEngine
 ) -> QuantizedGraphModule:
-    """Return the graph as a module whose parameters and buffers are read from the model by name.
-
-    It shares the model's containers of tensors, so that later changes in them (a cast, a checkpoint) are seen.
-    """
-    view = over(root, state, names)
-    graph = copy_graph(graph_module.graph)
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    first = next(node for node in graph.nodes if node.op != "placeholder")
-    for node, value in zip(placeholders, inputs, strict=True):
+    """Return the graph as a module whose parameters and buffers are read from the model by name."""
+    view = over(owner.root, owner.state, owner.names, copy_graph(graph_module.graph))
+    first = next(node for node in view.graph.nodes if node.op != "placeholder")
+    for node, value in zip(view.graph.find_nodes(op="placeholder"), inputs, strict=True):
         frame.convert(node)
         _name_tensor(node, value, first, frame)
-    _adopt(view, graph, graph_module, frame)
+    _adopt(view, graph_module, frame)
     return view
 
 
-def _adopt(view: QuantizedGraphModule, graph: fx.Graph, source: fx.GraphModule, frame: Frame) -> None:
-    """Put a graph into a module, with its constants and subgraphs; convert module stacks, replace control flow."""
-    for node in list(graph.nodes):
+def _adopt(view: QuantizedGraphModule, source: fx.GraphModule, frame: Frame) -> None:
+    """Take over the constants and subgraphs of a graph; convert its module stacks, replace its control flow."""
+    for node in list(view.graph.nodes):
         frame.convert(node)
         if node.op == "call_function" and node.target in _RUN_AS:
             node.target = _RUN_AS[node.target]
@@ -239,17 +232,15 @@ def _adopt(view: QuantizedGraphModule, graph: fx.Graph, source: fx.GraphModule, 
         if isinstance(value, fx.GraphModule):
             body = blank()
             body.__dict__[ROOT], body.meta = view.__dict__[ROOT], dict(view.meta)
-            _adopt(body, copy_graph(value.graph), value, frame)
+            put_graph(body, copy_graph(value.graph))
+            _adopt(body, value, frame)
             node.target = add_body(view, str(node.target), body)
         elif value is not None:
             # A constant: in no state_dict, and not in the containers that are shared with the model.
             node.target = free_name(str(node.target), view)
             object.__setattr__(view, node.target, value)
-    for node in graph.find_nodes(op="call_function", target=checkpointed):
+    for node in view.graph.find_nodes(op="call_function", target=checkpointed):
         _read_inside(node, get_attribute(view, str(node.args[0].target)))
-    # Not through the property, whose setter recompiles: the passes change the graph first.
-    view._graph = graph
-    graph.owning_module = view
 
 
 def _read_inside(node: fx.Node, body: fx.GraphModule) -> None:
@@ -344,7 +335,8 @@ class _Lift:
                 elif isinstance(value, bool):
                     self._read_mode(node)
                 elif isinstance(value, Tensor):
-                    self._replace(node, self.input_for(str(node.target), value))
+                    node.replace_all_uses_with(self.input_for(str(node.target), value))
+                    self.graph.erase_node(node)
             elif any(used in bodies for used in node.all_input_nodes):
                 self._pass_on(node, bodies)
 
@@ -361,10 +353,6 @@ class _Lift:
             self._made[path] = made
             self.reads.append(path)
         return self._made[path]
-
-    def _replace(self, node: fx.Node, value: fx.Node) -> None:
-        node.replace_all_uses_with(value)
-        self.graph.erase_node(node)
 
     def _read_mode(self, node: fx.Node) -> None:
         """Pass observers their mode as a tensor: a Python bool would be a constant of the compiled code."""

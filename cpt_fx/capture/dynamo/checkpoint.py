@@ -51,15 +51,12 @@ def quantized_again(engine: DynamoEngine) -> Iterator[None]:
 
     What they recompute there must be what the forward pass computed, quantizers included.
     """
-    plain_generator, plain_apply = getattr(home, _OTHER), _REENTRANT.apply
 
-    def generator(function: Callable[..., Any], *rest: Any, **options: Any) -> Any:
-        return plain_generator(_remembering(engine, function), *rest, **options)
+    def again(plain: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda function, *rest, **options: plain(_remembering(engine, function), *rest, **options)
 
-    def apply(function: Callable[..., Any], *rest: Any) -> Any:
-        return plain_apply(_remembering(engine, function), *rest)  # type: ignore[no-untyped-call]
-
-    with patched({(home, _OTHER): generator, (_REENTRANT, "apply"): staticmethod(apply)}):
+    apply = staticmethod(again(_REENTRANT.apply))
+    with patched({(home, _OTHER): again(getattr(home, _OTHER)), (_REENTRANT, "apply"): apply}):
         yield
 
 

@@ -30,10 +30,7 @@ RUN_AS: dict[Any, Callable[..., Results]] = {}
 
 
 def _stands_for(operator: Any) -> Callable[[Callable[..., Results]], Callable[..., Results]]:
-    """Make a function run in place of an operator, except under a compiler or a transform of torch.func.
-
-    Only PyTorch's operator supports these.
-    """
+    """Run a function in place of an operator, except under compilers and torch.func, which support only the latter."""
 
     def decorate(run: Callable[..., Results]) -> Callable[..., Results]:
         @wraps(run)
@@ -65,8 +62,7 @@ def repeated(condition: Body, body: Body, carried: Values, given: Values) -> Res
 @_stands_for(map_impl)
 def mapped(body: Body, rows: Values, given: Values) -> Results:
     """Run a subgraph on each row of some tensors, and stack the results, as `map` does."""
-    results = [body(*row, *given) for row in zip(*rows, strict=True)]
-    return _from(_stacked(results), (*rows, *given))
+    return scanned(body, (), rows, given)
 
 
 @_stands_for(scan_op)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -24,7 +24,7 @@ from cpt_fx.capture.captured import AsItIs, Capture
 from cpt_fx.capture.dynamo.backend import Backend, Compiler, why_broken
 from cpt_fx.capture.dynamo.checkpoint import quantized_again, reentrant_apart
 from cpt_fx.capture.dynamo.net import Net, noticed_scripts
-from cpt_fx.capture.expected import look_at_ranges
+from cpt_fx.capture.running_statistics import warn_of_ranges
 from cpt_fx.capture.session import ACTIVE, Session, nets_asleep
 from cpt_fx.capture.tree import TreePlaces
 from cpt_fx.errors import TransformError
@@ -180,11 +180,8 @@ class DynamoEngine:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Let the model's own code run in this thread: modules run their plain forward, Dynamo's warnings are muted."""
-        with _ONE_AT_A_TIME, _QUIET, ModesOf(), reentrant_apart(), ExitStack() as stack:
-            # A transformed model inside another one has its own quantizers: the nets of the others are suspended.
-            for other in ACTIVE:
-                if other is not self.session:
-                    stack.enter_context(other.engine.net.asleep())
+        # A transformed model inside another one has its own quantizers: the nets of the others are suspended.
+        with _ONE_AT_A_TIME, _QUIET, ModesOf(), reentrant_apart(), nets_asleep(but=self.session):
             before = self.running, self._thread
             self.running, self._thread = True, threading.get_ident()
             ACTIVE.append(self.session)
@@ -198,10 +195,7 @@ class DynamoEngine:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: Compiler | None = None,
         whole: bool = False,
     ) -> Any:  # fmt: skip
-        """Run a module of the model; check and log the coverage if something new was captured.
-
-        `compiler` compiles the rewritten graphs; `whole` demands a single graph.
-        """
+        """Run a module, its graphs compiled by `compiler`, in a single one if `whole`; check what is new in them."""
         session = self.session
         with self.entered():
             if self.outdated:
@@ -216,7 +210,7 @@ class DynamoEngine:
             self._warn_of_late_state()
             if not self.root.training and not session.looking:
                 with nets_asleep():
-                    look_at_ranges(session)
+                    warn_of_ranges(session)
             # A call may return early; examples are expected to reach everything.
             complete = session.examples and module is self.root
             check_coverage(session.history(), session.graphs(), strict=session.strict, complete=complete)
@@ -287,6 +281,10 @@ class DynamoEngine:
             self._calls[key] = (module, compiler), compiled
         return self._calls[key][1]
 
+    def compiled_for(self, backend: Callable[..., Any], *, dynamic: bool, whole: bool = True) -> Callable[..., Any]:
+        """Return the model's forward with its graphs given to another backend."""
+        return compiled_by(backend, self.forward_of(self.root), PARTS, whole=whole, dynamic=dynamic or None)
+
 
 def compiled_by(
     backend: Callable[..., Any], forward: Callable[..., Any], limit: int, *, whole: bool, dynamic: bool | None = None
@@ -330,15 +328,12 @@ def default_stance() -> AbstractContextManager[Any]:
     return nullcontext() if is_default else torch.compiler.set_stance("default")
 
 
-def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep an outer `torch.compile` from tracing the code that leads to a graph; the graph itself is compiled."""
-    reason = "the model inside is transformed by cpt_fx, which captures it itself: call it outside, or compile it alone"
-    return torch.compiler.disable(function, recursive=False, reason=reason)  # type: ignore[no-any-return]
+_ALONE = "the model inside is transformed by cpt_fx, which captures it itself: call it outside, or compile it alone"
 
 
-@_uncompiled
+@torch.compiler.disable(recursive=False, reason=_ALONE)  # type: ignore[untyped-decorator]
 def enter(session: Session, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the rewritten graph of a module under an outer compiler."""
+    """Run the rewritten graph of a module under an outer compiler, which sees the graph, not the way to it."""
     before = session.state.handed
     view = _ready(session, module)
     if view is None:

@@ -118,7 +118,6 @@ class Net(TorchFunctionMode):
     ) -> QuantizedGraphModule:
         """Make a graph of one operator and rewrite it."""
         places = self.owner.places
-        view = over(self.owner.root, self.owner.state, self.owner.names)
         graph = fx.Graph()
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         inputs = iter([graph.placeholder(f"x{place}") for place in range(len(tensors))])
@@ -129,13 +128,13 @@ class Net(TorchFunctionMode):
         path = caller.path or next((name.rpartition(".")[0] for name in names if name), "")
         args, kwargs = pytree.tree_unflatten(values, spec)
         node = graph.call_function(func, tuple(args), kwargs)
-        node.meta["nn_module_stack"] = {above: (above, kind) for above, kind in places.ancestors(path)}
+        node.meta["nn_module_stack"] = places.stack(path)
         node.meta["stack_trace"] = caller.trace
         # Operators on one line are distinguished by their occurrence index.
         neighbours = self._neighbours.setdefault((func, caller.path, caller.trace), {})
         node.meta[NTH] = neighbours.setdefault(caller.steps, len(neighbours))
         graph.output((node,))
-        view.graph = graph
+        view = over(self.owner.root, self.owner.state, self.owner.names, graph)
         self.owner.rewrite(view, "")
         for made in graph.nodes:
             made.meta.pop("example_value", None)  # it would keep an activation and its history alive

@@ -19,15 +19,7 @@ from torch._guards import ChainedSource, Source
 
 from cpt_fx.capture.base import CaptureError
 from cpt_fx.capture.dynamo.backend import Backend, Frame, broken_by, outermost_frame, view_of, why_broken
-from cpt_fx.capture.dynamo.engine import (
-    ONE_GRAPH,
-    PARTS,
-    SEVERAL,
-    DynamoEngine,
-    NotCapturedError,
-    compiled_by,
-    default_stance,
-)
+from cpt_fx.capture.dynamo.engine import ONE_GRAPH, SEVERAL, DynamoEngine, NotCapturedError, default_stance
 from cpt_fx.capture.tree import TreePlaces
 from cpt_fx.ir.module import QuantizedGraphModule
 from cpt_fx.ir.result import plain_class
@@ -100,11 +92,11 @@ def record(engine: DynamoEngine, args: tuple[Any, ...], kwargs: dict[str, Any], 
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         try:
-            output = _compiled(engine, recorder, dynamic)(*args, **kwargs)
+            output = engine.compiled_for(recorder, dynamic=dynamic)(*args, **kwargs)
         except Exception as error:
             if recorder.ran or isinstance(error, NotCapturedError):
                 raise  # the model's own error
-            output = _again(engine, recorder, args, kwargs, dynamic, error)
+            output = _again(recorder, args, kwargs, dynamic, error)
         if recorder.recording is not None:
             recorder.recording.args, recorder.recording.kwargs, recorder.recording.output = args, kwargs, output
         return output
@@ -132,36 +124,23 @@ def _one_graph(engine: DynamoEngine) -> Iterator[None]:
         yield
 
 
-def _again(
-    engine: DynamoEngine,
-    recorder: _Recorder,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    dynamic: bool,
-    error: Exception,
-) -> Any:
+def _again(recorder: _Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool, error: Exception) -> Any:
     """Try once more: some models initialize themselves in their first call, and are one graph from then on.
 
     Then try with sizes of 1 fixed: code that broadcasts a dim of size 1 in the examples needs that.
     """
+    engine = recorder.owner
     error = engine.failure or error
     breaks = _breaks(engine, args, kwargs, "" if isinstance(error, CaptureError) else why_broken(error))
     for sizes in (ANY_SIZE, ANY_BUT_ONE):
         engine.failure = None
         try:
             with shapes_config.patch(**sizes):
-                return _compiled(engine, recorder, dynamic)(*args, **kwargs)
+                return engine.compiled_for(recorder, dynamic=dynamic)(*args, **kwargs)
         except Exception:
             if recorder.ran:
                 raise
     raise engine.failure or _several(engine, breaks) from None
-
-
-def _compiled(
-    engine: DynamoEngine, backend: Callable[..., Any], dynamic: bool, whole: bool = True
-) -> Callable[..., Any]:
-    forward = engine.forward_of(engine.root)
-    return compiled_by(backend, forward, PARTS, whole=whole, dynamic=dynamic or None)
 
 
 def not_one_graph(engine: DynamoEngine, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CaptureError:
@@ -180,7 +159,7 @@ def _breaks(engine: DynamoEngine, args: tuple[Any, ...], kwargs: dict[str, Any],
 
     try:
         with dynamo_config.patch({**SEVERAL, "fail_on_recompile_limit_hit": False}):
-            _compiled(engine, collect, dynamic=False, whole=False)(*args, **kwargs)
+            engine.compiled_for(collect, dynamic=False, whole=False)(*args, **kwargs)
     except Exception as own:
         raise CaptureError(
             f"{engine.session.kind} does not run on these examples: {type(own).__name__}: {own}"
@@ -240,7 +219,7 @@ class _Recorder(Backend):
             return eval(source.name, scope)
 
         places = engine.places
-        view = view_of(graph_module, inputs, Frame(places, "", ""), engine.root, engine.state, engine.names)
+        view = view_of(graph_module, inputs, Frame(places, "", ""), engine)
         placeholders = graph_module.graph.find_nodes(op="placeholder")
         ours = view.graph.find_nodes(op="placeholder")
         environment = output.shape_env
@@ -287,14 +266,10 @@ def _input(node: fx.Node, source: Any, value_of: Callable[[Source], Any]) -> Inp
 
 def _modes(guards: Any, places: TreePlaces, value_of: Callable[[Source], Any]) -> dict[str, bool]:
     """Return the modules whose `training` the code read, with its value, for which the graph holds."""
-    modes: dict[str, bool] = {}
-    for guard in guards:
-        source = guard.originating_source
-        if isinstance(source, AttrSource) and source.member == "training":
-            module = value_of(source.base)
-            if isinstance(module, nn.Module) and id(module) in places.modules:
-                modes[places.modules[id(module)]] = module.training
-    return dict(sorted(modes.items()))
+    sources = (guard.originating_source for guard in guards)
+    read = [value_of(one.base) for one in sources if isinstance(one, AttrSource) and one.member == "training"]
+    modules = [one for one in read if isinstance(one, nn.Module) and id(one) in places.modules]
+    return dict(sorted((places.modules[id(module)], module.training) for module in modules))
 
 
 def _refuse_effects(effects: SideEffects) -> None:

@@ -13,17 +13,15 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
 
+from cpt_fx.capture import input_checks as checks
 from cpt_fx.capture.base import CaptureError, assemble
 from cpt_fx.capture.dry_run import trial
-from cpt_fx.capture.dynamo.checks import ADVICE, MADE, check_modes, check_same
 from cpt_fx.capture.dynamo.recording import Input, Recording, WholeFloat, WholeInt, record
-from cpt_fx.capture.input_checks import CONSTANTS, EntryBuilder, Fact, bounds_of, expression_of, formed, said
-from cpt_fx.capture.input_checks import Input as Checked
 from cpt_fx.capture.session import Session
 from cpt_fx.capture.standalone import finish, hold_state
 from cpt_fx.ir.history import History, check_coverage
 from cpt_fx.ir.layer_names import NAMES
-from cpt_fx.ir.layer_state import PARTS, ranges
+from cpt_fx.ir.layer_state import is_range
 from cpt_fx.ir.meta import read_before
 from cpt_fx.ir.module import QuantizedGraphModule
 from cpt_fx.ir.result import PART, plain_class, signature_of
@@ -39,7 +37,6 @@ def single_graph_of(
         recording = record(session.engine, args, kwargs, dynamic)
     # Only after the dry run, during which copies replace the buffers.
     module, interface = _assembled(session, recording)
-    module.training = session.root.training
     hold_state(module, session.state)
     module.meta[SELECTED] = session.selected
     with session.engine.net.asleep():
@@ -79,14 +76,10 @@ def _assembled(session: Session, recording: Recording) -> tuple[QuantizedGraphMo
 
 def _share_ranges(module: nn.Module, root: nn.Module) -> None:
     """Add to the model the ranges that this capture was the first to need."""
-    for name, _, _, _ in ranges(module):
-        path, _, key = name.rpartition(".")
-        ours, theirs = module.get_submodule(path), root.get_submodule(path)
-        for part in PARTS:
-            for held in ("_parameters", "_buffers"):
-                tensor = getattr(ours, held).get(f"{key}_{part}")
-                if tensor is not None:
-                    getattr(theirs, held).setdefault(f"{key}_{part}", tensor)
+    for path, layer in module.named_modules():
+        for held in ("_parameters", "_buffers"):
+            for name in filter(is_range, getattr(layer, held)):
+                getattr(root.get_submodule(path), held).setdefault(name, getattr(layer, held)[name])
 
 
 def _keep_gradient_mode(module: fx.GraphModule) -> None:
@@ -121,7 +114,7 @@ def _check_modes(module: fx.GraphModule, modes: dict[str, bool]) -> None:
     flags = tuple(read_before(first, f"{path}.training" if path else "training") for path in modes)
     names = tuple(path or "the model" for path in modes)
     with module.graph.inserting_before(first):
-        module.graph.call_function(check_modes, (flags, tuple(modes.values()), names))
+        module.graph.call_function(checks.check_modes, (flags, tuple(modes.values()), names))
 
 
 class _Known(NamedTuple):
@@ -150,20 +143,20 @@ class Interface:
         record, graph = self.recording, self.graph
         flat = graph.find_nodes(op="placeholder")
         signature = signature_of(forward)
-        entry = EntryBuilder(graph, signature.parameters.values(), MADE, ADVICE)
+        entry = checks.EntryBuilder(graph, signature.parameters.values(), checks.SINGLE_MADE, checks.SINGLE_ADVICE)
         given = signature.bind(*record.args, **record.kwargs).arguments
         entry.check_forms(given, ordered=True)
         opaque = {}
         for way, value in pytree.tree_flatten_with_path(given)[0]:
-            text = said(way)
-            if not isinstance(value, (Tensor, *CONSTANTS)):
+            text = checks.said(way)
+            if not isinstance(value, (Tensor, *checks.CONSTANTS)):
                 opaque[text] = type(value).__name__
                 continue
             node = entry.value(value, way)
             if id(value) in self.known:
                 other = self.known[id(value)]
                 with graph.inserting_before(self.start):
-                    graph.call_function(check_same, (node, other.node, text, other.name))
+                    graph.call_function(checks.check_same, (node, other.node, text, other.name))
             elif isinstance(value, Tensor):
                 self.known[id(value)] = _Known(value, node, text)
         for used, value in zip(record.inputs, record.given, strict=True):
@@ -210,7 +203,7 @@ class Interface:
         self.known[id(value)] = _Known(value, node, name)
         return node
 
-    def _check_sizes(self, entry: EntryBuilder) -> None:
+    def _check_sizes(self, entry: checks.EntryBuilder) -> None:
         """Add checks of what the graph assumes about its inputs."""
         environment = self.recording.environment
         # Only arguments: tensors that the module holds do not vary.
@@ -220,7 +213,7 @@ class Interface:
             symbol: f"t{numbers[id(tensor)]}.size()[{dim}]" if id(tensor) in numbers else str(tensor.shape[dim])
             for symbol, (tensor, dim) in self.recording.sizes.items()
         })  # fmt: skip
-        checked: list[Checked] = []
+        checked: list[checks.Required] = []
         conditions = []
         seen: set[Any] = set()
         for number, each in enumerate(known):
@@ -235,7 +228,7 @@ class Interface:
                 if not expression.is_symbol or expression in seen or spell.names.get(expression) != place:
                     conditions.append(f"{place} == {spell.doprint(expression)}")
                 seen.add(expression)
-                sizes.append(bounds_of(environment.var_to_range.get(expression)))
+                sizes.append(checks.bounds_of(environment.var_to_range.get(expression)))
             checked.append((each.name, str(fake.dtype), tuple(sizes)))
         for guard in environment.guards:
             condition = environment.simplify(guard.expr)
@@ -257,7 +250,7 @@ class Interface:
 
         def build(value: Any) -> Any:
             leaves, spec = pytree.tree_flatten(value)
-            return formed(spec, [leaf(item) for item in leaves], self.tree, self.graph)
+            return checks.formed(spec, [leaf(item) for item in leaves], self.tree, self.graph)
 
         def leaf(value: Any) -> Any:
             if id(value) in exits:
@@ -267,7 +260,7 @@ class Interface:
                 return self._returned(value)
             if isinstance(value, torch.Size):
                 return self.graph.call_function(torch.Size, (tuple(map(leaf, value)),))
-            if isinstance(value, CONSTANTS) and not isinstance(value, (WholeInt, WholeFloat)):
+            if isinstance(value, checks.CONSTANTS) and not isinstance(value, (WholeInt, WholeFloat)):
                 return value
             if isinstance(value, dict) and _is_its_items(value):
                 pairs = [(key, build(item)) for key, item in value.items()]
@@ -328,10 +321,10 @@ class _Sizes(PythonPrinter):
         return self.names[expr]
 
 
-def _fact(text: str, names: list[str]) -> Fact:
+def _fact(text: str, names: list[str]) -> checks.Fact:
     """Return a condition as readable text and as an expression."""
     places = {f"t{number}": number for number in range(len(names))}
-    expression = expression_of(text, places, f"the graph holds only where {_readable(text, names)}")
+    expression = checks.expression_of(text, places, f"the graph holds only where {_readable(text, names)}")
     return _readable(ast.unparse(ast.parse(text)), names), expression
 
 

@@ -16,19 +16,9 @@ import numpy
 import torch
 from torch import fx, nn
 
-from cpt_fx.capture.base import CaptureError
+from cpt_fx.capture.base import CaptureError, drop_unread
 from cpt_fx.capture.captured import Entry
-from cpt_fx.capture.symbolic.guards import (
-    PLAIN,
-    DynamoNeededError,
-    RefusingTensors,
-    lost,
-    refusing_functions,
-    replaced,
-    stored,
-    unchanged_state,
-    without_dynamo,
-)
+from cpt_fx.capture.symbolic.guards import PLAIN, DynamoNeededError, guarding
 from cpt_fx.capture.symbolic.questions import refusing_questions
 from cpt_fx.capture.symbolic.refusals import noting, place_of_error, place_of_forward
 from cpt_fx.capture.symbolic.tracer import Tracer, expect, expect_given
@@ -57,7 +47,7 @@ class TraceResult(NamedTuple):
 
     root: nn.Module
     graph: fx.Graph
-    dropped_checkpoints: bool
+    dropped_checkpoints: bool = False
     notes: tuple[str, ...] = ()
     loses: str = ""
     """What the graph drops, or refuses at run time, and another frontend may keep; empty if nothing."""
@@ -90,7 +80,7 @@ def trace_symbolic(session: Session, entry: Entry, examples: Examples | None = N
             continue
         if name not in opened.asked and _same_but_for(opened.graph, traced.graph, name, value):
             fixed, traced = without, opened
-    _drop_dead_constants(traced.graph)
+    drop_unread(traced.graph)
     notes = [f"captured for {name}={value!r}: the code branches on it" for name, value in fixed.items()]
     loses = f"the code branches on {', '.join(fixed)}{place_of_forward(module)}" if fixed else ""
     for name, place in traced.asked.items():
@@ -148,12 +138,8 @@ def _trace(session: Session, entry: Entry, fixed: Mapping[str, object], *, mode:
     with _TRACING, noting() as noted:
         try:
             with (
-                unchanged_state(root) as kept,
-                RefusingTensors(root),
+                guarding(root, tracer.replacements()) as kept,
                 warnings.catch_warnings(),
-                without_dynamo(),
-                replaced({**tracer.replacements(), **lost(), **stored()}),
-                refusing_functions(),
                 no_collection(),  # callbacks of the collector would be taken for the model's code
                 refusing_questions(kept) as tracer.look,
             ):
@@ -223,11 +209,8 @@ def _check_constants(graph: fx.Graph, root: nn.Module) -> None:
 
 def _optional_arguments(model: nn.Module) -> dict[str, object]:
     """Return the optional arguments of forward that code may branch on, with their defaults."""
-    return {
-        name: parameter.default
-        for name, parameter in inspect.signature(model.forward).parameters.items()
-        if parameter.default is not inspect.Parameter.empty and isinstance(parameter.default, PLAIN)
-    }
+    arguments = inspect.signature(model.forward).parameters.values()
+    return {each.name: each.default for each in arguments if isinstance(each.default, PLAIN)}
 
 
 def _constants_of(model: nn.Module, examples: Examples) -> dict[str, object]:
@@ -276,13 +259,6 @@ def _computed(node: fx.Node, args: Any, kwargs: Any) -> object:
     if node.op != "call_function" or getattr(node.target, "__module__", None) not in ("_operator", "math", "builtins"):
         raise ValueError(f"{node.target} is not a function of numbers")
     return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def _drop_dead_constants(graph: fx.Graph) -> None:
-    """Remove reads of tensors that no operator uses (a shape test, an `is None`)."""
-    for node in reversed(list(graph.nodes)):
-        if node.op == "get_attr" and not node.users:
-            graph.erase_node(node)
 
 
 def _merge_modes(training: fx.Graph, evaluation: fx.Graph) -> None:

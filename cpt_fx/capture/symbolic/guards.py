@@ -17,8 +17,8 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cpt_fx.capture.base import MODULE_OWN, patched
-from cpt_fx.capture.memory import keep_container, keep_tensor
+from cpt_fx.capture.base import ABSENT, MODULE_OWN, patched
+from cpt_fx.capture.side_effects import keep_container, keep_tensor
 from cpt_fx.capture.symbolic.questions import is_caught
 from cpt_fx.capture.symbolic.refusals import callers, file_of_class, is_the_models, note, place_of_forward, refuse
 from cpt_fx.capture.tree import is_plain_object
@@ -27,15 +27,13 @@ from cpt_fx.ir.aliasing import overwritten
 PLAIN = (bool, int, float, str, type(None))
 """Types of argument values that Python code branches on: these become constants of the graph."""
 
-_ABSENT = object()
-
 
 class DynamoNeededError(Exception):
     """The code is about to import Dynamo, which would take our replacements of functions for the functions."""
 
 
 @contextmanager
-def without_dynamo() -> Iterator[None]:
+def _without_dynamo() -> Iterator[None]:
     """Refuse to import Dynamo inside the block, as `torch.utils.checkpoint` does if it is not imported yet."""
     thread = threading.get_ident()
 
@@ -56,7 +54,7 @@ Replacements = dict[tuple[Any, str], Callable[..., Any]]
 
 
 @contextmanager
-def replaced(functions: Replacements) -> Iterator[None]:
+def _replaced(functions: Replacements) -> Iterator[None]:
     """Replace functions of torch inside the block, for this thread only."""
     thread = threading.get_ident()
 
@@ -80,7 +78,7 @@ def _dynamo_table() -> Any:
     return getattr(rules, "get_torch_obj_rule_map", None) or cache(lambda: None)
 
 
-def lost() -> Replacements:
+def _lost() -> Replacements:
     """Return functions that refuse calls which leave nothing behind in a graph."""
 
     def refusing(what: str) -> Callable[..., None]:
@@ -103,7 +101,7 @@ def lost() -> Replacements:
 
 
 @contextmanager
-def refusing_functions() -> Iterator[None]:
+def _refusing_functions() -> Iterator[None]:
     """Refuse custom autograd functions, in their base class: the code may hold a bound `apply`."""
     thread = threading.get_ident()
 
@@ -119,7 +117,7 @@ def refusing_functions() -> Iterator[None]:
         yield
 
 
-def stored() -> Replacements:
+def _stored() -> Replacements:
     """Return a function that refuses to store values in a module: a graph would do so once, or not at all.
 
     `self.buffer += 1` is fine: the update in place is in the graph, and storing the same tensor again changes nothing.
@@ -127,7 +125,7 @@ def stored() -> Replacements:
     original = nn.Module.__setattr__
 
     def checked(module: nn.Module, name: str, value: Any) -> None:
-        before = module.__dict__.get(name, _ABSENT)
+        before = module.__dict__.get(name, ABSENT)
         is_traced = any(isinstance(leaf, fx.Proxy) for leaf in pytree.tree_leaves(value))
         if not is_traced and (not isinstance(value, PLAIN) or (type(value) is type(before) and value == before)):
             return original(module, name, value)  # type: ignore[arg-type]
@@ -158,7 +156,7 @@ def refuse_handlers() -> None:
             )
 
 
-class RefusingTensors(TorchDispatchMode):
+class _RefusingTensors(TorchDispatchMode):
     """Refuse code that computes with, or writes to, a parameter or buffer without going through the tracer.
 
     Code that iterates over `self.parameters()` sees the real tensors: what it does with them happens once, while
@@ -264,7 +262,7 @@ class Kept:
 
 
 @contextmanager
-def unchanged_state(model: nn.Module) -> Iterator[Kept]:
+def _unchanged_state(model: nn.Module) -> Iterator[Kept]:
     """Refuse code that changes a container of a module, or the data, gradient or hooks of a parameter or buffer.
 
     A graph would not do so on every call. All is restored in any case, so that no traced value stays behind.
@@ -291,3 +289,11 @@ def unchanged_state(model: nn.Module) -> Iterator[Kept]:
             "that one call of the model fills is fine once it is filled: the forward",
             place,
         )
+
+
+@contextmanager
+def guarding(model: nn.Module, replacements: Replacements) -> Iterator[Kept]:
+    """Put all guards around the trace of a model, and replace more functions of torch."""
+    functions = _replaced({**replacements, **_lost(), **_stored()})
+    with _unchanged_state(model) as kept, _RefusingTensors(model), _without_dynamo(), functions, _refusing_functions():
+        yield kept

@@ -24,7 +24,7 @@ import torch
 import torch.fx._symbolic_trace
 from torch import Tensor, nn
 
-from cpt_fx.capture.base import CaptureError
+from cpt_fx.capture.base import ABSENT, CaptureError
 from cpt_fx.capture.symbolic.refusals import (
     is_inside,
     is_machine,
@@ -301,8 +301,8 @@ class _Watcher:
 
     def enter(self, frame: FrameType, event: str, arg: Any) -> Any:
         """Return the trace function for the lines of a function; None if there is nothing to inspect."""
-        known = self.known.get(id(frame.f_code), _NEW)
-        return self._meet(frame) if known is _NEW else known
+        known = self.known.get(id(frame.f_code), ABSENT)
+        return self._meet(frame) if known is ABSENT else known
 
     def _meet(self, frame: FrameType) -> Any:
         """Replace builtins in the module of a new function, if it is traced code or gets a traced value."""
@@ -331,7 +331,7 @@ class _Watcher:
         """Put our functions into a module; not into `builtins`, which other threads and the recording code use, too."""
         new = {name: ask for name, ask in more.items() if name not in names}
         new |= {name: OTHERS[id(value)] for name, value in names.items() if id(value) in OTHERS}
-        self.replaced += [(names, name, names.get(name, _NEW)) for name in new]
+        self.replaced += [(names, name, names.get(name, ABSENT)) for name in new]
         names.update(new)
 
     def _remember(self, frame: FrameType) -> None:
@@ -345,9 +345,6 @@ class _Watcher:
                 self.kept.add(frame.f_locals[name], name, 2)
 
 
-_NEW = object()
-
-
 @contextmanager
 def refusing_questions(kept: Kept) -> Iterator[Callable[..., Any]]:
     """Yield the trace function that inspects the model's code, and refuses what it asks and catches."""
@@ -358,7 +355,7 @@ def refusing_questions(kept: Kept) -> Iterator[Callable[..., Any]]:
         yield watcher.enter
     finally:
         for names, name, value in reversed(watcher.replaced):
-            if value is _NEW:
+            if value is ABSENT:
                 del names[name]
             else:
                 names[name] = value

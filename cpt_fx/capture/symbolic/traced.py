@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 
 from torch import Tensor, fx
 
-from cpt_fx.capture.symbolic import in_place
 from cpt_fx.capture.symbolic.refusals import asks, is_machine, note, place_of, refuse, refuse_question
 from cpt_fx.ir.meta import CALLED
 from cpt_fx.operators import is_opaque
@@ -125,12 +124,29 @@ def _instruction(frame: Any) -> str:
     return dis.opname[frame.f_code.co_code[frame.f_lasti]] if frame.f_lasti >= 0 else ""
 
 
+_NAMES = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "ilshift", "irshift")
+"""Augmented assignments. `@=` is not among them: tensors have no such update, so Python makes a new tensor."""
+
+
+def _update(name: str) -> Callable[[Any, Any], Any]:
+    """Return a function around that of `operator`, for which fx would print `n += 1`, which is wrong for integers."""
+    operation = getattr(operator, name)
+
+    def update(target: Any, value: Any) -> Any:
+        return operation(target, value)
+
+    update.__name__ = update.__qualname__ = name
+    return update
+
+
 def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, *args: self.tracer.create_proxy("call_function", function, (self, *args), {})
 
 
-for _name in in_place.NAMES:
-    setattr(Traced, f"__{_name}__", _recorded(getattr(in_place, _name)))
+for _name in _NAMES:
+    # torch.fx itself records `x + y`, which loses the update where memory is shared.
+    globals()[_name] = _update(_name)  # graphs are pickled by these names
+    setattr(Traced, f"__{_name}__", _recorded(globals()[_name]))
 
 
 def is_traced(value: Any) -> bool:

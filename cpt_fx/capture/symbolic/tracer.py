@@ -17,12 +17,12 @@ from torch.nn.modules.conv import _ConvTransposeNd
 from torch.nn.utils import parametrize
 
 from cpt_fx.capture.base import CaptureError
+from cpt_fx.capture.snapshot import is_hooked
 from cpt_fx.capture.symbolic.guards import Replacements, context, refuse_handlers
 from cpt_fx.capture.symbolic.questions import is_caught
 from cpt_fx.capture.symbolic.refusals import looked_at, note, place_of, place_of_forward, refuse
 from cpt_fx.capture.symbolic.traced import Traced
 from cpt_fx.capture.tree import TreePlaces
-from cpt_fx.capture.watch import is_hooked
 from cpt_fx.ir.aliasing import overwritten
 from cpt_fx.ir.meta import CALLED, module_path
 from cpt_fx.ir.result import PART

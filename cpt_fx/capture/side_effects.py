@@ -24,6 +24,7 @@ from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from cpt_fx.capture.base import ABSENT
 from cpt_fx.ir.contexts import ModesOf
 from cpt_fx.ir.layer_state import PREFIX
 from cpt_fx.ir.result import PART
@@ -38,7 +39,6 @@ Larger containers are restored but not searched: a module that refers to its tra
 _HOLDERS = (nn.Module, SimpleNamespace, Namespace, UserDict, UserList, ChainMap, threading.local, Optimizer)
 """Library classes whose instances hold what a user puts there."""
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_ABSENT = object()
 _Undo = Callable[[], object]
 
 
@@ -131,13 +131,13 @@ class _Memory:
             return ()
         held = getattr(value, "__dict__", None)
         found = self._container(held) if type(held) is dict else ()
-        slots = {name: getattr(value, name, _ABSENT) for name in copyreg._slotnames(kind)}  # type: ignore[attr-defined]
+        slots = {name: getattr(value, name, ABSENT) for name in copyreg._slotnames(kind)}  # type: ignore[attr-defined]
 
         def undo() -> None:
             for name, item in slots.items():
-                now = getattr(value, name, _ABSENT)
+                now = getattr(value, name, ABSENT)
                 if now is not item:
-                    object.__delattr__(value, name) if item is _ABSENT else object.__setattr__(value, name, item)
+                    object.__delattr__(value, name) if item is ABSENT else object.__setattr__(value, name, item)
 
         if slots:
             self.undo.append(undo)
@@ -167,18 +167,18 @@ class _Memory:
         held, named = value.__globals__, list[tuple[dict[str, Any], str, Any]]()
         for space in (held, *(vars(item) for item in map(held.get, names) if _is_users(item))):
             # The names of code include attributes: a name that is no global now must be none afterwards, either.
-            named += [(space, name, space.get(name, _ABSENT)) for name in names]
+            named += [(space, name, space.get(name, ABSENT)) for name in names]
         named = [each for each in named if not isinstance(each[2], (ModuleType, type))]
 
         def undo() -> None:
             for cell, item in cells:
-                if item is not _ABSENT and _content(cell) is not item:
+                if item is not ABSENT and _content(cell) is not item:
                     cell.cell_contents = item
             for space, name, item in named:
                 # What was imported or defined meanwhile stays: Python also keeps track of it elsewhere.
-                now = space.get(name, _ABSENT)
+                now = space.get(name, ABSENT)
                 if now is not item and not isinstance(now, (ModuleType, type, FunctionType)):
-                    space.pop(name) if item is _ABSENT else space.__setitem__(name, item)
+                    space.pop(name) if item is ABSENT else space.__setitem__(name, item)
 
         self.undo.append(undo)
         own = (value.__dict__, value.__defaults__, value.__kwdefaults__)
@@ -227,10 +227,7 @@ def keep_container(value: Any) -> Callable[[], bool]:
 
 
 def keep_tensor(value: Tensor, *, values: bool = False) -> Callable[[], str]:
-    """Return a function that restores a tensor and returns what had changed, with `{}` for the tensor's name.
-
-    With `values`, its values are restored in place, too.
-    """
+    """Return a function that restores a tensor, its values only with `values`, and returns what of `{}` had changed."""
     is_wrapper = is_traceable_wrapper_subclass(value)
     if value.layout is not torch.strided or isinstance(value, FakeTensor) or is_wrapper:
         return lambda: ""
@@ -302,7 +299,7 @@ def _content(cell: CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # an empty cell
-        return _ABSENT
+        return ABSENT
 
 
 @functools.cache

@@ -9,17 +9,17 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.nn.modules import module as torch_module
 
+from cpt_fx.capture.base import ABSENT
 from cpt_fx.capture.tree import is_plain_object
 from cpt_fx.ir.result import CONTAINERS, derived, plain_class
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _OWN = frozenset({*vars(nn.Module()), "_cpt_fx_part", "_compiled_call_impl", "_is_torch_compile", "_training"})
-_NOTHING = object()
 _NEEDED = ("module", "outside", "looks_at_hooks", "names")
 
 
-class Watch:
+class Snapshot:
     """Snapshot of the modules whose code was traced: classes, children, hooks, attributes."""
 
     def __init__(self, entry: nn.Module, called: set[int], names: frozenset[str] | None = None) -> None:
@@ -32,7 +32,6 @@ class Watch:
         self.seen: list[_Seen] = []
         self._walk(entry, called, set(), is_entry=True)
         self.hooked = has_global_hooks()
-        self._why = ""
 
     def _walk(self, module: nn.Module, called: set[int], known: set[int], *, is_entry: bool = False) -> None:
         if id(module) in known:
@@ -44,21 +43,15 @@ class Watch:
             if child is not None:
                 self._walk(child, called, known)
 
-    def changed(self) -> bool:
-        """Whether anything differs from the snapshot."""
+    def changed(self) -> str:
+        """Return what differs, as text; empty if nothing does."""
         if self.hooked is not has_global_hooks():
-            self._why = "hooks for all modules came or went"
-            return True
+            return "hooks for all modules"
         for seen in self.seen:
             why = seen.changed()
             if why:
-                self._why = f"{why} of {type(seen.module).__name__}"
-                return True
-        return False
-
-    def said(self) -> str:
-        """Return the change that was found, as text."""
-        return f"there is a change in {self._why}" if self._why else "something changed"
+                return f"{why} of {type(seen.module).__name__}"
+        return ""
 
 
 def has_global_hooks() -> bool:
@@ -125,16 +118,16 @@ class _Seen:
         if len(children) != len(self.children or ()):
             return "the modules"
         for name, child in self.children or ():
-            if children.get(name, _NOTHING) is not child:
+            if children.get(name, ABSENT) is not child:
                 return "the modules"
         if _presence(module) != self.tensors:
             return "the parameters"
         for key, value in self.plain:
-            other = now.get(key, _NOTHING)
+            other = now.get(key, ABSENT)
             if other is not value and not _is_same(other, value):
                 return f"the attribute {key}"
         for key, content in self.deep:
-            if not _is_same(content_of(now.get(key, _NOTHING)), content):
+            if not _is_same(content_of(now.get(key, ABSENT)), content):
                 return f"the attribute {key}"
         if len(now) != self.count:
             if sum(map(self._may_be_read, now)) != len(self.plain) + len(self.deep):

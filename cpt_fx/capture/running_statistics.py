@@ -31,22 +31,20 @@ LAGGING = 4
 
 
 @no_collection()
-def expect_ranges(session: Session) -> None:
+def create_ranges(session: Session) -> None:
     """Create the running ranges of all layers of the model, by a graph that calls each of them.
 
     Ranges of products in the model's own code, in recurrent layers and in attention are created at the first call.
     """
-    view = over(session.root, Precision(session.root), Names())
-    view.meta[SELECTED] = Selected()
     graph = fx.Graph()
     x, called, places = graph.placeholder("x"), [], TreePlaces(session.root)
     for path, layer in session.root.named_modules():
         if isinstance(layer, OPENED) and path and PART in layer.__dict__:
             called.append(graph.call_module(path, (x, x) if isinstance(layer, nn.Bilinear) else (x,)))
-            called[-1].meta["nn_module_stack"] = {name: (name, kind) for name, kind in places.ancestors(path)}
+            called[-1].meta["nn_module_stack"] = places.stack(path)
     graph.output(tuple(called))
-    view._graph = graph
-    graph.owning_module = view
+    view = over(session.root, Precision(session.root), Names(), graph)
+    view.meta[SELECTED] = Selected()
     try:
         for step in session.pipeline:
             if step.reaches == "inserted":
@@ -68,10 +66,10 @@ def _add_ranges(view: fx.GraphModule) -> None:
                 add_range(view, site.layer, operand.name, state_of(view).device, learned=learned)
 
 
-def look_at_ranges(session: Session) -> None:
+def warn_of_ranges(session: Session) -> None:
     """Warn if evaluation is about to use untrained or non-finite ranges; skip those that need a device sync to read."""
     if session.frontend == "dynamo":
-        expect_ranges(session)  # creates those of new layers
+        create_ranges(session)  # creates those of new layers
     known = session.graphs()
     widths = session.state.now()
     used = {
@@ -105,7 +103,7 @@ def look_at_ranges(session: Session) -> None:
         )
 
 
-def look_at_norms(session: Session) -> None:
+def warn_of_norms(session: Session) -> None:
     """Warn once if evaluation follows training at low bit-widths, where batch norm's running statistics lag behind."""
     if session.trained_at is None or session.told_norms:
         return
