@@ -203,7 +203,22 @@ EVERYWHERE: dict[Any, Callable[..., Any]] = {
 }
 """For graphs with and without a backward pass."""
 
+def _running(sign: int, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return the largest element so far along a dim, or the smallest, and where the latest such element is."""
+    if x.ndim == 0:
+        return x.clone(), torch.zeros_like(x, dtype=torch.int64)
+    x = x.movedim(dim, -1) * sign
+    places = torch.arange(x.shape[-1], device=x.device)
+    is_past = places <= places.unsqueeze(1)
+    so_far = torch.where(is_past, x.unsqueeze(-2), -math.inf)
+    largest = so_far.amax(-1)
+    latest = torch.where(is_past & (so_far == largest.unsqueeze(-1)), places, -1).amax(-1)
+    return (largest * sign).movedim(-1, dim), latest.movedim(-1, dim)
+
+
 OPERATORS: dict[Any, Callable[..., Any]] = {
+    aten.cummax.default: partial(_running, 1),
+    aten.cummin.default: partial(_running, -1),
     # A scalar that depends on a size is a tensor in the graph.
     aten.mul.Scalar: lambda x, factor: aten.mul.Tensor(x, factor),
     aten.prod.default: lambda x, *, dtype=None: torch.prod(x.flatten(), 0, dtype=dtype),
