@@ -21,7 +21,7 @@ CHOSEN = (
     "pow, tensor exponent", "maximum, ties", "clamp, tensor bounds", "where, broadcast", "masked_fill, tensor value",
     "detach, all of a layer", "detach, no gradient beyond it", "torch.no_grad() in forward", "in-place operators",
     "to(float16) and back", "complex numbers", "lgamma", "atan", "floor", "amax, ties", "max, dim, ties",
-    "prod, with zeros", "cumsum", "median, not a number", "std over the batch", "norm, of all",
+    "prod, with zeros", "cumsum", "cummin, of equal ones", "median, not a number", "std over the batch", "norm, of all",
     "GELU(approximate='none')", "Softplus(beta=2.0, threshold=0.5)", "PReLU(3)", "GroupNorm", "BatchNorm2d",
     "BatchNorm2d, no affine", "BatchNorm2d, momentum=None", "BatchNorm1d in eval mode", "weight_norm", "MaxPool2d",
     "AvgPool2d, padded", "AvgPool2d, divisor_override, padded, ceil_mode", "AvgPool3d", "AdaptiveAvgPool2d, uneven",

@@ -329,10 +329,10 @@ def main() -> int:
     if options.record:
         page = options.record / RECORDED
         known = json.loads(page.read_text()) if page.exists() else {}
-        known[runtime] = {
-            "torch": torch.__version__,
-            "models": [asdict(verdict) for verdict in sorted(made, key=lambda v: v.model)],
-        }
+        # A run of some models replaces what is recorded of them.
+        kept = known.get(runtime, {}).get("models", []) if options.names else []
+        every = {one["model"]: one for one in [*kept, *map(asdict, made)]}
+        known[runtime] = {"torch": torch.__version__, "models": [every[model] for model in sorted(every)]}
         page.write_text(json.dumps(known, indent=1) + "\n")
     return 1 if counts["wrong"] or counts["broken"] else 0
 
