@@ -116,6 +116,34 @@ def _by_places(operator: Any, x: Tensor, indices: Sequence[Tensor | None], *more
     return operator(x, places, *more)
 
 
+def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
+    """Add to elements along one dim, as ScatterElements.
+
+    ScatterND loses sums in ONNX Runtime on CPU: its threads add to the same element at the same time.
+    """
+    if not accumulate:
+        return _by_places(aten.index_put.default, x, indices, values)
+    places: list[Tensor | None] = []
+    for index in indices:
+        places += index.nonzero().unbind(1) if index is not None and index.dtype == torch.bool else [index]
+    dims = [dim for dim, index in enumerate(places) if index is not None]
+    others = [dim for dim in range(x.ndim) if dim not in dims]
+    found = torch.broadcast_tensors(*(index.to(torch.int64) for index in places if index is not None))
+    # In `x[indices]` the dims of the indices stand where the first of them was, unless they are apart: then in front.
+    first = dims[0] if dims[-1] - dims[0] == len(dims) - 1 else 0
+    sizes = [x.shape[dim] for dim in others]
+    values = values.expand([*sizes[:first], *found[0].shape, *sizes[first:]])
+    values = values.movedim(tuple(range(first, first + found[0].ndim)), tuple(range(found[0].ndim)))
+    row = torch.zeros_like(found[0])
+    for dim, index in zip(dims, found, strict=True):
+        row = row * x.shape[dim] + torch.where(index < 0, index + x.shape[dim], index)
+    moved = x.permute(*dims, *others)
+    rows, columns = math.prod(x.shape[dim] for dim in dims), math.prod(sizes)
+    values = values.reshape(row.numel(), columns)
+    made = moved.reshape(rows, columns).scatter_add(0, row.reshape(-1, 1).expand(values.shape), values)
+    return made.view(moved.shape).permute([[*dims, *others].index(dim) for dim in range(x.ndim)])
+
+
 def _first(operator: Any, x: Tensor, *dim: Any, **options: Any) -> Any:
     """Compute a maximum or minimum of bools on int32: ONNX Runtime has no kernels for bools."""
     if x.dtype != torch.bool:
@@ -203,6 +231,7 @@ EVERYWHERE: dict[Any, Callable[..., Any]] = {
 }
 """For graphs with and without a backward pass."""
 
+
 def _running(sign: int, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """Return the largest element so far along a dim, or the smallest, and where the latest such element is."""
     if x.ndim == 0:
@@ -239,7 +268,8 @@ OPERATORS: dict[Any, Callable[..., Any]] = {
     aten.put.default: _put,
     **{name: partial(_first, name) for name in (aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default)},
     aten.diagonal_scatter.default: _diagonal_scatter,
-    **{name: partial(_by_places, name) for name in (aten.index.Tensor, aten.index_put.default)},
+    aten.index.Tensor: partial(_by_places, aten.index.Tensor),
+    aten.index_put.default: _index_put,
     aten._unsafe_index_put.default: aten.index_put.default,
 }
 

@@ -39,7 +39,7 @@ from torch.utils import _pytree as pytree
 from cpt_fx.capture.base import patched
 from cpt_fx.export.backward import BACKWARD, embedding_bag
 from cpt_fx.export.operators import EVERYWHERE, OPERATORS
-from cpt_fx.export.refusals import UnsupportedError, check_draws, check_numbers, operator_of
+from cpt_fx.export.refusals import UnsupportedError, check_nodes, check_numbers, operator_of
 
 OPSET = 18
 Table = Mapping[Any, Callable[..., Any]]
@@ -250,7 +250,7 @@ def convert(graph: fx.GraphModule, arguments: tuple[Any, ...], relied: Places = 
         except torch.onnx.OnnxExporterError as error:
             raise _untranslated(error) from error
     assert made is not None
-    check_draws(made.model)
+    check_nodes(made.model)
     values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
     mode = next(value.fake_mode for value in values if isinstance(value, fake_tensor.FakeTensor))
     return made.model, _relied_on(mode, values)

@@ -64,14 +64,16 @@ def _is_odd(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.is_complex() or value.dtype in (torch.float16, torch.bfloat16))
 
 
-def check_draws(model: ir.Model) -> None:
-    """Refuse operators that would draw from ONNX Runtime's own random generator."""
+def check_nodes(model: ir.Model) -> None:
+    """Refuse operators that ONNX Runtime would run otherwise each time."""
     for node in model.graph.all_nodes():
-        if node.op_type in _DRAWS and not node.domain:
-            raise UnsupportedError(
-                operator_of(node.metadata_props.get("pkg.torch.onnx.fx_node", "")) or node.op_type,
-                "draws at random in a way that an exported graph cannot repeat",
-            )
+        if node.domain:
+            continue
+        named = operator_of(node.metadata_props.get("pkg.torch.onnx.fx_node", "")) or node.op_type
+        if node.op_type in _DRAWS:
+            raise UnsupportedError(named, "draws at random in a way that an exported graph cannot repeat")
+        if node.op_type == "ScatterND" and getattr(node.attributes.get("reduction"), "value", "none") != "none":
+            raise UnsupportedError(named, "adds in several threads, of which ONNX Runtime loses some sums (ScatterND)")
 
 
 def operator_of(text: str) -> str:
