@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from cpt_fx.operators.row import Call, Groups, Row, left
+from cpt_fx.operators.row import Call, Groups, Row, left, with_in_place
 
 _VF: Any = torch._C._VariableFunctions
 """Namespace of the builtins that torch's functions in Python call."""
@@ -21,7 +21,7 @@ def _product(name: str, *names: str, addend: bool = False, right: int = -2, **mo
     # For any rank: the left operand has a range per row, the right one per column (per row with right=-1).
     channels: tuple[tuple[int, Groups], ...] = ((first, ((), (-1,))), (first + 1, ((), (right,))))
     bias = ((0, "bias"),) if addend else ()
-    more.setdefault("keywords", (("self", "input"), ("mat2", "other")) if not addend else (("self", "input"),))
+    more.setdefault("keywords", _SELF if addend else (*_SELF, ("mat2", "other")))
     return Row("matmul", name, arguments, bias + operands, channels, names=names or (name,), **more)
 
 
@@ -31,14 +31,8 @@ def _added_flops(addend: Any, left: Any, right: Any, *rest: Any, **options: Any)
 
 def _added(name: str, *keywords: tuple[str, str], flops: Any = _added_flops, **more: Any) -> tuple[Row, Row]:
     """Return the rows of a product with an addend: to a new tensor, and in place."""
-    renamed = (("self", "input"), *keywords)
-    in_place = f"{name}_"
-    function = getattr(torch.Tensor, in_place)
-    return (
-        _product(name, addend=True, keywords=renamed, flops={f"aten::{name}": flops}, **more),
-        _product(in_place, addend=True, keywords=renamed, flops={f"aten::{in_place}": flops}, function=function,
-                 fresh=False),
-    )  # fmt: skip
+    renamed = (*_SELF, *keywords)
+    return with_in_place(_product(name, addend=True, keywords=renamed, flops={f"aten::{name}": flops}, **more))
 
 
 def _either(name: str, **more: Any) -> Row:
