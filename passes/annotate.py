@@ -48,7 +48,7 @@ from cpt_fx.ir.values import WeightTracker, is_read
 from cpt_fx.operators import HIDING, MULTIPLY, Index, Row, form_of, returns_one_tensor, row_of, why_left
 from cpt_fx.operators.around import ADDS
 from cpt_fx.operators.groups import einsum_group, group_of
-from cpt_fx.overrides import SELECTED, Aliases, Choices, Pattern, Selected
+from cpt_fx.overrides import SELECTED, Choices, Pattern, Selected, shown
 from cpt_fx.recipes import Recipe, Rule
 from cpt_fx.schedules import Bits
 
@@ -78,7 +78,7 @@ class Annotate(Pass):
     def run(self, module: fx.GraphModule) -> Report:
         """Walk the graph once, in order, entering each subgraph at the first node that runs it."""
         selected: Selected = module.meta.get(SELECTED) or Selected()
-        choices = Choices(self.recipe, self.exclude, self.overrides, Aliases(outermost(module)), selected)
+        choices = Choices(self.recipe, self.exclude, self.overrides, outermost(module), selected)
         if choices.recipe.not_finite == "raise":
             state_of(module).raises = True
         walk = _Walk(module, choices)
@@ -93,7 +93,6 @@ class _Walk:
     """One walk over a graph: names layers, tracks which values are weights, decides."""
 
     def __init__(self, module: fx.GraphModule, choices: Choices) -> None:
-        self.module = module
         self.choices = choices
         self.recipe = choices.recipe
         self.regions = Regions()
@@ -112,8 +111,7 @@ class _Walk:
     def graph(self, module: fx.GraphModule) -> None:
         """Visit every node of a graph, and each of its subgraphs at the first node that runs it."""
         self._walked.add(module)
-        outer, self.module = self.module, module
-        self.values.module = module
+        outer, self.values.module = self.values.module, module
         self._given |= given_quantized(module)
         for node in module.graph.nodes:
             self.visit(node)
@@ -123,7 +121,7 @@ class _Walk:
                 self.values.enter(call)
                 if call.body not in self._walked:
                     self.graph(call.body)
-        self.module = self.values.module = outer
+        self.values.module = outer
 
     def visit(self, node: fx.Node) -> None:
         """Decide about one node."""
@@ -148,8 +146,7 @@ class _Walk:
         if self._is_excluded(node, layer, spec.name):
             return
         if self.regions.transformed:
-            self.uncovered.append(Uncovered(layer, spec.name, TRANSFORMED))
-            node.meta[LEFT] = TRANSFORMED
+            self._leave(node, layer, spec.name, TRANSFORMED)
             return
         rule, selecting = self.choices.rule(family, layer, around(node))
         if rule is None:
@@ -184,9 +181,7 @@ class _Walk:
     def _note_effects(self, node: fx.Node, selecting: list[Pattern]) -> None:
         """Record which bit-widths that overrides set for single roles have a quantizer."""
         site: Site | None = node.meta.get(SITE)
-        roles = set() if site is None else {operand.role for operand in site.operands}
-        if site is not None and site.gradient is not None:
-            roles.add("gradient")
+        roles = () if site is None else (*(operand.role for operand in site.operands), site.gradient and "gradient")
         for pattern in selecting:
             for role, _ in self.choices.overrides[pattern].widths:
                 idle = self.choices.changes.idle
@@ -194,12 +189,11 @@ class _Walk:
 
     def _is_excluded(self, node: fx.Node, layer: str, op: str) -> bool:
         """Return whether the user excluded an operator; if so, list it as uncovered."""
-        shown = [pattern if isinstance(pattern, str) else pattern.__name__
-                 for pattern in self.choices.exclude.matches(layer, around(node))]  # fmt: skip
-        if shown:
-            reason = f"excluded by {', '.join(map(repr, shown))}"
+        found = self.choices.exclude.matches(layer, around(node))
+        if found:
+            reason = f"excluded by {', '.join(map(shown, found))}"
             self.uncovered.append(Uncovered(layer, op, reason, by_choice=True))
-        return bool(shown)
+        return bool(found)
 
     def _decide(self, node: fx.Node, spec: Row, family: str, layer: str, rule: Rule, selecting: list[Pattern]) -> None:
         operands, places = [], self._operands(node, spec)
@@ -336,8 +330,8 @@ class _Walk:
 
     def _report_hidden(self, node: fx.Node) -> None:
         """Report calls that multiply, or may multiply, where no quantizer can be inserted."""
-        path, _ = module_path(node)
-        layer = self.module.get_submodule(str(node.target)) if node.op == "call_module" else self.module
+        path, module = module_path(node)[0], self.values.module
+        layer = module.get_submodule(str(node.target)) if node.op == "call_module" else module
         if CALLED in node.meta and any(isinstance(hook, SpectralNorm) for hook in layer._forward_pre_hooks.values()):
             self._list_maker(str(node.target), SpectralNorm.__name__)
         if node.op == "call_module" and CALLED not in node.meta:
@@ -349,7 +343,7 @@ class _Walk:
         if node.op not in ("call_function", "call_method"):
             return
         if node.target in AUTHORS_OWN:
-            if multiplies(self.module, node):
+            if multiplies(module, node):
                 place = "".join(f" ({file}:{line})" for file, line, _ in frames_of(node.meta.get("stack_trace"))[-1:])
                 own = f"the backward of a custom autograd.Function is its author's own{place}"
                 self._leave(node, path, "autograd.Function", f"{own}: both passes stay as they are")

@@ -17,7 +17,7 @@ from cpt_fx.ir.contexts import Regions
 from cpt_fx.ir.meta import LEFT, around, example_of, get_attribute, module_path
 from cpt_fx.ir.pass_base import Pass, Report
 from cpt_fx.ir.subgraphs import outermost
-from cpt_fx.overrides import Aliases, Choices, Pattern
+from cpt_fx.overrides import Choices, Pattern
 from cpt_fx.recipes import Recipe
 
 
@@ -68,7 +68,7 @@ class Open(Pass):
         """Decompose one operator after the other."""
         notes = []
         regions = Regions()
-        choices = Choices(self.recipe, self.exclude, self.overrides, Aliases(outermost(module)))
+        choices = Choices(self.recipe, self.exclude, self.overrides, outermost(module))
         for node in list(module.graph.nodes):
             regions.visit(node)
             opener = OPENERS.get(node.target) if node.op == "call_function" else None

@@ -193,8 +193,12 @@ def around(node: fx.Node) -> list[tuple[str, type[nn.Module] | None]]:
     stack = module_stack(node)
     path = stack[-1][0] if stack else ""
     known = {name for name, _ in stack}
-    above = (path[:place] for place, character in enumerate(path) if character == ".")
-    return [*((name, None) for name in above if name not in known), *stack]
+    return [*((name, None) for name in above_of(path) if name not in known), *stack]
+
+
+def above_of(path: str) -> list[str]:
+    """Return the dotted paths of the modules above a path, outermost first."""
+    return [path[:place] for place, character in enumerate(path) if character == "."]
 
 
 def get_attribute(root: nn.Module, path: str) -> Any:
