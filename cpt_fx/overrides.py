@@ -12,6 +12,7 @@ from torch import nn
 from cpt_fx.errors import check_int, nearest
 from cpt_fx.formats import FULL_PRECISION, Format
 from cpt_fx.ir.meta import Dial, above_of, label_of
+from cpt_fx.ir.pass_base import Pass
 from cpt_fx.recipes import OPERANDS, Recipe, Rule, default
 from cpt_fx.schedules import Bits
 from cpt_fx.schedules.base import Schedule
@@ -300,18 +301,24 @@ class Patterns:
         return tuple(notes)
 
 
+@dataclass(frozen=True)
+class ChoosingPass(Pass):
+    """A pass that asks how layers are to be quantized."""
+
+    recipe: Recipe | None = None
+    exclude: tuple[Pattern, ...] | None = None
+    overrides: Mapping[Pattern, Any] | None = None
+
+
 class Choices:
     """The quantization choices of a transform: the recipe, the exclusions and the overrides."""
 
-    def __init__(
-        self, recipe: Recipe | None, exclude: tuple[Pattern, ...] | None, overrides: Mapping[Pattern, Any] | None,
-        root: nn.Module, selected: Selected | None = None,
-    ) -> None:  # fmt: skip
-        selected, aliases = selected or Selected(), Aliases(root)
-        self.recipe = recipe or default()
-        self.exclude = selected.patterns(exclude or (), "exclude", aliases)
-        self.changes = selected.patterns(overrides or {}, "overrides", aliases)
-        self.overrides = Override.all(overrides or {})
+    def __init__(self, step: ChoosingPass, root: nn.Module, selected: Selected) -> None:
+        aliases = Aliases(root)
+        self.recipe = step.recipe or default()
+        self.exclude = selected.patterns(step.exclude or (), "exclude", aliases)
+        self.changes = selected.patterns(step.overrides or {}, "overrides", aliases)
+        self.overrides = Override.all(step.overrides or {})
 
     def rule(self, family: str, layer: str, stack: Around) -> tuple[Rule | None, list[Pattern]]:
         """Return the rule of a layer, and the override patterns that select it."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx, nn
@@ -13,13 +13,12 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from cpt_fx.formats import Format, Group
 from cpt_fx.ir.aggregations import (
     MAKERS,
-    bag_spec,
     carries_no_message,
-    elementwise_spec,
     is_one_of,
     normalizes_softmax,
     parametrization_of,
     result_of,
+    row_in_graph,
 )
 from cpt_fx.ir.aliasing import overwritten
 from cpt_fx.ir.contexts import TRANSFORMED, Regions
@@ -40,7 +39,7 @@ from cpt_fx.ir.meta import (
     module_path,
     module_stack,
 )
-from cpt_fx.ir.pass_base import Pass, Report
+from cpt_fx.ir.pass_base import Report
 from cpt_fx.ir.result import plain_class
 from cpt_fx.ir.state import Precision
 from cpt_fx.ir.subgraphs import AUTHORS_OWN, calls_of, given_quantized, has_quantizers, multiplies, outermost, state_of
@@ -48,8 +47,8 @@ from cpt_fx.ir.values import WeightTracker, is_read
 from cpt_fx.operators import HIDING, MULTIPLY, Index, Row, form_of, returns_one_tensor, row_of, why_left
 from cpt_fx.operators.around import ADDS
 from cpt_fx.operators.groups import einsum_group, group_of
-from cpt_fx.overrides import SELECTED, Choices, Pattern, Selected, shown
-from cpt_fx.recipes import Recipe, Rule
+from cpt_fx.overrides import SELECTED, Choices, ChoosingPass, Pattern, Selected, shown
+from cpt_fx.recipes import Rule
 from cpt_fx.schedules import Bits
 
 MAKES_A_WEIGHT = "part of a parametrization: it makes a weight, which is quantized where a layer multiplies it"
@@ -60,15 +59,11 @@ OF_SOFTMAX = "part of a softmax over neighbours, which stays in full precision: 
 
 
 @dataclass(frozen=True)
-class Annotate(Pass):
+class Annotate(ChoosingPass):
     """Decide for every operator that multiplies how it is quantized, or why it is not.
 
     Decisions are `Site`s in `node.meta`; the report lists what stays in full precision, with the reason.
     """
-
-    recipe: Recipe | None = None
-    exclude: tuple[Pattern, ...] | None = None
-    overrides: Mapping[Pattern, Any] | None = None
 
     name: ClassVar[str] = "annotate"
     requires: ClassVar[str] = "normalized"
@@ -78,7 +73,7 @@ class Annotate(Pass):
     def run(self, module: fx.GraphModule) -> Report:
         """Walk the graph once, in order, entering each subgraph at the first node that runs it."""
         selected: Selected = module.meta.get(SELECTED) or Selected()
-        choices = Choices(self.recipe, self.exclude, self.overrides, outermost(module), selected)
+        choices = Choices(self, outermost(module), selected)
         if choices.recipe.not_finite == "raise":
             state_of(module).raises = True
         walk = _Walk(module, choices)
@@ -130,11 +125,10 @@ class _Walk:
         self.values.visit(node)
         if self._makes_a_weight(node):
             return
-        spec = row_of(node) or elementwise_spec(node, self.recipe, self.values.weights, self.values.trained)
+        spec = row_in_graph(node, self.recipe, self.values.weights, self.values.trained)
         if spec is None:
             self._report_hidden(node)
             return
-        spec = bag_spec(node, spec, self.values.weights)
         if spec.family == "aggregation" and carries_no_message(node, spec, self.values.trained):
             return
         family = self._family(node, spec)
@@ -181,7 +175,9 @@ class _Walk:
     def _note_effects(self, node: fx.Node, selecting: list[Pattern]) -> None:
         """Record which bit-widths that overrides set for single roles have a quantizer."""
         site: Site | None = node.meta.get(SITE)
-        roles = () if site is None else (*(operand.role for operand in site.operands), site.gradient and "gradient")
+        roles = set() if site is None else {operand.role for operand in site.operands}
+        if site is not None and site.gradient is not None:
+            roles.add("gradient")
         for pattern in selecting:
             for role, _ in self.choices.overrides[pattern].widths:
                 idle = self.choices.changes.idle

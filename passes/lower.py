@@ -202,7 +202,9 @@ class _Editor:
         options: dict[str, Any] = {}
         if plan.gradient is not None:
             arguments[WIDTH], options = self._absorb(node, plan.gradient)
-        options["counts"] = read_before(node, self.state.add_counts(self._free(site.layer), site.layer))
+        name = free_name(re.sub(r"\W", "_", site.layer) or "root", self._counts.__contains__)
+        self._counts.add(name)
+        options["counts"] = read_before(node, self.state.add_counts(name, site.layer))
         node.target = plan.target
         node.args = (*arguments, *plan.geometry)
         node.kwargs = options
@@ -245,9 +247,3 @@ class _Editor:
         gradient.replace_all_uses_with(node)
         self.graph.erase_node(gradient)
         return width, options
-
-    def _free(self, layer: str) -> str:
-        """Return a name for the counts of a layer's product that no other product of these graphs uses."""
-        free = free_name(re.sub(r"\W", "_", layer) or "root", self._counts.__contains__)
-        self._counts.add(free)
-        return free

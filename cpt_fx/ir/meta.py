@@ -168,6 +168,13 @@ def example_of(node: fx.Node) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
 
 
+def asks_for_size(node: fx.Node) -> bool:
+    """Return whether a node asks a tensor for its shape, dtype or device, not for its values."""
+    if node.target is getattr:
+        return node.args[1] in ("shape", "ndim", "dtype", "device")
+    return node.target in ("size", "dim", "numel")
+
+
 def module_path(node: fx.Node) -> tuple[str, str]:
     """Return `(path, call)`: the innermost module a node came from, and which call of it (path, path@1, ...)."""
     stack = node.meta.get("nn_module_stack")
