@@ -35,13 +35,6 @@ def _added(name: str, *keywords: tuple[str, str], flops: Any = _added_flops, **m
     return with_in_place(_product(name, addend=True, keywords=renamed, flops={f"aten::{name}": flops}, **more))
 
 
-def _either(name: str, **more: Any) -> Row:
-    """Return a product whose output axes depend on how it is called: no operand has channels."""
-    return Row(
-        "matmul", name, ("input", "other"), ((0, "either"), (1, "either")), names=(name,), keywords=_SELF, **more
-    )
-
-
 def _several(name: str, argument: str, start: int = 0, **more: Any) -> Row:
     """Return a product of any number of operands."""
     return Row("matmul", name, (argument,), variadic=start, between=True, **more)
@@ -74,6 +67,7 @@ def _grouped_flops(a: Any, b: Any, *rest: Any, out_shape: Any, **options: Any) -
     return 2 * torch.Size(out_shape).numel() * int(a[-1])
 
 
+_BOTH = ((0, "either"), (1, "either"))
 _SELF = (("self", "input"),)
 _GROUPED = (("mat_a", "input"), ("self", "input"), ("mat_b", "other"), ("mat2", "other"), ("weight", "other"))
 _SCALED = tuple(getattr(F, name) for name in ("scaled_mm", "scaled_grouped_mm") if hasattr(F, name))
@@ -101,9 +95,10 @@ ROWS = (
     *_added("addmv", ("mat", "mat1"), ("vec", "mat2"), flops=_matrix_by_vector(1)),
     *_added("addr", ("vec1", "mat1"), ("vec2", "mat2")),
     _product("addmm_activation", "_addmm_activation", addend=True, flops={"aten::_addmm_activation": _added_flops}),
-    _either("kron"),
+    # The output axes of these two depend on the call: no operand has channels.
+    Row("matmul", "kron", ("input", "other"), _BOTH, names=("kron",), keywords=_SELF),
     Row(
-        "matmul", "tensordot", ("input", "other"), ((0, "either"), (1, "either")), function=torch.tensordot,
+        "matmul", "tensordot", ("input", "other"), _BOTH, function=torch.tensordot,
         keywords=(("a", "input"), ("b", "other")),
         converts=dict.fromkeys((_VF.tensordot, "aten::tensordot"), _by_dims),
     ),
