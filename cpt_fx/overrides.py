@@ -11,7 +11,8 @@ from torch import nn
 
 from cpt_fx.errors import check_int, nearest
 from cpt_fx.formats import FULL_PRECISION, Format
-from cpt_fx.ir.meta import Dial, label_of
+from cpt_fx.ir.meta import Dial, above_of, label_of
+from cpt_fx.ir.pass_base import Pass
 from cpt_fx.recipes import OPERANDS, Recipe, Rule, default
 from cpt_fx.schedules import Bits
 from cpt_fx.schedules.base import Schedule
@@ -147,8 +148,7 @@ class Override:
             rule = self.rules.rule(family) if isinstance(self.rules, Recipe) else self.rules
         if not self.formats:
             return rule
-        rule = rule or Rule()
-        return Rule(**{**rule.__dict__, **dict(self.formats)})
+        return replace(rule or Rule(), **dict(self.formats))  # type: ignore[arg-type]
 
     @staticmethod
     def _for(value: int | Bits, role: str) -> int:
@@ -219,14 +219,11 @@ class Aliases:
     def of(self, name: str) -> Iterator[str]:
         """Yield the other names of a module or an operator, and the containers around it under those names."""
         above = name
-        while above not in self.others:
+        while above and above not in self.others:
             above = above.rpartition(".")[0]
-            if not above:
-                return
-        for other in self.others[above]:
+        for other in self.others.get(above, ()):
             yield other + name[len(above) :]
-            ends = (end for end, character in enumerate(other) if character == ".")
-            yield from (other[:end] for end in ends if other[:end] in self._containers)
+            yield from (path for path in above_of(other) if path in self._containers)
 
 
 class Patterns:
@@ -280,7 +277,7 @@ class Patterns:
             for name, kind in found.items()
         ]
         notes += [
-            f"{self.argument} {_shown(pattern)!r} sets the bits of the {role}, and nothing that it selects has a "
+            f"{self.argument} {shown(pattern)} sets the bits of the {role}, and nothing that it selects has a "
             f"quantized {role}: no effect"
             for (pattern, role), idle in self.idle.items()
             if idle and pattern in self.used
@@ -300,24 +297,28 @@ class Patterns:
                     f"{self.argument}: no module is a {pattern.__name__}.{nearest(pattern.__name__, kinds)} "
                     f"Types: {', '.join(kinds)}"
                 )
-            notes.append(
-                f"{self.argument} {_shown(pattern)!r} selects modules in which nothing is quantized: no effect"
-            )
+            notes.append(f"{self.argument} {shown(pattern)} selects modules in which nothing is quantized: no effect")
         return tuple(notes)
+
+
+@dataclass(frozen=True)
+class ChoosingPass(Pass):
+    """A pass that asks how layers are to be quantized."""
+
+    recipe: Recipe | None = None
+    exclude: tuple[Pattern, ...] | None = None
+    overrides: Mapping[Pattern, Any] | None = None
 
 
 class Choices:
     """The quantization choices of a transform: the recipe, the exclusions and the overrides."""
 
-    def __init__(
-        self, recipe: Recipe | None, exclude: tuple[Pattern, ...] | None, overrides: Mapping[Pattern, Any] | None,
-        aliases: Aliases, selected: Selected | None = None,
-    ) -> None:  # fmt: skip
-        selected = selected or Selected()
-        self.recipe = recipe or default()
-        self.exclude = selected.patterns(exclude or (), "exclude", aliases)
-        self.changes = selected.patterns(overrides or {}, "overrides", aliases)
-        self.overrides = Override.all(overrides or {})
+    def __init__(self, step: ChoosingPass, root: nn.Module, selected: Selected) -> None:
+        aliases = Aliases(root)
+        self.recipe = step.recipe or default()
+        self.exclude = selected.patterns(step.exclude or (), "exclude", aliases)
+        self.changes = selected.patterns(step.overrides or {}, "overrides", aliases)
+        self.overrides = Override.all(step.overrides or {})
 
     def rule(self, family: str, layer: str, stack: Around) -> tuple[Rule | None, list[Pattern]]:
         """Return the rule of a layer, and the override patterns that select it."""
@@ -332,8 +333,9 @@ def _fits(name: str, pattern: str) -> bool:
     return name == pattern or fnmatchcase(name, pattern)
 
 
-def _shown(pattern: Pattern) -> str:
-    return pattern if isinstance(pattern, str) else pattern.__name__
+def shown(pattern: Pattern) -> str:
+    """Return a pattern as messages quote it."""
+    return repr(pattern if isinstance(pattern, str) else pattern.__name__)
 
 
 SELECTED = "cpt_fx_selected"

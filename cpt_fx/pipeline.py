@@ -25,9 +25,6 @@ from cpt_fx.passes.verify import Verify
 from cpt_fx.recipes import Recipe, integer, resolve
 from cpt_fx.schedules.base import Schedule
 
-EXECUTIONS = ("simulated", "integer")
-"""How quantized products can be executed."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -59,9 +56,8 @@ def _handed(settings: Settings, passes: Sequence[Pass]) -> tuple[Pass, ...]:
 
 
 def _filled(step: Pass, values: Mapping[str, Any]) -> Pass:
-    own = {one.name for one in fields(step) if one.init}
-    missing = {name: value for name, value in values.items() if name in own and value is not None}
-    return replace(step, **{name: value for name, value in missing.items() if getattr(step, name) is None})
+    unset = [one.name for one in fields(step) if one.init and getattr(step, one.name) is None]
+    return replace(step, **{name: values[name] for name in unset if name in values})
 
 
 @contextmanager
@@ -118,7 +114,7 @@ class Pipeline:
 
     def executing(self, execution: str) -> Pipeline:
         """Return the pipeline for an execution mode; for `"integer"`, append `Lower` if no pass lowers."""
-        check_choice("execution", execution, EXECUTIONS)
+        check_choice("execution", execution, ("simulated", "integer"))
         settings = replace(self.settings, execution=execution)
         lowers = execution == "simulated" or any(step.reaches == STAGES[-1] for step in self.passes)
         return Pipeline(self.passes if lowers else (*self.passes, Lower()), settings)

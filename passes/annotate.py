@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx, nn
@@ -13,13 +13,12 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from cpt_fx.formats import Format, Group
 from cpt_fx.ir.aggregations import (
     MAKERS,
-    bag_spec,
     carries_no_message,
-    elementwise_spec,
     is_one_of,
     normalizes_softmax,
     parametrization_of,
     result_of,
+    row_in_graph,
 )
 from cpt_fx.ir.aliasing import overwritten
 from cpt_fx.ir.contexts import TRANSFORMED, Regions
@@ -40,7 +39,7 @@ from cpt_fx.ir.meta import (
     module_path,
     module_stack,
 )
-from cpt_fx.ir.pass_base import Pass, Report
+from cpt_fx.ir.pass_base import Report
 from cpt_fx.ir.result import plain_class
 from cpt_fx.ir.state import Precision
 from cpt_fx.ir.subgraphs import AUTHORS_OWN, calls_of, given_quantized, has_quantizers, multiplies, outermost, state_of
@@ -48,8 +47,8 @@ from cpt_fx.ir.values import WeightTracker, is_read
 from cpt_fx.operators import HIDING, MULTIPLY, Index, Row, form_of, returns_one_tensor, row_of, why_left
 from cpt_fx.operators.around import ADDS
 from cpt_fx.operators.groups import einsum_group, group_of
-from cpt_fx.overrides import SELECTED, Aliases, Choices, Pattern, Selected
-from cpt_fx.recipes import Recipe, Rule
+from cpt_fx.overrides import SELECTED, Choices, ChoosingPass, Pattern, Selected, shown
+from cpt_fx.recipes import Rule
 from cpt_fx.schedules import Bits
 
 MAKES_A_WEIGHT = "part of a parametrization: it makes a weight, which is quantized where a layer multiplies it"
@@ -60,15 +59,11 @@ OF_SOFTMAX = "part of a softmax over neighbours, which stays in full precision: 
 
 
 @dataclass(frozen=True)
-class Annotate(Pass):
+class Annotate(ChoosingPass):
     """Decide for every operator that multiplies how it is quantized, or why it is not.
 
     Decisions are `Site`s in `node.meta`; the report lists what stays in full precision, with the reason.
     """
-
-    recipe: Recipe | None = None
-    exclude: tuple[Pattern, ...] | None = None
-    overrides: Mapping[Pattern, Any] | None = None
 
     name: ClassVar[str] = "annotate"
     requires: ClassVar[str] = "normalized"
@@ -78,7 +73,7 @@ class Annotate(Pass):
     def run(self, module: fx.GraphModule) -> Report:
         """Walk the graph once, in order, entering each subgraph at the first node that runs it."""
         selected: Selected = module.meta.get(SELECTED) or Selected()
-        choices = Choices(self.recipe, self.exclude, self.overrides, Aliases(outermost(module)), selected)
+        choices = Choices(self, outermost(module), selected)
         if choices.recipe.not_finite == "raise":
             state_of(module).raises = True
         walk = _Walk(module, choices)
@@ -93,7 +88,6 @@ class _Walk:
     """One walk over a graph: names layers, tracks which values are weights, decides."""
 
     def __init__(self, module: fx.GraphModule, choices: Choices) -> None:
-        self.module = module
         self.choices = choices
         self.recipe = choices.recipe
         self.regions = Regions()
@@ -112,8 +106,7 @@ class _Walk:
     def graph(self, module: fx.GraphModule) -> None:
         """Visit every node of a graph, and each of its subgraphs at the first node that runs it."""
         self._walked.add(module)
-        outer, self.module = self.module, module
-        self.values.module = module
+        outer, self.values.module = self.values.module, module
         self._given |= given_quantized(module)
         for node in module.graph.nodes:
             self.visit(node)
@@ -123,7 +116,7 @@ class _Walk:
                 self.values.enter(call)
                 if call.body not in self._walked:
                     self.graph(call.body)
-        self.module = self.values.module = outer
+        self.values.module = outer
 
     def visit(self, node: fx.Node) -> None:
         """Decide about one node."""
@@ -132,11 +125,10 @@ class _Walk:
         self.values.visit(node)
         if self._makes_a_weight(node):
             return
-        spec = row_of(node) or elementwise_spec(node, self.recipe, self.values.weights, self.values.trained)
+        spec = row_in_graph(node, self.recipe, self.values.weights, self.values.trained)
         if spec is None:
             self._report_hidden(node)
             return
-        spec = bag_spec(node, spec, self.values.weights)
         if spec.family == "aggregation" and carries_no_message(node, spec, self.values.trained):
             return
         family = self._family(node, spec)
@@ -148,8 +140,7 @@ class _Walk:
         if self._is_excluded(node, layer, spec.name):
             return
         if self.regions.transformed:
-            self.uncovered.append(Uncovered(layer, spec.name, TRANSFORMED))
-            node.meta[LEFT] = TRANSFORMED
+            self._leave(node, layer, spec.name, TRANSFORMED)
             return
         rule, selecting = self.choices.rule(family, layer, around(node))
         if rule is None:
@@ -194,12 +185,11 @@ class _Walk:
 
     def _is_excluded(self, node: fx.Node, layer: str, op: str) -> bool:
         """Return whether the user excluded an operator; if so, list it as uncovered."""
-        shown = [pattern if isinstance(pattern, str) else pattern.__name__
-                 for pattern in self.choices.exclude.matches(layer, around(node))]  # fmt: skip
-        if shown:
-            reason = f"excluded by {', '.join(map(repr, shown))}"
+        found = self.choices.exclude.matches(layer, around(node))
+        if found:
+            reason = f"excluded by {', '.join(map(shown, found))}"
             self.uncovered.append(Uncovered(layer, op, reason, by_choice=True))
-        return bool(shown)
+        return bool(found)
 
     def _decide(self, node: fx.Node, spec: Row, family: str, layer: str, rule: Rule, selecting: list[Pattern]) -> None:
         operands, places = [], self._operands(node, spec)
@@ -336,8 +326,8 @@ class _Walk:
 
     def _report_hidden(self, node: fx.Node) -> None:
         """Report calls that multiply, or may multiply, where no quantizer can be inserted."""
-        path, _ = module_path(node)
-        layer = self.module.get_submodule(str(node.target)) if node.op == "call_module" else self.module
+        path, module = module_path(node)[0], self.values.module
+        layer = module.get_submodule(str(node.target)) if node.op == "call_module" else module
         if CALLED in node.meta and any(isinstance(hook, SpectralNorm) for hook in layer._forward_pre_hooks.values()):
             self._list_maker(str(node.target), SpectralNorm.__name__)
         if node.op == "call_module" and CALLED not in node.meta:
@@ -349,7 +339,7 @@ class _Walk:
         if node.op not in ("call_function", "call_method"):
             return
         if node.target in AUTHORS_OWN:
-            if multiplies(self.module, node):
+            if multiplies(module, node):
                 place = "".join(f" ({file}:{line})" for file, line, _ in frames_of(node.meta.get("stack_trace"))[-1:])
                 own = f"the backward of a custom autograd.Function is its author's own{place}"
                 self._leave(node, path, "autograd.Function", f"{own}: both passes stay as they are")

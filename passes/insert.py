@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -91,7 +91,6 @@ class _Editor:
         """Insert a quantizer between an operator and one of its operands."""
         value = operand.value(node)
         options = keywords_of(operand.format, (operand.keep, operand.over))
-        name = _identifier(f"{site.layer}_{operand.name}_q")
         dial = site.dial(operand.role)
         ranges = ""
         args: list[Any] = [value, self._bits(dial.role)]
@@ -110,6 +109,7 @@ class _Editor:
             if operand.format.range is Range.PERCENTILE:
                 options["percentile"] = operand.format.percentile
         with self.graph.inserting_before(node):
+            name = f"{site.layer}_{operand.name}_q"
             made = self.graph.create_node("call_function", OP_OF_RANGE[operand.format.range], tuple(args), name=name)
         self._finish(made, options, node, site, operand.name, operand.role, operand.format, ranges)
         _replace_argument(node, operand, made)
@@ -121,9 +121,8 @@ class _Editor:
     def quantize_gradient(self, node: fx.Node, at: fx.Node, site: Site) -> None:
         """Insert a gradient quantizer after an operator; all users of the operator read the quantizer instead."""
         assert site.gradient is not None
-        name = _identifier(f"{site.layer}_gradient_q")
         with self.graph.inserting_after(node):
-            made = self.graph.create_node("call_function", QUANTIZE_GRADIENT, name=name)
+            made = self.graph.create_node("call_function", QUANTIZE_GRADIENT, name=f"{site.layer}_gradient_q")
         node.replace_all_uses_with(made)
         dial = site.dial("gradient")
         made.args = (node, self._bits(dial.role))
@@ -166,15 +165,12 @@ class _Editor:
 
 
 def _replace_argument(node: fx.Node, operand: Operand, value: fx.Node) -> None:
-    args: list[Any] = list(node.args)
     if isinstance(operand.index, int):
-        args[operand.index] = value
+        node.update_arg(operand.index, value)
     else:
         outer, inner = operand.index
-        items = list(args[outer])
-        items[inner] = value
-        args[outer] = tuple(items)
-    node.args = tuple(args)
+        items: Any = node.args[outer]
+        node.update_arg(outer, (*items[:inner], value, *items[inner + 1 :]))
 
 
 def _outward(module: fx.GraphModule) -> str:
@@ -184,16 +180,9 @@ def _outward(module: fx.GraphModule) -> str:
 
 def _training_flag(module: fx.GraphModule, node: fx.Node) -> str:
     """Return the path of the `training` flag of an operator's module: parts of a model can be in eval mode."""
-    root = outermost(module)
     stack = node.meta.get("nn_module_stack") or {}
     for path, _ in reversed(list(stack.values())):
-        try:
-            root.get_submodule(path)
-        except AttributeError:
-            continue
-        return f"{_outward(module)}{path}.training" if path else f"{_outward(module)}training"
+        with suppress(AttributeError):
+            outermost(module).get_submodule(path)
+            return f"{_outward(module)}{path and f'{path}.'}training"
     return f"{_outward(module)}training"
-
-
-def _identifier(text: str) -> str:
-    return re.sub(r"\W", "_", text)

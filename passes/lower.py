@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -11,7 +12,7 @@ from torch import fx
 
 from cpt_fx.formats import Format, Range, Rounding, Scheme
 from cpt_fx.integer.ops import INTEGER_CONV, INTEGER_LINEAR, INTEGER_MATMUL, INTEGER_PRODUCTS, TO_INTEGER
-from cpt_fx.ir.meta import PASS, QUANTIZER, SIMULATED, SITE, Operand, Quantizer, Site, get_attribute, source_of
+from cpt_fx.ir.meta import PASS, QUANTIZER, SIMULATED, SITE, Operand, Site, get_attribute, read_before, source_of
 from cpt_fx.ir.pass_base import Pass, Report, unique
 from cpt_fx.ir.state import Precision
 from cpt_fx.ir.subgraphs import free_name, given_quantized, nodes_of, outermost, state_of
@@ -95,7 +96,7 @@ def _plan(module: fx.GraphModule, node: fx.Node) -> _Plan:
         if operand is None:
             raise _StaysError("one of its operands is not quantized")
         _check_operand(module, node, operand)
-    geometry = _geometry(module, node) if target is INTEGER_CONV else ()
+    geometry = _geometry(module, node, row.arguments) if target is INTEGER_CONV else ()
     if target is not INTEGER_CONV and node.kwargs:
         raise _StaysError(f"{site.op} is called with {', '.join(node.kwargs)}")
     gradient, why = _gradient(node, site)
@@ -144,11 +145,9 @@ def _gradient(node: fx.Node, site: Site) -> tuple[fx.Node | None, str]:
     return next(user for user in node.users if user.target is QUANTIZE_GRADIENT), ""
 
 
-def _geometry(module: fx.GraphModule, node: fx.Node) -> tuple[list[int], ...]:
-    """Return stride, padding and dilation of a convolution."""
-    row = row_for(node.target)
-    assert row is not None
-    given: dict[str, Any] = dict(zip(row.arguments, node.args, strict=False)) | dict(node.kwargs)
+def _geometry(module: fx.GraphModule, node: fx.Node, names: tuple[str, ...]) -> tuple[list[int], ...]:
+    """Return stride, padding and dilation of a convolution, whose arguments have these names."""
+    given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     if given.pop("groups", 1) != 1:
         raise _StaysError("a grouped convolution has no integer form")
     found = []
@@ -203,7 +202,9 @@ class _Editor:
         options: dict[str, Any] = {}
         if plan.gradient is not None:
             arguments[WIDTH], options = self._absorb(node, plan.gradient)
-        options["counts"] = self._read(self.state.add_counts(self._free(site.layer), site.layer), node)
+        name = free_name(re.sub(r"\W", "_", site.layer) or "root", self._counts.__contains__)
+        self._counts.add(name)
+        options["counts"] = read_before(node, self.state.add_counts(name, site.layer))
         node.target = plan.target
         node.args = (*arguments, *plan.geometry)
         node.kwargs = options
@@ -216,7 +217,7 @@ class _Editor:
         """Return the node for the codes of a quantized value; its other users keep the floating point values."""
         if value in self._codes or value.target is TO_INTEGER:
             return self._codes.get(value, value)
-        quantizer: Quantizer = value.meta[QUANTIZER]
+        quantizer = value.meta[QUANTIZER]
         options = {key: option for key, option in value.kwargs.items() if key in ("keep", "over", "rounding", "record")}
         if value not in self.added and all(user in self.products for user in value.users):
             value.target, value.kwargs = TO_INTEGER, options
@@ -226,7 +227,7 @@ class _Editor:
         with self.graph.inserting_after(value):
             made = self.graph.create_node("call_function", TO_INTEGER, value.args, name=f"{value.name}_codes")
         record = self.state.add_record(made.name, quantizer.layers[0])
-        made.kwargs = {**options, "record": self._read(record, made)}
+        made.kwargs = {**options, "record": read_before(made, record)}
         readers = unique(user.meta[SITE].layer for user in value.users if user in self.products)
         made.meta |= {**source_of(value), QUANTIZER: replace(quantizer, layers=readers, record=record)}
         kept = tuple(layer for layer in quantizer.layers if layer not in readers)
@@ -246,14 +247,3 @@ class _Editor:
         gradient.replace_all_uses_with(node)
         self.graph.erase_node(gradient)
         return width, options
-
-    def _free(self, layer: str) -> str:
-        """Return a name for the counts of a layer's product that no other product of these graphs uses."""
-        name = "".join(character if character.isalnum() else "_" for character in layer) or "root"
-        free = free_name(name, self._counts.__contains__)
-        self._counts.add(free)
-        return free
-
-    def _read(self, path: str, before: fx.Node) -> fx.Node:
-        with self.graph.inserting_before(before):
-            return self.graph.create_node("get_attr", path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,10 +14,9 @@ from cpt_fx.decompose import recurrent as recurrent_graph
 from cpt_fx.decompose.building import Builder, Opener, StaysFusedError, arguments
 from cpt_fx.ir.contexts import Regions
 from cpt_fx.ir.meta import LEFT, around, example_of, get_attribute, module_path
-from cpt_fx.ir.pass_base import Pass, Report
+from cpt_fx.ir.pass_base import Report
 from cpt_fx.ir.subgraphs import outermost
-from cpt_fx.overrides import Aliases, Choices, Pattern
-from cpt_fx.recipes import Recipe
+from cpt_fx.overrides import Choices, ChoosingPass, Selected
 
 
 def _linear_cross_entropy(builder: Builder) -> None:
@@ -50,16 +48,12 @@ OPENERS: dict[Any, Opener] = {
 
 
 @dataclass(frozen=True)
-class Open(Pass):
+class Open(ChoosingPass):
     """Decompose fused operators (attention, recurrent layers, a linear layer with its loss) into their products.
 
     Only if something in them is to be quantized: decomposing costs time and changes the last bits of the numbers.
     What stays fused is marked with the reason, which annotate reports.
     """
-
-    recipe: Recipe | None = None
-    exclude: tuple[Pattern, ...] | None = None
-    overrides: Mapping[Pattern, Any] | None = None
 
     name: ClassVar[str] = "open"
     requires: ClassVar[str] = "normalized"
@@ -68,7 +62,7 @@ class Open(Pass):
         """Decompose one operator after the other."""
         notes = []
         regions = Regions()
-        choices = Choices(self.recipe, self.exclude, self.overrides, Aliases(outermost(module)))
+        choices = Choices(self, outermost(module), Selected())
         for node in list(module.graph.nodes):
             regions.visit(node)
             opener = OPENERS.get(node.target) if node.op == "call_function" else None

@@ -13,11 +13,7 @@ from cpt_fx.ir.verifier import check
 
 @dataclass(frozen=True)
 class Verify(Pass):
-    """Check all invariants of a graph's stage; raise `SpecError` with the violations found.
-
-    The pipeline runs it after each pass; it can also be called on any graph. The error names `after` as the pass to
-    blame, if given.
-    """
+    """Check all invariants of a graph's stage; raise `SpecError` with the violations, and blame the pass `after`."""
 
     after: str = ""
 

@@ -85,9 +85,7 @@ class Builder:
             if self.node.users:
                 whole = self.call(together, *results)
         if whole is not None:
-            for key in ("val", "example_value"):
-                if key in self.node.meta:
-                    whole.meta[key] = self.node.meta[key]
+            whole.meta |= {key: self.node.meta[key] for key in ("val", "example_value") if key in self.node.meta}
             self.node.replace_all_uses_with(whole)
         self.node.graph.erase_node(self.node)
 

@@ -35,10 +35,12 @@ class _Kind:
     autocasts_on_cpu: bool = False
 
 
-_LSTM = _Kind(recurrent.lstm_step, states=2, reads=(1,), autocasts_on_cpu=True)
-_GRU = _Kind(recurrent.gru_step, reads=(0,))
-_TANH = _Kind(recurrent.tanh_step)
-_RELU = _Kind(recurrent.relu_step)
+_KINDS = {
+    "lstm": _Kind(recurrent.lstm_step, states=2, reads=(1,), autocasts_on_cpu=True),
+    "gru": _Kind(recurrent.gru_step, reads=(0,)),
+    "rnn_tanh": _Kind(recurrent.tanh_step),
+    "rnn_relu": _Kind(recurrent.relu_step),
+}
 
 
 def _layers(params: Sequence[Any], has_biases: bool, has_projection: bool, count: int) -> list[dict[str, Any]]:
@@ -149,13 +151,8 @@ def _cell(builder: Builder, kind: _Kind) -> None:
 
 
 OPENERS = {
-    torch.lstm: Opener(_PRODUCTS, partial(_open, kind=_LSTM)),
-    torch.gru: Opener(_PRODUCTS, partial(_open, kind=_GRU)),
-    torch.rnn_tanh: Opener(_PRODUCTS, partial(_open, kind=_TANH)),
-    torch.rnn_relu: Opener(_PRODUCTS, partial(_open, kind=_RELU)),
-    torch.lstm_cell: Opener(_CELL_PRODUCTS, partial(_cell, kind=_LSTM)),
-    torch.gru_cell: Opener(_CELL_PRODUCTS, partial(_cell, kind=_GRU)),
-    torch.rnn_tanh_cell: Opener(_CELL_PRODUCTS, partial(_cell, kind=_TANH)),
-    torch.rnn_relu_cell: Opener(_CELL_PRODUCTS, partial(_cell, kind=_RELU)),
+    getattr(torch, f"{name}{end}"): Opener(products, partial(function, kind=kind))
+    for end, products, function in (("", _PRODUCTS, _open), ("_cell", _CELL_PRODUCTS, _cell))
+    for name, kind in _KINDS.items()
 }
 """The recurrent operators, and how to decompose them."""

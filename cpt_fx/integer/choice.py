@@ -63,7 +63,8 @@ def decide(kind: str, a: Sequence[int], b: Sequence[int], call: Options) -> Deci
     rule = _rule or check_choice("CPT_FX_INTEGER", os.environ.get("CPT_FX_INTEGER", "measured"), _RULES)
     if rule in _RULED:
         return _RULED[rule]
-    return _decided(kind, rounded(kind, a, b, call), torch.get_num_threads(), _surroundings())
+    kernels = "kernels" if native.load("integer_products.cpp") is not None else "no kernels"
+    return _decided(kind, rounded(kind, a, b, call), torch.get_num_threads(), f"{kernels}, {_machine()}")
 
 
 @contextmanager
@@ -90,12 +91,6 @@ def _decided(kind: str, sizes: tuple[int, ...], threads: int, surroundings: str)
     return Decision(ratio)
 
 
-def _surroundings() -> str:
-    """Return what affects speed besides sizes and threads."""
-    kernels = "kernels" if native.load("integer_products.cpp") is not None else "no kernels"
-    return f"{kernels}, {_machine()}"
-
-
 @cache
 def _machine() -> str:
     processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {os.cpu_count()}"
@@ -105,7 +100,7 @@ def _machine() -> str:
 def _measure(kind: str, shape: tuple[int, ...]) -> float:
     """Return how many times as fast a product is on integers: the median of runs that alternate with floating point."""
     a, b, call = arguments(kind, shape)
-    run = PRODUCTS[kind].run
+    run = PRODUCTS[kind]
     one = torch.ones(())
     left, right = Codes(_some_codes(a), one), Codes(_some_codes(b), one)
 

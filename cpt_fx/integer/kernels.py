@@ -152,7 +152,8 @@ def _plan(channels: int, size: Pair, kernel: Pair, out: Pair, geometry: Geometry
     if kernel == stride == (1, 1) and padding == (0, 0):
         # A filter of one pixel has no neighbours: an image is one long row.
         size = out = (1, size[0] * size[1])
-    along = [_taps_along(kernel[i], stride[i], dilation[i]) for i in (0, 1)]
+    # The phase of every tap, and its shift in the plane of that phase.
+    along = [[divmod(tap * dilation[i], stride[i])[::-1] for tap in range(kernel[i])] for i in (0, 1)]
     rows, columns = (out[i] + max(shift for _, shift in along[i]) for i in (0, 1))
     phases = sorted({(p, q) for p, _ in along[0] for q, _ in along[1]})
     taps = []
@@ -192,11 +193,6 @@ def _plan_turned(channels: int, size: Pair, kernel: Pair, out: Pair, geometry: G
                 jobs += [first, len(taps) // 2 - first, high, wide, p, stride[0], q, stride[1]]
     planes = [channels, *size, 1, 1, *before, rows, columns, 1]
     return _Plan(_array(planes), _array([0, 0]), _array(jobs), _array(taps), len(jobs) // 8, out)
-
-
-def _taps_along(kernel: int, stride: int, dilation: int) -> list[tuple[int, int]]:
-    """Return the phase of every tap, and its shift in the plane of that phase."""
-    return [(tap * dilation % stride, tap * dilation // stride) for tap in range(kernel)]
 
 
 def _taps_back(kernel: int, stride: int, padding: int, dilation: int) -> list[list[tuple[int, int]]]:

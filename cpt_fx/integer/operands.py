@@ -203,29 +203,23 @@ def _summed(operand: Operand, shape: Sequence[int], dtype: torch.dtype, channel:
     return (factor.sum(dims) if dims else factor.clone()).to(dtype)
 
 
-def multiply(name: str, call: Options, a: Operand, b: Operand, dtypes: Dtypes, counts: Tensor | None) -> Tensor:
-    """Return a product, by its name in `PRODUCTS`, and count how it ran."""
+def multiply(product: Product, call: Options, a: Operand, b: Operand, dtypes: Dtypes, counts: Tensor | None) -> Tensor:
+    """Return a product, and count how it ran."""
     if _TRACED in (len(a), len(b)):
         geometry = [number for pair in call.geometry for number in pair]
-        return MULTIPLY(name, a, b, call.bias, call.shape, geometry, *dtypes, counts)
-    return _multiply(name, call, revealed(a), revealed(b), dtypes, counts)
+        return MULTIPLY(product.name, a, b, call.bias, call.shape, geometry, *dtypes, counts)
+    return _multiply(product, call, revealed(a), revealed(b), dtypes, counts)
 
 
 def _multiply(
-    name: str,
-    call: Options,
-    a: Codes | Tensor,
-    b: Codes | Tensor,
-    dtypes: Dtypes,
-    counts: Tensor | None,
+    product: Product, call: Options, a: Codes | Tensor, b: Codes | Tensor, dtypes: Dtypes, counts: Tensor | None
 ) -> Tensor:
-    product = PRODUCTS[name]
     outcome = _outcome(product, call, a, b, counts)
     if counts is not None:
         counts[product.direction, outcome].add_(1)
     if outcome is not ProductOutcome.INTEGER:
         a, b = value_of(a, dtypes[0]), value_of(b, dtypes[0])
-    return product.run(a, b, call, dtypes[1])
+    return product(a, b, call, dtypes[1])
 
 
 def _outcome(
@@ -237,7 +231,7 @@ def _outcome(
         return ProductOutcome.NO_CODES if empty else ProductOutcome.WIDTH
     if product.misfit(a, b):
         return ProductOutcome.GROUPS
-    decision = choice.decide(product.run.__name__, a.values.shape, b.values.shape, call)
+    decision = choice.decide(product.name, a.values.shape, b.values.shape, call)
     if counts is not None and decision.measured:
         counts[product.direction, RATIO].fill_(round(1000 * decision.ratio))
     return ProductOutcome.INTEGER if decision.worth else ProductOutcome.SIZE
@@ -249,7 +243,8 @@ def _multiply_at_run_time(
 ) -> Tensor:  # fmt: skip
     call = Options(bias, tuple(shape), Geometry(*zip(geometry[::2], geometry[1::2], strict=True)))
     # What the compiler was told: this shape, contiguous.
-    return _multiply(name, call, revealed(a), revealed(b), (arithmetic, dtype), counts).reshape(shape).contiguous()
+    result = _multiply(PRODUCTS[name], call, revealed(a), revealed(b), (arithmetic, dtype), counts)
+    return result.reshape(shape).contiguous()
 
 
 def _opaque(schema: str, run: Callable[..., R], shapes: Callable[..., Any]) -> Callable[..., R]:

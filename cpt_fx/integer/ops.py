@@ -21,15 +21,15 @@ from torch import Tensor
 
 from cpt_fx.common.compilers import skip_frame
 from cpt_fx.common.functorch import are_gradients, each, is_transformed
-from cpt_fx.integer import operands
+from cpt_fx.integer import operands, products
 from cpt_fx.integer.counts import ProductOutcome
 from cpt_fx.integer.kernels import Geometry
 from cpt_fx.integer.operands import Operand
-from cpt_fx.integer.products import Options
+from cpt_fx.integer.products import Options, Product
 from cpt_fx.quantizers.counters import DIFFERENTIATED
 from cpt_fx.quantizers.numerics import Grid
 from cpt_fx.quantizers.ops import FAKE_QUANTIZE, QUANTIZE_GRADIENT, define
-from cpt_fx.quantizers.straight_through import arm
+from cpt_fx.quantizers.straight_through import Identity, arm
 
 _GRID = "int[] keep=[], int[]? over=None, str rounding='{rounding}'"
 _PRODUCT = _GRID.format(rounding="stochastic") + ", Tensor(a!)? record=None, Tensor(b!)? counts=None) -> Tensor"
@@ -40,8 +40,8 @@ _STILL = Geometry()
 class _Kind(NamedTuple):
     """One kind of product."""
 
-    names: tuple[str, str, str]
-    """Its names in `PRODUCTS`: forward, the gradient of the left operand, that of the right one."""
+    products: tuple[Product, Product, Product]
+    """Forward, the gradient of the left operand, that of the right one."""
     simulated: Callable[[Tensor, Tensor, Tensor | None, Geometry], Tensor]
     shape: Callable[[Sequence[int], Sequence[int], Geometry], tuple[int, ...]]
     """Returns the shape of the result from those of the operands."""
@@ -66,13 +66,15 @@ def _convolve(x: Tensor, w: Tensor, bias: Tensor | None, geometry: Geometry) -> 
 
 
 _LINEAR = _Kind(
-    ("linear_forward", "linear_grad_input", "linear_grad_weight"),
+    (products.linear_forward, products.linear_grad_input, products.linear_grad_weight),
     lambda x, w, bias, geometry: F.linear(x, w, bias),
     lambda x, w, geometry: (*x[:-1], *w[:-1]),
 )
-_MATMUL = _Kind(("matmul_forward", "matmul_grad_left", "matmul_grad_right"), _add_product, _matmul_shape)
+_MATMUL = _Kind(
+    (products.matmul_forward, products.matmul_grad_left, products.matmul_grad_right), _add_product, _matmul_shape
+)
 _CONV = _Kind(
-    ("conv2d_forward", "conv2d_grad_input", "conv2d_grad_weight"),
+    (products.conv2d_forward, products.conv2d_grad_input, products.conv2d_grad_weight),
     _convolve,
     lambda x, w, geometry: (x[0], w[0], *geometry.output_size(x[2:], w[2:])),
     channel=1,
@@ -156,7 +158,7 @@ class _Multiply(torch.autograd.Function):
         ctx.factors = left[0].shape, right[0].shape
         shape = job.kind.shape(left[0].shape, right[0].shape, job.geometry)
         call = Options(bias, shape, job.geometry)
-        result = operands.multiply(job.kind.names[0], call, left, right, (job.dtype, job.dtype), job.counts)
+        result = operands.multiply(job.kind.products[0], call, left, right, (job.dtype, job.dtype), job.counts)
         if job.kind is _CONV:
             shape = _without_added(shape, left_edge.ndim, right_edge.ndim - 2)
         return _no_view(result, shape)
@@ -211,8 +213,8 @@ def _gradients(
             continue
         edge = ctx.edges[which]
         call = Options(shape=ctx.factors[which], geometry=job.geometry)
-        name = job.kind.names[1 + which]
-        found.append(operands.multiply(name, call, images, other, (dtype, edge.dtype), job.counts).view(edge.shape))
+        product = job.kind.products[1 + which]
+        found.append(operands.multiply(product, call, images, other, (dtype, edge.dtype), job.counts).view(edge.shape))
     return found[0], found[1]
 
 
@@ -247,20 +249,16 @@ def _no_view(result: Tensor, shape: tuple[int, ...]) -> Tensor:
     return owned
 
 
-class _Dequantize(torch.autograd.Function):
+class _Dequantize(Identity):
     """Dequantize an operand for a product that runs as in simulated execution."""
 
     @staticmethod
     def forward(ctx: Any, edge: Tensor, operand: Operand) -> Tensor:
         return operands.dequantized(operand, edge.dtype)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
 
 # If forward itself computes gradients, a compiler around it would take the backward pass for the model's code.
-for _function in (_Quantize, _Multiply, _Dequantize):
+for _function in (_Quantize, _Multiply):
     skip_frame(_function.backward.__code__, inside=True)
 
 

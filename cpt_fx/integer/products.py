@@ -9,7 +9,7 @@ the dequantized operands up to the rounding of its dtype, and exactly `scale * i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -22,7 +22,6 @@ from cpt_fx.integer.kernels import LONGEST_SUM, Geometry
 
 FLOAT = torch.float32
 Factor = TypeVar("Factor", Codes, Tensor)
-Run = Callable[..., Tensor]
 
 
 class Options(NamedTuple):
@@ -38,51 +37,54 @@ class Options(NamedTuple):
 _NOTHING_ELSE = Options()
 
 
-class Product(NamedTuple):
-    """One product."""
+@dataclass(frozen=True)
+class Product:
+    """One product, called with its two factors."""
 
-    run: Run
+    function: Callable[..., Tensor]
     direction: int
     """The index of its counters: see `counts.DIRECTIONS`."""
-    letters: tuple[str, str, str]
-    """The dims of both factors and of the result: `i` is the one that matrices sum over, `b` their batches."""
-    summed: tuple[Sequence[int], Sequence[int]]
-    """The dims of its two factors that it sums over; a vector does not have them all."""
+    letters: tuple[str, ...]
+    """The dims of both factors and of the result, which has none that are summed over. In front of matrices there may
+    be more dims, which belong to the first letter; vectors have fewer."""
+
+    @property
+    def name(self) -> str:
+        """Its key in `PRODUCTS`."""
+        return self.function.__name__
+
+    def __call__(
+        self, a: Codes | Tensor, b: Codes | Tensor, call: Options = _NOTHING_ELSE, dtype: torch.dtype = FLOAT
+    ) -> Tensor:
+        """Multiply codes, unless their scales do not factor out of the sums, or floating point numbers."""
+        if isinstance(a, Codes) and isinstance(b, Codes) and (why := self.misfit(a, b)):
+            raise ValueError(why)
+        result: Tensor = self.function(a, b, call, dtype)
+        return result.to(dtype)
 
     def misfit(self, a: Codes, b: Codes) -> str:
         """Return what is wrong if a scale differs along a summed dim; empty if both can be applied to the sums."""
-        for which, codes, summed in (("first", a, self.summed[0]), ("second", b, self.summed[1])):
-            dims = tuple(dim for dim in summed if -codes.ndim <= dim) if codes.scale.ndim else ()
+        for which, codes, letters in zip(("first", "second"), (a, b), self.letters, strict=False):
+            if codes.scale.ndim == 0:
+                continue
+            dims = [dim for dim in range(-codes.ndim, 0) if letters[max(dim, -len(letters))] not in self.letters[2]]
             if not _is_constant(codes.scale, dims):
                 return (
-                    f"{self.run.__name__} sums over dims {dims} of its {which} operand, along which the scales differ: "
+                    f"{self.name} sums over dims {dims} of its {which} operand, along which the scales differ: "
                     f"shape {tuple(codes.scale.shape)}. Such a product cannot run on integers."
                 )
         return ""
 
 
 PRODUCTS: dict[str, Product] = {}
-"""By the names of the functions below."""
+"""All that are defined below, by name."""
 
 
-def _product(direction: int, letters: str, first: Sequence[int], second: Sequence[int]) -> Callable[[Run], Run]:
-    """Register a function as a product: refuse codes that it cannot take, and cast the result to `dtype`."""
-
-    def enter(function: Run) -> Run:
-        @wraps(function)
-        def run(a: Factor, b: Factor, call: Options = _NOTHING_ELSE, dtype: torch.dtype = FLOAT) -> Tensor:
-            if isinstance(a, Codes) and isinstance(b, Codes) and (why := product.misfit(a, b)):
-                raise ValueError(why)
-            return function(a, b, call, dtype).to(dtype)
-
-        left, right, result = letters.split()
-        product = PRODUCTS[function.__name__] = Product(run, direction, (left, right, result), (first, second))
-        return run
-
-    return enter
+def _product(direction: int, *letters: str) -> Callable[[Callable[..., Tensor]], Product]:
+    return lambda function: PRODUCTS.setdefault(function.__name__, Product(function, direction, letters))
 
 
-@_product(0, "ri ci rc", (-1,), (-1,))
+@_product(0, "ri", "ci", "rc")
 def linear_forward(x: Factor, w: Factor, call: Options, dtype: torch.dtype) -> Tensor:
     """Return x @ w.T + bias."""
     if isinstance(x, Tensor):
@@ -90,26 +92,26 @@ def linear_forward(x: Factor, w: Factor, call: Options, dtype: torch.dtype) -> T
     return _matmul(x, w.mT, dtype, call.bias)
 
 
-@_product(1, "ri ic rc", (-1,), (-2,))
+@_product(1, "ri", "ic", "rc")
 def linear_grad_input(g: Factor, w: Factor, call: Options, dtype: torch.dtype) -> Tensor:
     """Return the gradient of x: g @ w."""
     return _matmul(_gradient_as_matrix(g, False, w.ndim == 1), _as_matrix(w, 0), dtype)
 
 
-@_product(2, "ir ic rc", range(-8, -1), range(-8, -1))
+@_product(2, "ir", "ic", "rc")
 def linear_grad_weight(g: Factor, x: Factor, call: Options, dtype: torch.dtype) -> Tensor:
     """Return the gradient of w: the sum over all rows of the outer products of g and x."""
     return _matmul(_rows(_gradient_as_matrix(g, False, len(call.shape) == 1)).mT, _rows(x), dtype)
 
 
-@_product(0, "bri bic brc", (-1,), (-2,))
+@_product(0, "bri", "bic", "brc")
 def matmul_forward(a: Factor, b: Factor, call: Options, dtype: torch.dtype) -> Tensor:
     """Return a @ b, batches broadcast as in torch.matmul, plus `bias`."""
     result = _matmul(a, b, dtype).to(dtype)
     return result if call.bias is None else result + call.bias.to(dtype)
 
 
-@_product(1, "bri bci brc", (-1,), (-1,))
+@_product(1, "bri", "bci", "brc")
 def matmul_grad_left(g: Factor, b: Factor, call: Options, dtype: torch.dtype) -> Tensor:
     """Return the gradient of a, of its shape: g @ b.T, summed over the batches that a was broadcast to."""
     vector = len(call.shape) == 1
@@ -117,7 +119,7 @@ def matmul_grad_left(g: Factor, b: Factor, call: Options, dtype: torch.dtype) ->
     return _matmul(g, b.mT, dtype).sum_to_size(*[1] * vector, *call.shape).reshape(tuple(call.shape))
 
 
-@_product(2, "bic bir brc", (-2,), (-2,))
+@_product(2, "bic", "bir", "brc")
 def matmul_grad_right(g: Factor, a: Factor, call: Options, dtype: torch.dtype) -> Tensor:
     """Return the gradient of b, of its shape: a.T @ g, summed over the batches that b was broadcast to."""
     vector = len(call.shape) == 1
@@ -128,7 +130,7 @@ def matmul_grad_right(g: Factor, a: Factor, call: Options, dtype: torch.dtype) -
     return _matmul(a.mT, g, dtype).sum_to_size(*call.shape, *[1] * vector).reshape(tuple(call.shape))
 
 
-@_product(0, "nchw fckl nfpq", (1, 2, 3), (1, 2, 3))
+@_product(0, "nchw", "fckl", "nfpq")
 def conv2d_forward(x: Factor, w: Factor, call: Options, dtype: torch.dtype) -> Tensor:
     """Return the convolution of images x with filters w. For one in one dim, give both a height of 1."""
     if isinstance(x, Tensor):
@@ -141,41 +143,35 @@ def conv2d_forward(x: Factor, w: Factor, call: Options, dtype: torch.dtype) -> T
     return _scaled(sums, x.scale, w.scale.reshape(-1, 1, 1), None if call.bias is None else call.bias[:, None, None])
 
 
-@_product(1, "nfpq fckl nchw", (1, 2, 3), (0, 2, 3))
+@_product(1, "nfpq", "fckl", "nchw")
 def conv2d_grad_input(g: Factor, w: Factor, call: Options, dtype: torch.dtype) -> Tensor:
     """Return the gradient of x, of its shape."""
     if isinstance(g, Tensor):
-        return _conv2d_input(g, w, call)
+        return _conv2d_backward(g, w, call, 0)
     done = kernels.convolution(g, w, None, tuple(call.shape[2:]), call.geometry, turned=True)
     if done is not None:
         return done
-    sums = _conv2d_input(g.values.double(), w.values.double(), call)
+    sums = _conv2d_backward(g.values.double(), w.values.double(), call, 0)
     return _scaled(sums, g.scale, w.scale.reshape(-1, 1, 1))
 
 
-@_product(2, "nfpq nchw fckl", (0, 2, 3), (0, 2, 3))
+@_product(2, "nfpq", "nchw", "fckl")
 def conv2d_grad_weight(g: Factor, x: Factor, call: Options, dtype: torch.dtype) -> Tensor:
     """Return the gradient of w, of its shape."""
     if isinstance(g, Tensor):
-        return _conv2d_weight(g, x, call)
+        return _conv2d_backward(g, x, call, 1)
     done = kernels.filters(g, x, tuple(call.shape[2:]), call.geometry)
     if done is not None:
         return done
-    sums = _conv2d_weight(g.values.double(), x.values.double(), call)
+    sums = _conv2d_backward(g.values.double(), x.values.double(), call, 1)
     return _scaled(sums, g.scale.reshape(-1, 1, 1, 1), x.scale)
 
 
-def _conv2d_input(g: Tensor, w: Tensor, call: Options) -> Tensor:
-    return _conv2d_backward(g, g.new_zeros(1).expand(tuple(call.shape)), w, call, 0)
-
-
-def _conv2d_weight(g: Tensor, x: Tensor, call: Options) -> Tensor:
-    return _conv2d_backward(g, x, g.new_zeros(1).expand(tuple(call.shape)), call, 1)
-
-
-def _conv2d_backward(g: Tensor, x: Tensor, w: Tensor, call: Options, which: int) -> Tensor:
-    """Return one gradient. Of the factor that it belongs to, only the shape is read."""
+def _conv2d_backward(g: Tensor, other: Tensor, call: Options, which: int) -> Tensor:
+    """Return the gradient of the images (0) or of the filters (1), of which only the shape is read."""
     # Not by torch.nn.grad, which passes uninitialized numbers for it: a proof that looks at all factors counts them.
+    own = g.new_zeros(1).expand(tuple(call.shape))
+    x, w = (own, other) if which == 0 else (other, own)
     wanted = (which == 0, which == 1, False)
     made = torch.ops.aten.convolution_backward(g, x, w, None, *call.geometry, False, (0, 0), 1, wanted)
     return made[which]  # type: ignore[no-any-return]
@@ -208,12 +204,10 @@ def _is_constant(scale: Tensor, dims: Iterable[int]) -> bool:
 
 
 def _matmul(a: Factor, b: Factor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """Return a @ b; `dtype` and `bias` are for codes.
-
-    With a single matrix on the right, the rows of all batches are multiplied at once.
-    """
+    """Return a @ b; `dtype` and `bias` are for codes."""
     if isinstance(a, Tensor):
         return torch.matmul(a, b)
+    # With a single matrix on the right, the rows of all batches are multiplied at once.
     (x, first), (y, second) = _as_matrix(a, 0), _as_matrix(b, -1)
     many = y.ndim == 2 and x.ndim != 2
     rows = _rows(x) if many else x

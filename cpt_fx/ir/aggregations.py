@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from cpt_fx.ir.meta import example_of, module_path
+from cpt_fx.ir.meta import asks_for_size, example_of, module_path
 from cpt_fx.operators import Row, row_of
 from cpt_fx.operators.around import ADDS, DIVIDES, FILLED, MULTIPLIES, PASSED_ON, SUBTRACTS, SUMS
 from cpt_fx.recipes import Recipe
@@ -44,8 +44,17 @@ def parametrization_of(node: fx.Node, kinds: Mapping[str, type[nn.Module] | None
     return None
 
 
-def elementwise_spec(node: fx.Node, recipe: Recipe, weights: set[fx.Node], trained: set[fx.Node]) -> Row | None:
-    """Return the row of an addition, product or sum that the recipe quantizes, or None."""
+def row_in_graph(node: fx.Node, recipe: Recipe, weights: set[fx.Node], trained: set[fx.Node]) -> Row | None:
+    """Return the row of an operator of the table, or of an addition, product or sum that the recipe quantizes."""
+    row = row_of(node)
+    if row is None:
+        return _elementwise(node, recipe, weights, trained)
+    # An embedding_bag whose table is not a parameter sums messages.
+    is_bag = row.name == "embedding_bag" and len(node.args) > 1 and node.args[1] not in weights
+    return NEIGHBOUR_BAG if is_bag else row
+
+
+def _elementwise(node: fx.Node, recipe: Recipe, weights: set[fx.Node], trained: set[fx.Node]) -> Row | None:
     if node.op not in ("call_function", "call_method"):
         return None
     aggregates = recipe.aggregation is not None
@@ -68,13 +77,6 @@ def elementwise_spec(node: fx.Node, recipe: Recipe, weights: set[fx.Node], train
         if recipe.scale is not None:
             return SCALE
     return None
-
-
-def bag_spec(node: fx.Node, spec: Row, weights: set[fx.Node]) -> Row:
-    """Return the row of a node: an embedding_bag whose table is not a parameter sums messages."""
-    if spec.name != "embedding_bag" or len(node.args) < 2 or node.args[1] in weights:
-        return spec
-    return NEIGHBOUR_BAG
 
 
 def carries_no_message(node: fx.Node, spec: Row, trained: set[fx.Node]) -> bool:
@@ -142,9 +144,7 @@ def mean_after(node: fx.Node) -> fx.Node:
 
 def _reads_size(user: fx.Node, node: fx.Node) -> bool:
     """Return whether a node reads only the shape, dtype or device of another, not its values."""
-    if user.target is getattr:
-        return user.args[1] in ("shape", "ndim", "dtype", "device")
-    if user.target in ("size", "dim", "numel") or user.target in FILLED:
+    if asks_for_size(user) or user.target in FILLED:
         return True
     return user.target in ("expand_as", "view_as", "reshape_as") and user.args[0] is not node
 

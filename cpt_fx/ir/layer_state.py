@@ -51,10 +51,8 @@ def holder_of(root: nn.Module, layer: str) -> tuple[str, nn.Module, str]:
 
 def home_of(module: nn.Module) -> Tensor | None:
     """Return a tensor of a module, or of a module inside it, on whose device the module's state belongs, or None."""
-    for tensor in (*module._parameters.values(), *module._buffers.values()):
-        if tensor is not None:
-            return tensor
-    return next(chain(module.parameters(), module.buffers()), None)
+    own = chain(module._parameters.values(), module._buffers.values())
+    return next((tensor for tensor in chain(own, module.parameters(), module.buffers()) if tensor is not None), None)
 
 
 def place_for_widths(root: nn.Module, otherwise: torch.device) -> torch.device:

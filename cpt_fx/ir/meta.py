@@ -168,6 +168,13 @@ def example_of(node: fx.Node) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
 
 
+def asks_for_size(node: fx.Node) -> bool:
+    """Return whether a node asks a tensor for its shape, dtype or device, not for its values."""
+    if node.target is getattr:
+        return node.args[1] in ("shape", "ndim", "dtype", "device")
+    return node.target in ("size", "dim", "numel")
+
+
 def module_path(node: fx.Node) -> tuple[str, str]:
     """Return `(path, call)`: the innermost module a node came from, and which call of it (path, path@1, ...)."""
     stack = node.meta.get("nn_module_stack")
@@ -193,8 +200,12 @@ def around(node: fx.Node) -> list[tuple[str, type[nn.Module] | None]]:
     stack = module_stack(node)
     path = stack[-1][0] if stack else ""
     known = {name for name, _ in stack}
-    above = (path[:place] for place, character in enumerate(path) if character == ".")
-    return [*((name, None) for name in above if name not in known), *stack]
+    return [*((name, None) for name in above_of(path) if name not in known), *stack]
+
+
+def above_of(path: str) -> list[str]:
+    """Return the dotted paths of the modules above a path, outermost first."""
+    return [path[:place] for place, character in enumerate(path) if character == "."]
 
 
 def get_attribute(root: nn.Module, path: str) -> Any:

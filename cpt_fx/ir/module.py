@@ -79,11 +79,10 @@ _AS_MADE = "_cpt_fx_as_made"
 
 def _outline(graph: fx.Graph) -> list[tuple[Any, ...]]:
     """Return a summary of a graph that is the same in every process."""
-    return [(node.op, _said(node.target), [used.name for used in node.all_input_nodes]) for node in graph.nodes]
-
-
-def _said(target: Any) -> str:
-    return getattr(target, "__qualname__", None) or str(target)
+    return [
+        (node.op, getattr(node.target, "__qualname__", None) or str(node.target), list(map(str, node.all_input_nodes)))
+        for node in graph.nodes
+    ]
 
 
 def blank() -> QuantizedGraphModule:

@@ -63,13 +63,13 @@ class Transformed(nn.Module):
         held = PART in self.__dict__
         super().__setattr__(name, own_function(self, name, value) if held else value)
         if held and isinstance(value, nn.Module):
-            take_in(value, part_of(self).session)
+            _take_in(self, value)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         """Add a module, which from now on runs rewritten graphs, too."""
         super().add_module(name, module)
-        if module is not None and PART in self.__dict__:
-            take_in(module, part_of(self).session)
+        if module is not None:
+            _take_in(self, module)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Transformed:
         """Move our tensors with the module but keep their dtype: half precision is too coarse for a running average."""
@@ -291,8 +291,7 @@ def _insert_of(cls: Any) -> Callable[..., Any]:
     def insert(self: nn.Module, index: int, module: nn.Module) -> Any:
         # It writes to the dict of modules, bypassing `add_module`.
         inserted = cls.insert(self, index, module)
-        if PART in self.__dict__:
-            take_in(self, part_of(self).session)
+        _take_in(self, self)
         return inserted
 
     return insert
@@ -362,10 +361,7 @@ class _Graph:
 
 
 def adopt(tree: nn.Module, session: Session) -> bool:
-    """Switch all modules of a tree that may multiply to their derived classes, in place.
-
-    Returns whether any of them is new to the session.
-    """
+    """Switch all modules of a tree that may multiply to their derived classes; return whether any is new to it."""
     part: Part | None = tree.__dict__.get(PART)
     is_another = part is not None and tree is part.session.root is not session.root
     if is_another or isinstance(tree, parametrize.ParametrizationList):
@@ -385,10 +381,12 @@ def adopt(tree: nn.Module, session: Session) -> bool:
     return found
 
 
-def take_in(module: nn.Module, session: Session) -> None:
-    """Adopt a module that was put into the tree, and check the ranges again: it has learned none."""
-    adopt(module, session)
-    session.look_again()
+def _take_in(holder: nn.Module, module: nn.Module) -> None:
+    """Adopt a module that was put into one of a result, and check the ranges again: it has learned none."""
+    if PART in holder.__dict__:
+        session = part_of(holder).session
+        adopt(module, session)
+        session.look_again()
 
 
 def may_multiply(module: nn.Module) -> bool:

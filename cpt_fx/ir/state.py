@@ -164,24 +164,19 @@ class Precision(_State):
         schedule, (position, digest) = self.schedule, mark.tolist()
         if schedule is None or schedule.position == position:
             return
-        if mark.is_floating_point():
-            warnings.warn(
-                f"the checkpoint of {name} was averaged or cast, its position too (about {position:.0f}); the schedule "
-                f"keeps its own position, {schedule.position}",
-                stacklevel=2,
-            )
-            return
-        if schedule.position == 0 and digest and digest == _digest(schedule):
+        is_equal = digest == _digest(schedule)
+        if not mark.is_floating_point() and schedule.position == 0 and digest and is_equal:
             schedule.position = position
             end = "" if schedule.total_steps is None else f" of {schedule.total_steps}"
             LOGGER.warning("%s continues at step %d%s; `schedule.reset()` starts anew", name, position, end)
+            return
+        if mark.is_floating_point():
+            was, hint = f"averaged or cast, its position too (about {position:.0f})", ""
         else:
-            warnings.warn(
-                f"the checkpoint of {name} was made at step {position}"
-                f"{'' if digest == _digest(schedule) else ' of another schedule'}; the schedule keeps its own "
-                f"position, {schedule.position}: set `schedule.position = {position}` to go on from there",
-                stacklevel=2,
-            )
+            was = f"made at step {position}{'' if is_equal else ' of another schedule'}"
+            hint = f": set `schedule.position = {position}` to go on from there"
+        keeps = f"the schedule keeps its own position, {schedule.position}{hint}"
+        warnings.warn(f"the checkpoint of {name} was {was}; {keeps}", stacklevel=2)
 
     def stand_on(self, device: torch.device) -> None:
         """Move the widths to a device, and the counters to the devices of their layers."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from cpt_fx.ir.meta import WEIGHT, example_of, get_attribute, is_transposed
+from cpt_fx.ir.meta import WEIGHT, asks_for_size, example_of, get_attribute, is_transposed
 from cpt_fx.ir.subgraphs import SubgraphCall
 
 
@@ -28,13 +28,10 @@ class WeightTracker:
         """Process the next node."""
         if self.is_weight(node):
             self.weights.add(node)
-        if node in self.weights or self._depends_on_a_parameter(node):
+        calls = node.op == "call_module"
+        owns = calls and any(True for _ in self.module.get_submodule(str(node.target)).parameters())
+        if owns or node in self.weights or any(used in self.trained for used in node.all_input_nodes):
             self.trained.add(node)
-
-    def _depends_on_a_parameter(self, node: fx.Node) -> bool:
-        if node.op == "call_module" and any(True for _ in self.module.get_submodule(str(node.target)).parameters()):
-            return True
-        return any(used in self.trained for used in node.all_input_nodes)
 
     def enter(self, call: SubgraphCall) -> None:
         """Pass on to the inputs of a subgraph what is known about their values."""
@@ -86,12 +83,8 @@ def _is_size(node: fx.Node) -> bool:
     if known is not None:
         return isinstance(known, (int, torch.SymInt, torch.Size))
     # Traces of torch.fx hold no examples: sizes are what a tensor is asked for, and numbers computed from them.
-    if node.target is getattr:
-        return node.args[1] in ("shape", "ndim", "dtype", "device")
     parts = node.all_input_nodes
-    return node.target in ("size", "dim", "numel") or (
-        node.target in _ARITHMETIC and bool(parts) and all(map(_is_size, parts))
-    )
+    return asks_for_size(node) or (node.target in _ARITHMETIC and bool(parts) and all(map(_is_size, parts)))
 
 
 _ARITHMETIC = (operator.getitem, operator.add, operator.sub, operator.mul, operator.floordiv)

@@ -75,15 +75,12 @@ def _captured(module: fx.GraphModule) -> Violations:
             yield f"not a well-formed graph: two values are called {node.name}"
         if node.op == "call_function" and not callable(node.target):
             yield f"not a well-formed graph: {node.name} calls {node.target!r}, which is no function"
-        if node.op in _VERBS and not _exists(module, node):
-            yield f"not a well-formed graph: {node.name} {_VERBS[node.op]} {node.target}, which does not exist"
+        if node.op in _VERBS:
+            found = attribute_or_none(module, str(node.target))
+            if found is None or (node.op == "call_module" and not isinstance(found, nn.Module)):
+                yield f"not a well-formed graph: {node.name} {_VERBS[node.op]} {node.target}, which does not exist"
         made.add(node)
         names.add(node.name)
-
-
-def _exists(module: fx.GraphModule, node: fx.Node) -> bool:
-    found = attribute_or_none(module, str(node.target))
-    return isinstance(found, nn.Module) if node.op == "call_module" else found is not None
 
 
 def _normalized(module: fx.GraphModule) -> Violations:

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from cpt_fx.operators.row import Row, left
+from cpt_fx.operators.row import Row, left, with_in_place
 
 
 def _scatter(name: str, *arguments: str) -> tuple[Row, Row]:
     """Return the rows of a sum over neighbours: to a new tensor, and in place."""
     source = next(place for place, argument in enumerate(arguments) if argument in ("source", "src", "values"))
     keywords = (("self", "input"),)
-    operands, in_place = ((source, "input"),), f"{name}_"
-    return (
-        Row("aggregation", name, arguments, operands, names=(name,), keywords=keywords),
-        Row("aggregation", in_place, arguments, operands, names=(in_place,), keywords=keywords, fresh=False,
-            function=getattr(torch.Tensor, in_place)),
-    )  # fmt: skip
+    return with_in_place(Row("aggregation", name, arguments, ((source, "input"),), names=(name,), keywords=keywords))
 
 
 def _sparse(name: str, *arguments: str, **more: Any) -> Row:

@@ -10,8 +10,9 @@ from torch import nn
 
 from cpt_fx.operators.row import Call, Row, left
 
-_FUSED = "fused attention: its two products are not separate operators in this graph"
+_TWO = "fused attention: its two products are not separate operators in this graph"
 _INSIDE = "its products are not separate operators in this graph"
+_FUSED = f"fused attention: {_INSIDE}"
 _FLASH = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 
@@ -28,7 +29,7 @@ def _forward_and_backward(*names: str) -> dict[str, tuple[int, ...]]:
 
 ROWS = (
     Row(
-        "", "scaled_dot_product_attention", function=F.scaled_dot_product_attention, left=_FUSED,
+        "", "scaled_dot_product_attention", function=F.scaled_dot_product_attention, left=_TWO,
         names=("scaled_dot_product_attention",), converts={_FLASH: _flash}, firsts=(_FLASH,),
         kernels=_forward_and_backward(
             *(f"_scaled_dot_product_{kind}{end}"
@@ -41,24 +42,24 @@ ROWS = (
         ),
     ),
     Row(
-        "", "multi_head_attention_forward", function=F.multi_head_attention_forward,
-        left=f"fused attention: {_INSIDE}", modules=(nn.MultiheadAttention,),
+        "", "multi_head_attention_forward", function=F.multi_head_attention_forward, left=_FUSED,
+        modules=(nn.MultiheadAttention,),
     ),
-    left(f"fused attention: {_INSIDE}", "_native_multi_head_attention", function=torch._native_multi_head_attention),
+    left(_FUSED, "_native_multi_head_attention", function=torch._native_multi_head_attention),
     left(
         f"fused encoder layer: {_INSIDE}", "_transformer_encoder_layer_fwd",
         function=torch._transformer_encoder_layer_fwd,
     ),
     left(
-        f"fused attention: {_INSIDE}", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+        _FUSED, "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_attention_math",
         "_scaled_dot_product_fused_attention_overrideable", "_flash_attention_forward", "_efficient_attention_forward",
         "_cudnn_attention_forward", "_triton_scaled_dot_attention", "_triton_multi_head_attention",
         name="fused_attention",
     ),
-    left(f"fused attention: {_INSIDE}", "_flash_attention_forward_no_dropout_inplace"),
+    left(_FUSED, "_flash_attention_forward_no_dropout_inplace"),
     left(
-        f"fused attention: {_INSIDE}: call scaled_dot_product_attention", name="flex_attention",
+        f"{_FUSED}: call scaled_dot_product_attention", name="flex_attention",
         others=(torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward),
     ),
 )  # fmt: skip

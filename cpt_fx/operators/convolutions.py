@@ -13,8 +13,6 @@ from cpt_fx.operators.row import Call, Places, Row, left
 _KERNELS: dict[str, Places] = {
     **dict.fromkeys(
         ("convolution", "convolution_overrideable", "_convolution", "_convolution_mode", "mkldnn_convolution",
-        "cudnn_convolution_relu", "cudnn_convolution_add_relu", "miopen_convolution_relu",
-        "miopen_convolution_add_relu",
          "cudnn_convolution", "cudnn_convolution_transpose", "cudnn_convolution_relu", "cudnn_convolution_add_relu",
          "miopen_convolution", "miopen_convolution_transpose", "miopen_depthwise_convolution",
          "miopen_convolution_relu", "miopen_convolution_add_relu", "_mps_convolution", "_mps_convolution_transpose",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from cpt_fx.operators.row import Call, Groups, Row, left
+from cpt_fx.operators.row import Call, Groups, Row, left, with_in_place
 
 _VF: Any = torch._C._VariableFunctions
 """Namespace of the builtins that torch's functions in Python call."""
@@ -21,7 +21,7 @@ def _product(name: str, *names: str, addend: bool = False, right: int = -2, **mo
     # For any rank: the left operand has a range per row, the right one per column (per row with right=-1).
     channels: tuple[tuple[int, Groups], ...] = ((first, ((), (-1,))), (first + 1, ((), (right,))))
     bias = ((0, "bias"),) if addend else ()
-    more.setdefault("keywords", (("self", "input"), ("mat2", "other")) if not addend else (("self", "input"),))
+    more.setdefault("keywords", _SELF if addend else (*_SELF, ("mat2", "other")))
     return Row("matmul", name, arguments, bias + operands, channels, names=names or (name,), **more)
 
 
@@ -31,21 +31,8 @@ def _added_flops(addend: Any, left: Any, right: Any, *rest: Any, **options: Any)
 
 def _added(name: str, *keywords: tuple[str, str], flops: Any = _added_flops, **more: Any) -> tuple[Row, Row]:
     """Return the rows of a product with an addend: to a new tensor, and in place."""
-    renamed = (("self", "input"), *keywords)
-    in_place = f"{name}_"
-    function = getattr(torch.Tensor, in_place)
-    return (
-        _product(name, addend=True, keywords=renamed, flops={f"aten::{name}": flops}, **more),
-        _product(in_place, addend=True, keywords=renamed, flops={f"aten::{in_place}": flops}, function=function,
-                 fresh=False),
-    )  # fmt: skip
-
-
-def _either(name: str, **more: Any) -> Row:
-    """Return a product whose output axes depend on how it is called: no operand has channels."""
-    return Row(
-        "matmul", name, ("input", "other"), ((0, "either"), (1, "either")), names=(name,), keywords=_SELF, **more
-    )
+    renamed = (*_SELF, *keywords)
+    return with_in_place(_product(name, addend=True, keywords=renamed, flops={f"aten::{name}": flops}, **more))
 
 
 def _several(name: str, argument: str, start: int = 0, **more: Any) -> Row:
@@ -80,6 +67,7 @@ def _grouped_flops(a: Any, b: Any, *rest: Any, out_shape: Any, **options: Any) -
     return 2 * torch.Size(out_shape).numel() * int(a[-1])
 
 
+_BOTH = ((0, "either"), (1, "either"))
 _SELF = (("self", "input"),)
 _GROUPED = (("mat_a", "input"), ("self", "input"), ("mat_b", "other"), ("mat2", "other"), ("weight", "other"))
 _SCALED = tuple(getattr(F, name) for name in ("scaled_mm", "scaled_grouped_mm") if hasattr(F, name))
@@ -107,9 +95,10 @@ ROWS = (
     *_added("addmv", ("mat", "mat1"), ("vec", "mat2"), flops=_matrix_by_vector(1)),
     *_added("addr", ("vec1", "mat1"), ("vec2", "mat2")),
     _product("addmm_activation", "_addmm_activation", addend=True, flops={"aten::_addmm_activation": _added_flops}),
-    _either("kron"),
+    # The output axes of these two depend on the call: no operand has channels.
+    Row("matmul", "kron", ("input", "other"), _BOTH, names=("kron",), keywords=_SELF),
     Row(
-        "matmul", "tensordot", ("input", "other"), ((0, "either"), (1, "either")), function=torch.tensordot,
+        "matmul", "tensordot", ("input", "other"), _BOTH, function=torch.tensordot,
         keywords=(("a", "input"), ("b", "other")),
         converts=dict.fromkeys((_VF.tensordot, "aten::tensordot"), _by_dims),
     ),

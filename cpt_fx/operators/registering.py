@@ -21,7 +21,6 @@ from cpt_fx.recipes import FAMILIES
 
 _WHOLE: WeakSet[Callable[..., Any]] = WeakSet()
 """Functions that `whole` has marked."""
-KINDS = ("input", "weight", "either", "bias")
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ def register(
         raise ValueError("register needs either operands=, the arguments that are multiplied, or left=, a reason")
     check_choice("family", family, FAMILIES)
     for kind in given.values():
-        check_choice("operands", kind, KINDS)
+        check_choice("operands", kind, ("input", "weight", "either", "bias"))
     title, target, calls = _calls(function)
     known = list(dict.fromkeys(argument for call in calls for argument in call))
     for argument in (*given, *(output_axes or {}), *mutates):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 Target = Callable[..., Any]
 Call = tuple[Target | str, tuple[Any, ...], dict[str, Any]]
@@ -79,6 +79,14 @@ class Row:
             return ()
         places = tuple(place for place, kind in self.operands if kind != "bias")
         return places if self.variadic is None else (*places, self.variadic)
+
+
+def with_in_place(row: Row) -> tuple[Row, Row]:
+    """Return a row, and the row of the tensor method that writes the same result in place."""
+    name = f"{row.name}_"
+    flops = {f"{key}_": count for key, count in row.flops.items()}
+    function = getattr(Tensor, name)
+    return row, replace(row, name=name, names=(name,), function=function, flops=flops, fresh=False, integer="")
 
 
 def left(reason: str, *names: str, name: str = "", **more: Any) -> Row:

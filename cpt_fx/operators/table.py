@@ -100,18 +100,13 @@ def remove(row: Row) -> None:
 
 
 def _add_kernels(row: Row) -> None:
-    for name, places in _kernels_of(row).items():
-        if places is not None or name not in KERNELS:  # what one row leaves may be the kernel of another
-            KERNELS[name] = places
+    # Rows omit the namespace `aten::`.
+    found: dict[str, Places | None] = dict.fromkeys(row.names, None if row.left else row.factors)
+    for name, places in {**found, **row.kernels}.items():
+        full = name if "::" in name else f"aten::{name}"
+        if places is not None or full not in KERNELS:  # what one row leaves may be the kernel of another
+            KERNELS[full] = places
     FLOPS.update(row.flops)
-
-
-def _kernels_of(row: Row) -> dict[str, Places | None]:
-    """Return the positions of what a row's operators multiply, by full name; rows omit the namespace `aten::`."""
-    names = [key for key in row.names if not key.endswith("::")]
-    own: Places | None = None if row.left else row.factors
-    whole = {name if "::" in name else f"aten::{name}": own for name in names}
-    return {**whole, **{f"aten::{name}": places for name, places in row.kernels.items()}}
 
 
 def form_of(target: Any) -> Form | None:
@@ -214,11 +209,8 @@ def factors(func: torch._ops.OpOverload) -> Places:
     Empty for one that multiplies nothing. A position may hold a list of tensors, all of which are multiplied, or None
     if it is optional.
     """
-    known: Places | None = ()
-    if func in FORMS:
-        known = None if FORMS[func].row.left else FORMS[func].row.factors
-    else:
-        known = KERNELS.get(func._schema.name, ())
+    row = FORMS[func].row if func in FORMS else None
+    known = KERNELS.get(func._schema.name, ()) if row is None else None if row.left else row.factors
     if known is not None:
         return known
     return tuple(place for place, given in enumerate(func._schema.arguments) if "Tensor" in str(given.type))

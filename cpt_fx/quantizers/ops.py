@@ -311,16 +311,9 @@ for _function in (_quantized_gradient, LearnedRange.backward):
     skip_frame(_function.__code__, inside=True)
 
 
-def _mark_compile_caches() -> None:
-    """Add a hash of our code, which compilers trace through, to the keys of torch's caches.
-
-    Compilers cache on disk what they made of a graph, under the names of its operators. What ours do may change from
-    one version to the next.
-    """
-    torch.compiler.config.cache_key_tag += f" cpt_fx:{digest_of_code()}"
-
-
-_mark_compile_caches()
+# Compilers cache on disk what they made of a graph, under the names of its operators. They trace through ours, which
+# may change from one version to the next: a hash of our code is part of the keys.
+torch.compiler.config.cache_key_tag += f" cpt_fx:{digest_of_code()}"
 LIBRARY = torch.library.Library("cpt_fx", "DEF")
 
 
