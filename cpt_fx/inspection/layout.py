@@ -55,15 +55,14 @@ def plan(item: Item) -> RowPlan:
     graph.add_nodes_from(sorted((child.id for child in item.children), key=order.__getitem__))
     graph.add_edges_from(forward)
     ranks = _ranks(graph, {child.id: child.kind for child in item.children})
-    rows: list[list[str]] = [[] for _ in range(max(ranks.values(), default=0) + 1)]
-    for node in sorted(graph, key=order.__getitem__):
-        rows[ranks[node]].append(node)
+    nodes = sorted(graph, key=order.__getitem__)
+    rows = [[node for node in nodes if ranks[node] == rank] for rank in sorted(set(ranks.values()))]
     chains = _lanes(rows, ranks, forward)
     links = nx.DiGraph()
     links.add_nodes_from(itertools.chain.from_iterable(rows))
     for chain in chains:
         nx.add_path(links, chain)
-    return RowPlan(_untangle([row for row in rows if row], links), chains, links, back)
+    return RowPlan(_untangle(rows, links), chains, links, back)
 
 
 def _ranks(graph: nx.DiGraph, kinds: dict[str, str]) -> dict[str, int]:
@@ -185,7 +184,7 @@ def _stacked(plan: RowPlan, boxes: Boxes, x: dict[str, float], starts: list[int]
         left += max((x[node] + half for node, half in nodes), default=0.0) - low
         y = gap = 0.0
         for row in plan.rows[first:end]:
-            height = max((boxes[node].height for node in row if node in boxes), default=0.0)
+            height = max(boxes.get(node, _LANE).height for node in row)
             y += gap if height and y else min(gap, PORT_Y)
             placed.row_top.append(y)
             placed.row_height.append(height)
@@ -199,18 +198,15 @@ def _stacked(plan: RowPlan, boxes: Boxes, x: dict[str, float], starts: list[int]
 
 def _straighten(plan: RowPlan, width: dict[str, float], x: dict[str, float]) -> None:
     """Move the lanes of an edge onto one vertical line, as far down as their neighbours leave room."""
-    lanes: dict[str, list[str]] = {}
-    room: dict[str, tuple[str | None, str | None]] = {}
+    lanes: dict[str, list[tuple[str, str | None, str | None]]] = {}
     for row in plan.rows:
         for node, before, after in zip(row, [None, *row[:-1]], [*row[1:], None], strict=True):
             if "~" in node:
-                lanes.setdefault(node.rpartition("~")[0], []).append(node)
-                room[node] = (before, after)
+                lanes.setdefault(node.rpartition("~")[0], []).append((node, before, after))
     for chain in (*lanes.values(), *lanes.values()):
         line: list[str] = []
         low, high = -math.inf, math.inf
-        for node in chain:
-            before, after = room[node]
+        for node, before, after in chain:
             least = -math.inf if before is None else x[before] + (width[before] + LANE) / 2 + TIGHT
             most = math.inf if after is None else x[after] - (width[after] + LANE) / 2 - TIGHT
             if max(low, least) > min(high, most):
