@@ -33,8 +33,8 @@ _LANE = Box(LANE, 0.0)
 class RowPlan:
     """Rows of ids, and every edge as the chain of ids it runs through.
 
-    An id with a `~` is a lane: the place of a long edge in a row that it crosses. An edge that shares lanes with an
-    earlier one starts at the last of them.
+    An id with `..`, which no name of a module can hold, is a lane: the place of a long edge in a row that it crosses.
+    An edge that shares lanes with an earlier one starts at the last of them.
     """
 
     rows: list[list[str]]
@@ -86,7 +86,7 @@ def _lanes(rows: list[list[str]], ranks: dict[str, int], edges: list[tuple[str, 
     for a, b in edges:
         chain = [a]
         for rank in range(ranks[a] + 1, ranks[b]):
-            lane = f"{a}~{rank}"
+            lane = f"{a}..{rank}"
             if lane in rows[rank]:
                 chain = [lane]
             else:
@@ -162,7 +162,7 @@ def place(plan: RowPlan, boxes: Boxes) -> Placed:
                 if sweep > 5 or not near:
                     near = above + below
                 # Links between boxes weigh most, so that the main path is straight and lanes give way.
-                weights = [(8.0, 0.05, 4.0)[("~" in node) + ("~" in other)] for other in near]
+                weights = [(8.0, 0.05, 4.0)[(".." in node) + (".." in other)] for other in near]
                 wish = sum((x[other] + axis[other]) * weight for other, weight in zip(near, weights, strict=True))
                 wanted.append(wish / sum(weights) - axis[node] if near else x[node])
             _settle(row, wanted, width, x)
@@ -201,8 +201,8 @@ def _straighten(plan: RowPlan, width: dict[str, float], x: dict[str, float]) -> 
     lanes: dict[str, list[tuple[str, str | None, str | None]]] = {}
     for row in plan.rows:
         for node, before, after in zip(row, [None, *row[:-1]], [*row[1:], None], strict=True):
-            if "~" in node:
-                lanes.setdefault(node.rpartition("~")[0], []).append((node, before, after))
+            if ".." in node:
+                lanes.setdefault(node.rpartition("..")[0], []).append((node, before, after))
     for chain in (*lanes.values(), *lanes.values()):
         line: list[str] = []
         low, high = -math.inf, math.inf
@@ -248,7 +248,7 @@ def _settle(row: list[str], wanted: list[float], width: dict[str, float], x: dic
     offsets = list(itertools.accumulate(gaps, initial=0.0))
     pools: list[tuple[float, float, int]] = []
     for node, want, shift in zip(row, wanted, offsets, strict=True):
-        mean, weight, count = want - shift, 0.1 if "~" in node else 1.0, 1
+        mean, weight, count = want - shift, 0.1 if ".." in node else 1.0, 1
         while pools and pools[-1][0] > mean:
             other, others, members = pools.pop()
             mean = (mean * weight + other * others) / (weight + others)
@@ -264,7 +264,7 @@ def in_columns(plan: RowPlan, placed: Placed, boxes: Boxes) -> Placed:
     A column may start only at a row that a single edge enters, into a box; those nearest to equal heights are taken.
     """
     entering = [[node for node in row for _ in plan.links.pred[node]] for row in plan.rows]
-    possible = [row for row, nodes in enumerate(entering) if len(nodes) == 1 and "~" not in nodes[0]]
+    possible = [row for row, nodes in enumerate(entering) if len(nodes) == 1 and ".." not in nodes[0]]
     if placed.height <= TALL or plan.back or not possible:
         return placed
     fitting = []

@@ -17,7 +17,7 @@ function apart(plan, boxes, half) {
   const straight = ([enter, leave] = [0, 0]) => Math.abs(enter - leave) < 6 ? enter : 0;
   const aside = id => plan.x[id] - from[column(id)] - straight(boxes.get(id)?.port);
   const pairs = plan.rows.flatMap(row => row.slice(1).map((b, i) => {
-    const a = row[i], gap = (a + b).includes("~") ? S.tight : S.gapX;
+    const a = row[i], gap = (a + b).includes("..") ? S.tight : S.gapX;
     return [column(a), column(b), half(a) + half(b) + gap + aside(a) - aside(b)];
   }));
   const pushed = (from, pairs) => from.reduce((to, x, k) => {
@@ -50,7 +50,7 @@ function place(plan, boxes) {
 function edge(chain, aside, p, boxes) {
   const first = chain[0], last = chain[chain.length - 1], from = boxes.get(first), to = boxes.get(last);
   let r = p.rowOf[first], x = p.x[first] + (from?.port?.[1] ?? 0);
-  let path = `M${n(x)} ${n(first.includes("~") ? p.rows[r].bottom : p.top[first] + (from?.h ?? 0))}`;
+  let path = `M${n(x)} ${n(first.includes("..") ? p.rows[r].bottom : p.top[first] + (from?.h ?? 0))}`;
   for (const id of chain.slice(1)) {
     const { bottom } = p.rows[r], { top } = p.rows[++r], middle = n((bottom + top) / 2);
     const next = p.x[id] + (id === last ? to?.port?.[0] ?? aside : 0);

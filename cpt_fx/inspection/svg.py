@@ -128,7 +128,7 @@ def _edge(chain: list[str], aside: float, placed: Placed, boxes: Boxes) -> str:
     x, y, row = placed.x[first], placed.top[first], placed.row_of[first]
     if source is not None:
         x, y = x + (source.port[1] if source.port else 0.0), y + source.height
-    elif "~" in first:
+    elif ".." in first:
         y += placed.row_height[row]
     path = [f"M{number(x)} {number(y)}"]
     for node in chain[1:]:
