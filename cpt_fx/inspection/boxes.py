@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from html import escape
 
-from cpt_fx.inspection.table import ROLES, width_text, widths_by_role
+from cpt_fx.inspection.table import ROLES, widths_by_role
 from cpt_fx.inspection.tree import Item
 
 CODE = 7.3
@@ -63,58 +63,46 @@ def box_of(item: Item) -> Box:
     """Return the box of a node, or of a collapsed module."""
     if item.kind == "module":
         return _module(item)
-    if item.kind == "quantizer":
-        return _quantizer(item)
     title, subtitle = shortened(item.title), shortened(item.subtitle, 40)
-    if item.kind == "operator":
-        width = max(len(title) * CODE, plain(subtitle), 44) + 24
-        height = 40.0 if subtitle else 30.0
-        lines = text("t c", width / 2, 14 if subtitle else 15, title) + text("s c", width / 2, 28, subtitle)
-        return Box(width, height, rectangle("body", 0, 0, width, height, 7) + lines)
-    if item.kind in ("input", "output"):
-        width = max(len(title) * CODE, 40) + 28
-        return Box(width, 28, rectangle("body", 0, 0, width, 28, 14) + text("t c", width / 2, 14, title))
     wide = len(title) * CODE
-    width = wide + (plain(subtitle) + 8 if subtitle else 0) + 26
-    label = text("t", 13, 13, title) + text("s", 13 + wide + 8, 13, subtitle)
-    return Box(width, 26, rectangle("body", 0, 0, width, 26, 13) + label)
+    if item.kind == "quantizer" and item.view is not None:
+        badge = rectangle("badge", 4, 4, BADGE - 4, 32, 5) + text("n", 4 + (BADGE - 4) / 2, 20, str(item.view.bits))
+        lines = text("t", BADGE + 9, 14, title) + text("s", BADGE + 9, 28, subtitle)
+        return _card(max(wide, plain(subtitle)) + BADGE + 22, 40, 7, badge + lines)
+    if item.kind == "operator":
+        width = max(wide, plain(subtitle), 44) + 24
+        lines = text("t c", width / 2, 14 if subtitle else 15, title) + text("s c", width / 2, 28, subtitle)
+        return _card(width, 40 if subtitle else 30, 7, lines)
+    if item.kind in ("input", "output"):
+        width = max(wide, 40) + 28
+        return _card(width, 28, 14, text("t c", width / 2, 14, title))
+    lines = text("t", 13, 13, title) + text("s", 13 + wide + 8, 13, subtitle)
+    return _card(wide + (plain(subtitle) + 8 if subtitle else 0) + 26, 26, 13, lines)
 
 
-def _quantizer(item: Item) -> Box:
-    assert item.view is not None
-    title, subtitle = shortened(item.title), shortened(item.subtitle, 40)
-    width = max(len(title) * CODE, plain(subtitle)) + BADGE + 22
-    parts = (
-        rectangle("body", 0, 0, width, 40, 7),
-        rectangle("badge", 4, 4, BADGE - 4, 32, 5),
-        text("n", 4 + (BADGE - 4) / 2, 20, str(item.view.bits)),
-        text("t", BADGE + 9, 14, title),
-        text("s", BADGE + 9, 28, subtitle),
-    )
-    return Box(width, 40, "".join(parts))
+def _card(width: float, height: float, radius: float, content: str) -> Box:
+    return Box(width, height, rectangle("body", 0, 0, width, height, radius) + content)
 
 
 def _module(item: Item) -> Box:
-    views = item.views()
-    widths = widths_by_role(views)
     title, subtitle = shortened(item.title), shortened(module_note(item), 44)
-    chips = [(role, f"{role[0].upper()} {width_text(bits)}") for role, bits in widths.items()]
-    sizes = [len(label) * CODE + 14 for _, label in chips]
-    row = sum(sizes) + 5 * max(len(chips) - 1, 0)
-    width = max(len(title) * CODE + 18, plain(subtitle), row) + 24
+    chips, x = "", 12.0
+    for role, bits in widths_by_role(item.views()).items():
+        label = f"{role[0].upper()} {bits}"
+        size = len(label) * CODE + 14
+        chip = rectangle("badge", x, 44, size, 19, 5) + text("n", x + size / 2, 53.5, label)
+        chips += f'<g class="{role}">{chip}</g>'
+        x += size + 5
+    width = max(len(title) * CODE + 18, plain(subtitle), x - 17) + 24
     height = 72.0 if chips else 46.0
-    parts = [
+    parts = (
         rectangle("under", 3, 4, width, height, 9),
         rectangle("body", 0, 0, width, height, 9),
         text("t", 12, 16, title),
         text("s", 12, 32, subtitle),
         fold_sign(width - 15, 16, opened=False),
-    ]
-    x = 12.0
-    for (role, label), size in zip(chips, sizes, strict=True):
-        chip = rectangle("badge", x, 44, size, 19, 5) + text("n", x + size / 2, 53.5, label)
-        parts.append(f'<g class="{role}">{chip}</g>')
-        x += size + 5
+        chips,
+    )
     return Box(width + 3, height + 4, "".join(parts))
 
 

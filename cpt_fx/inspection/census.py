@@ -11,16 +11,16 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import thread as pool
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partialmethod
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.function import FunctionCtx
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _pop_mode, _push_mode
 
 from cpt_fx.capture.base import patched
 from cpt_fx.capture.standalone import transformed_in
@@ -251,7 +251,7 @@ class Seen:
         """Register the result of a quantizer."""
         if record is not None:
             self.values[id(record)] = self.values.get(id(record), 0) + result.numel()
-        with torch._C.DisableTorchFunction(), torch.no_grad(), _nobody():
+        with torch._C.DisableTorchFunction(), torch.no_grad(), _disable_current_modes():
             fits = self.grids.add(plain(result), bits, grid)
         if not fits:
             said = f"a quantizer shows more levels in one of its ranges than {bits} bits have"
@@ -389,19 +389,6 @@ def _name_of_node() -> str:
 
 
 @contextmanager
-def _nobody() -> Iterator[None]:
-    """Disable all dispatch modes, so that none of them sees what runs inside."""
-    modes = []
-    while torch._C._len_torch_dispatch_stack():
-        modes.append(_pop_mode())
-    try:
-        yield
-    finally:
-        for mode in reversed(modes):
-            _push_mode(mode)
-
-
-@contextmanager
 def _hooks_noted(seen: Seen) -> Iterator[None]:
     """Note which tensors the model's own code registers hooks on."""
     register: Any = Tensor.register_hook
@@ -423,20 +410,16 @@ def _hooks_noted(seen: Seen) -> Iterator[None]:
 def _in_every_thread(seen: Seen) -> Iterator[None]:
     """Watch also threads that start meanwhile, and tasks submitted to thread pools."""
 
-    def watched(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def watched(task: Any, run: Callable[..., Any], *args: Any) -> Any:
         # Pushed directly: `with` also sets flags of the whole process.
         if not seen.is_open or torch._C._len_torch_dispatch_stack():
-            return run(*args, **kwargs)
+            return run(task, *args)
         _push_mode(_Watch(seen))
         try:
-            return run(*args, **kwargs)
+            return run(task, *args)
         finally:
             _pop_mode()
 
     places: list[tuple[Any, str]] = [(threading.Thread, "_bootstrap_inner"), (pool._WorkItem, "run")]
-    with ExitStack() as stack:
-        for kind, name in places:
-            run = getattr(kind, name)
-            stack.callback(setattr, kind, name, run)
-            setattr(kind, name, lambda self, *args, run=run: watched(run, self, *args))
+    with patched({(kind, name): partialmethod(watched, getattr(kind, name)) for kind, name in places}):
         yield

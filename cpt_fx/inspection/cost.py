@@ -27,7 +27,7 @@ from torch import nn
 
 from cpt_fx.errors import check_choice, check_int
 from cpt_fx.formats import FULL_PRECISION
-from cpt_fx.inspection.flops import CountedProduct, graph_products, module_products
+from cpt_fx.inspection.flops import CountedProduct, counted_products
 from cpt_fx.ir.meta import Dial
 from cpt_fx.ir.result import sessions_in
 from cpt_fx.ir.state import dial_width
@@ -148,7 +148,7 @@ def cost(
     if count == "covered" and not transformed:
         raise ValueError(f"count='covered' asks what is quantized, and {type(model).__name__} is not transformed")
     kwargs = dict(example_kwargs or {})
-    products = (graph_products if transformed else module_products)(model, example_inputs, kwargs)
+    products = counted_products(model, example_inputs, kwargs, transformed)
     if not any(product.flops for product in products):
         kind = parts[0][1].kind if parts else type(model).__name__
         raise ValueError(

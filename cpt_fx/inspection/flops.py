@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class CountedProduct:
 
 
 @contextmanager
-def _counting(model: nn.Module, where: _Where) -> Iterator[FlopCounterMode]:
+def _counting(model: nn.Module) -> Iterator[FlopCounterMode]:
     """Count operations in evaluation mode, with the fused kernels disabled that the counter does not know."""
     fast_path = torch.backends.mha.get_fastpath_enabled()
     with ExitStack() as stack:
@@ -51,16 +52,11 @@ def _counting(model: nn.Module, where: _Where) -> Iterator[FlopCounterMode]:
         for module in model.modules():
             # The flags directly: a model may override `train()`.
             module.training = False
-        ours = {torch.ops.cpt_fx._multiply: _integer_flops} | {_operator(name): cost for name, cost in FLOPS.items()}
-        counter = FlopCounterMode(display=False, custom_mapping=ours)
+        ours = {attrgetter(name.replace("::", "."))(torch.ops): cost for name, cost in FLOPS.items()}
+        counter = FlopCounterMode(display=False, custom_mapping={torch.ops.cpt_fx._multiply: _integer_flops, **ours})
         # The default tracker would set hooks on all modules, which must then be called as modules.
-        counter.mod_tracker = where  # type: ignore[assignment]
+        counter.mod_tracker = _Where(model)  # type: ignore[assignment]
         yield stack.enter_context(counter)
-
-
-def _operator(name: str) -> Any:
-    namespace, _, packet = name.partition("::")
-    return getattr(getattr(torch.ops, namespace), packet)
 
 
 class _Where(nullcontext[None]):
@@ -97,31 +93,25 @@ def _place(path: str, node: fx.Node, known: Modules) -> tuple[str, Site | None]:
     return named_below(path, site.layer if site else module_of(node, known)), site
 
 
-def module_products(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[CountedProduct]:
-    """Count the operations of a plain model, each for the innermost module that it runs in."""
+def counted_products(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], transformed: bool
+) -> list[CountedProduct]:
+    """Count the operations of a model for each node of its graphs, and outside of these for the innermost module."""
     model = eager_model(model)
-    with _counting(model, _Where(model)) as counter:
+    if transformed:
+        model = _for_a_look(model)
+        _check_inputs(model, args, kwargs)
+    with _counting(model) as counter:
         run_aside(model, args, kwargs)
-    found = {product.layer: product for product in _products(counter)}
-    return [found[name] for name, _ in model.named_modules() if name in found]
-
-
-def graph_products(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[CountedProduct]:
-    """Count the operations of a transformed model for each node, and outside of all graphs for each module."""
-    model = _for_a_look(eager_model(model))
-    _check_inputs(model, args, kwargs)
-    with _counting(model, _Where(model)) as counter:
-        # One run before, since Dynamo may have to capture other graphs for evaluation.
-        run_aside(model, args, kwargs)
-        counter.flop_counts.clear()
-        counter.mod_tracker = _Where(model, transformed_in(model))  # type: ignore[assignment]
-        run_aside(model, args, kwargs)
-    return _products(counter)
-
-
-def _products(counter: FlopCounterMode) -> list[CountedProduct]:
+        if transformed:
+            # Again, since Dynamo may just have captured other graphs for evaluation.
+            counter.flop_counts.clear()
+            counter.mod_tracker = _Where(model, transformed_in(model))  # type: ignore[assignment]
+            run_aside(model, args, kwargs)
     counts: Any = counter.flop_counts
-    return [CountedProduct(layer, sum(found.values()), site) for (layer, site), found in counts.items()]
+    found = [CountedProduct(layer, sum(flops.values()), site) for (layer, site), flops in counts.items()]
+    order = [] if transformed else [name for name, _ in model.named_modules()]
+    return sorted(found, key=lambda product: order.index(product.layer)) if order else found
 
 
 def _integer_flops(name: str, a: Sequence[Any], b: Sequence[Any], *rest: Any, out_shape: Any) -> int:

@@ -11,7 +11,7 @@ from cpt_fx.formats import most_levels
 from cpt_fx.inspection import boxes
 from cpt_fx.inspection.layout import GAP_X, GAP_Y, LANE, PORT_Y, TIGHT, arrivals, place, plan
 from cpt_fx.inspection.svg import BACK, DARK, LIGHT, PAD, drawing, levels_of, resource, variables
-from cpt_fx.inspection.table import cells, counts, what, width_text, widths_by_role
+from cpt_fx.inspection.table import cells, counts, what, widths_by_role
 from cpt_fx.inspection.tree import Item, build
 from cpt_fx.inspection.views import HEADS, QuantizerView
 
@@ -94,7 +94,7 @@ def _facts(item: Item) -> list[tuple[str, str]]:
     if view is None:
         if item.kind != "module":
             return [("kind", item.kind), *((key, value) for key, value in item.facts.items() if value)]
-        inside = [(role, f"{width_text(bits)} bits") for role, bits in widths_by_role(item.views()).items()]
+        inside = [(role, f"{bits} bits") for role, bits in widths_by_role(item.views()).items()]
         return [("kind", item.subtitle or "group"), ("quantizers", str(len(item.views()))), *inside]
     facts = [
         ("bits now", str(view.bits)), ("follows", follows(view)), ("role", view.role), ("operator", view.op),

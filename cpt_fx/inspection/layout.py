@@ -33,8 +33,8 @@ _LANE = Box(LANE, 0.0)
 class RowPlan:
     """Rows of ids, and every edge as the chain of ids it runs through.
 
-    An id with a `~` is a lane: the place of a long edge in a row that it crosses. An edge that shares lanes with an
-    earlier one starts at the last of them.
+    An id with `..`, which no name of a module can hold, is a lane: the place of a long edge in a row that it crosses.
+    An edge that shares lanes with an earlier one starts at the last of them.
     """
 
     rows: list[list[str]]
@@ -55,15 +55,14 @@ def plan(item: Item) -> RowPlan:
     graph.add_nodes_from(sorted((child.id for child in item.children), key=order.__getitem__))
     graph.add_edges_from(forward)
     ranks = _ranks(graph, {child.id: child.kind for child in item.children})
-    rows: list[list[str]] = [[] for _ in range(max(ranks.values(), default=0) + 1)]
-    for node in sorted(graph, key=order.__getitem__):
-        rows[ranks[node]].append(node)
+    nodes = sorted(graph, key=order.__getitem__)
+    rows = [[node for node in nodes if ranks[node] == rank] for rank in sorted(set(ranks.values()))]
     chains = _lanes(rows, ranks, forward)
     links = nx.DiGraph()
     links.add_nodes_from(itertools.chain.from_iterable(rows))
     for chain in chains:
         nx.add_path(links, chain)
-    return RowPlan(_untangle([row for row in rows if row], links), chains, links, back)
+    return RowPlan(_untangle(rows, links), chains, links, back)
 
 
 def _ranks(graph: nx.DiGraph, kinds: dict[str, str]) -> dict[str, int]:
@@ -87,7 +86,7 @@ def _lanes(rows: list[list[str]], ranks: dict[str, int], edges: list[tuple[str, 
     for a, b in edges:
         chain = [a]
         for rank in range(ranks[a] + 1, ranks[b]):
-            lane = f"{a}~{rank}"
+            lane = f"{a}..{rank}"
             if lane in rows[rank]:
                 chain = [lane]
             else:
@@ -163,7 +162,7 @@ def place(plan: RowPlan, boxes: Boxes) -> Placed:
                 if sweep > 5 or not near:
                     near = above + below
                 # Links between boxes weigh most, so that the main path is straight and lanes give way.
-                weights = [(8.0, 0.05, 4.0)[("~" in node) + ("~" in other)] for other in near]
+                weights = [(8.0, 0.05, 4.0)[(".." in node) + (".." in other)] for other in near]
                 wish = sum((x[other] + axis[other]) * weight for other, weight in zip(near, weights, strict=True))
                 wanted.append(wish / sum(weights) - axis[node] if near else x[node])
             _settle(row, wanted, width, x)
@@ -185,7 +184,7 @@ def _stacked(plan: RowPlan, boxes: Boxes, x: dict[str, float], starts: list[int]
         left += max((x[node] + half for node, half in nodes), default=0.0) - low
         y = gap = 0.0
         for row in plan.rows[first:end]:
-            height = max((boxes[node].height for node in row if node in boxes), default=0.0)
+            height = max(boxes.get(node, _LANE).height for node in row)
             y += gap if height and y else min(gap, PORT_Y)
             placed.row_top.append(y)
             placed.row_height.append(height)
@@ -199,18 +198,15 @@ def _stacked(plan: RowPlan, boxes: Boxes, x: dict[str, float], starts: list[int]
 
 def _straighten(plan: RowPlan, width: dict[str, float], x: dict[str, float]) -> None:
     """Move the lanes of an edge onto one vertical line, as far down as their neighbours leave room."""
-    lanes: dict[str, list[str]] = {}
-    room: dict[str, tuple[str | None, str | None]] = {}
+    lanes: dict[str, list[tuple[str, str | None, str | None]]] = {}
     for row in plan.rows:
         for node, before, after in zip(row, [None, *row[:-1]], [*row[1:], None], strict=True):
-            if "~" in node:
-                lanes.setdefault(node.rpartition("~")[0], []).append(node)
-                room[node] = (before, after)
+            if ".." in node:
+                lanes.setdefault(node.rpartition("..")[0], []).append((node, before, after))
     for chain in (*lanes.values(), *lanes.values()):
         line: list[str] = []
         low, high = -math.inf, math.inf
-        for node in chain:
-            before, after = room[node]
+        for node, before, after in chain:
             least = -math.inf if before is None else x[before] + (width[before] + LANE) / 2 + TIGHT
             most = math.inf if after is None else x[after] - (width[after] + LANE) / 2 - TIGHT
             if max(low, least) > min(high, most):
@@ -252,7 +248,7 @@ def _settle(row: list[str], wanted: list[float], width: dict[str, float], x: dic
     offsets = list(itertools.accumulate(gaps, initial=0.0))
     pools: list[tuple[float, float, int]] = []
     for node, want, shift in zip(row, wanted, offsets, strict=True):
-        mean, weight, count = want - shift, 0.1 if "~" in node else 1.0, 1
+        mean, weight, count = want - shift, 0.1 if ".." in node else 1.0, 1
         while pools and pools[-1][0] > mean:
             other, others, members = pools.pop()
             mean = (mean * weight + other * others) / (weight + others)
@@ -268,7 +264,7 @@ def in_columns(plan: RowPlan, placed: Placed, boxes: Boxes) -> Placed:
     A column may start only at a row that a single edge enters, into a box; those nearest to equal heights are taken.
     """
     entering = [[node for node in row for _ in plan.links.pred[node]] for row in plan.rows]
-    possible = [row for row, nodes in enumerate(entering) if len(nodes) == 1 and "~" not in nodes[0]]
+    possible = [row for row, nodes in enumerate(entering) if len(nodes) == 1 and ".." not in nodes[0]]
     if placed.height <= TALL or plan.back or not possible:
         return placed
     fitting = []

@@ -180,12 +180,13 @@ def apart(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
 
 def close_in(found: Found, ours: Runs, theirs: Runs, unit: float = 0.0) -> Found:
     """Return the differences that another order of sums explains; `unit` is the coarsest eps on the way to them."""
-    near: Found = {}
     floors = [SMALL * largest(run[name] for name in run if name.startswith(GRADIENT)) for run in theirs if found]
-    for (place, name), how in found.items():
+
+    def is_near(place: int, name: str) -> bool:
         floor = floors[place] if name.startswith(GRADIENT) else 0.0
-        near |= {(place, name): how} if is_close(ours[place].get(name), theirs[place].get(name), floor, unit) else {}
-    return near
+        return is_close(ours[place].get(name), theirs[place].get(name), floor, unit)
+
+    return {key: how for key, how in found.items() if is_near(*key)}
 
 
 def echoed_in(found: Found, ours: Runs, theirs: Runs, moved: Sequence[Runs], computed_with: Iterable[Tensor]) -> Found:

@@ -93,9 +93,13 @@ class Grids:
         return most <= allowed
 
     def _is_unread(self, value: Tensor) -> bool:
-        why = _unreadable(value)
-        self.unread |= {why} - {""}
-        return bool(why) or not value.numel()
+        if value.is_meta or isinstance(value, torch._subclasses.FakeTensor):
+            self.unread.add("meta")
+        elif torch._C._functorch.is_functorch_wrapped_tensor(value):
+            self.unread.add("functorch")
+        else:
+            return not value.numel()
+        return True
 
     def _keep(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -144,10 +148,3 @@ class Grids:
 def _with(levels: Tensor, zero: Tensor) -> Tensor:
     every: Tensor = torch.cat((levels, zero.to(levels))).unique()
     return every
-
-
-def _unreadable(value: Tensor) -> str:
-    """Return why the values of a tensor cannot be read; an empty string if they can."""
-    if value.is_meta or isinstance(value, torch._subclasses.FakeTensor):
-        return "meta"
-    return "functorch" if torch._C._functorch.is_functorch_wrapped_tensor(value) else ""

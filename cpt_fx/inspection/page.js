@@ -11,12 +11,13 @@ const isOpen = id => opened.has(id) && items[id].kids;
 
 // Boxes stand as cpt_fx/inspection/layout.py placed them folded. Opened ones push the columns apart, half to each side:
 // what stands in a line, or nearly, stays in it.
-function apart(plan, boxes, straight) {
+function apart(plan, boxes, half) {
   const from = Object.values(plan.x).sort((a, b) => a - b).reduce((all, x) => x - all[all.length - 1] < 24 ? all : [...all, x], []);
   const column = id => from.filter(x => x <= plan.x[id]).length - 1, last = from.length - 1;
-  const half = id => (boxes.get(id)?.w ?? S.lane) / 2, aside = id => plan.x[id] - from[column(id)] - straight(id);
+  const straight = ([enter, leave] = [0, 0]) => Math.abs(enter - leave) < 6 ? enter : 0;
+  const aside = id => plan.x[id] - from[column(id)] - straight(boxes.get(id)?.port);
   const pairs = plan.rows.flatMap(row => row.slice(1).map((b, i) => {
-    const a = row[i], gap = (a + b).includes("~") ? S.tight : S.gapX;
+    const a = row[i], gap = (a + b).includes("..") ? S.tight : S.gapX;
     return [column(a), column(b), half(a) + half(b) + gap + aside(a) - aside(b)];
   }));
   const pushed = (from, pairs) => from.reduce((to, x, k) => {
@@ -29,49 +30,42 @@ function apart(plan, boxes, straight) {
 }
 
 function place(plan, boxes) {
-  const straight = id => { const [a, b] = boxes.get(id)?.port ?? [0, 0]; return Math.abs(a - b) < 6 ? a : 0; };
-  const to = apart(plan, boxes, straight), x = new Map(), rowOf = new Map(), top = new Map(), rowTop = [], rowHeight = [];
-  let left = Infinity, right = -Infinity, y = 0, gap = 0;
-  plan.rows.forEach((row, r) => {
+  const half = id => (boxes.get(id)?.w ?? S.lane) / 2, to = apart(plan, boxes, half), ids = plan.rows.flat();
+  const left = Math.min(...ids.map(id => to(id) - half(id))), right = Math.max(left, ...ids.map(id => to(id) + half(id)));
+  const rows = [], rowOf = {}, top = {};
+  let y = 0, gap = 0;
+  for (const row of plan.rows) {
     const height = Math.max(0, ...row.map(id => boxes.get(id)?.h ?? 0));
-    y += height && r ? gap : Math.min(gap, S.portY);
-    rowTop.push(y);
-    rowHeight.push(height);
+    y += height && rows.length ? gap : Math.min(gap, S.portY);
     for (const id of row) {
-      const at = to(id), half = (boxes.get(id)?.w ?? S.lane) / 2;
-      left = Math.min(left, at - half);
-      right = Math.max(right, at + half);
-      x.set(id, at);
-      rowOf.set(id, r);
-      top.set(id, y + (height - (boxes.get(id)?.h ?? height)) / 2);
+      rowOf[id] = rows.length;
+      top[id] = y + (height - (boxes.get(id)?.h ?? height)) / 2;
     }
-    y += height;
+    rows.push({ top: y, bottom: y += height });
     gap = height ? S.gapY : S.portY;
-  });
-  for (const [id, at] of x) x.set(id, at - left);
-  return { x, top, rowOf, rowTop, rowHeight, width: x.size ? right - left : 0, height: y };
+  }
+  return { x: Object.fromEntries(ids.map(id => [id, to(id) - left])), top, rowOf, rows, width: right - left || 0, height: y };
 }
 
 function edge(chain, aside, p, boxes) {
   const first = chain[0], last = chain[chain.length - 1], from = boxes.get(first), to = boxes.get(last);
-  let r = p.rowOf.get(first), x = p.x.get(first) + (from?.port?.[1] ?? 0);
-  let path = `M${n(x)} ${n(p.top.get(first) + (from?.h ?? (first.includes("~") ? p.rowHeight[r] : 0)))}`;
+  let r = p.rowOf[first], x = p.x[first] + (from?.port?.[1] ?? 0);
+  let path = `M${n(x)} ${n(first.includes("..") ? p.rows[r].bottom : p.top[first] + (from?.h ?? 0))}`;
   for (const id of chain.slice(1)) {
-    const bottom = p.rowTop[r] + p.rowHeight[r], top = p.rowTop[++r], middle = n((bottom + top) / 2);
-    const next = p.x.get(id) + (id === last ? to?.port?.[0] ?? aside : 0);
-    if (Math.abs(next - x) < 0.05) path += `V${n(top)}`;
-    else path += `V${n(bottom)}C${n(x)} ${middle} ${n(next)} ${middle} ${n(next)} ${n(top)}`;
+    const { bottom } = p.rows[r], { top } = p.rows[++r], middle = n((bottom + top) / 2);
+    const next = p.x[id] + (id === last ? to?.port?.[0] ?? aside : 0);
+    path += Math.abs(next - x) < 0.05 ? `V${n(top)}` : `V${n(bottom)}C${n(x)} ${middle} ${n(next)} ${middle} ${n(next)} ${n(top)}`;
     x = next;
   }
   if (!to) return `<path class="edge" d="${path}"/>`;
-  const end = p.top.get(last) - 1;
-  return `<path class="edge" d="${path}V${n(end)}"/><path class="tip" d="M${n(x)} ${n(end)}l-3.5 -6h7z"/>`;
+  const end = n(p.top[last] - 1);
+  return `<path class="edge" d="${path}V${end}"/><path class="tip" d="M${n(x)} ${end}l-3.5 -6h7z"/>`;
 }
 
 function back([a, b], p, boxes) {
-  const ax = n(p.x.get(a) + boxes.get(a).w / 2), ay = n(p.top.get(a) + boxes.get(a).h / 2);
-  const bx = n(p.x.get(b) + boxes.get(b).w / 2 + 1), by = n(p.top.get(b) + boxes.get(b).h / 2), far = n(p.width + S.back);
-  return `<path class="edge back" d="M${ax} ${ay}C${far} ${ay} ${far} ${by} ${bx} ${by}"/><path class="tip" d="M${bx} ${by}l6 -3.5v7z"/>`;
+  const y = id => n(p.top[id] + boxes.get(id).h / 2), x = id => p.x[id] + boxes.get(id).w / 2;
+  const bx = n(x(b) + 1), far = n(p.width + S.back);
+  return `<path class="edge back" d="M${n(x(a))} ${y(a)}C${far} ${y(a)} ${far} ${y(b)} ${bx} ${y(b)}"/><path class="tip" d="M${bx} ${y(b)}l6 -3.5v7z"/>`;
 }
 
 function inside(item) {
@@ -83,29 +77,27 @@ function inside(item) {
     const told = open ? t : [t, ...f.slice(0, 10).map(fact => fact.join(": "))].join("\n");
     markup += `<g class="${open ? "frame" : c}" data-id="${text(id)}" tabindex="0" role="button" ` +
       `${kids ? `aria-expanded="${!!open}" ` : ""}aria-label="${text(l)}" ` +
-      `transform="translate(${n(p.x.get(id) - b.w / 2)} ${n(p.top.get(id))})"><title>${text(told)}</title>${b.m}</g>`;
+      `transform="translate(${n(p.x[id] - b.w / 2)} ${n(p.top[id])})"><title>${text(told)}</title>${b.m}</g>`;
   }
-  return { markup, p, width: p.width + (item.back.length ? S.back : 0) };
+  return { ...p, markup, width: p.width + (item.back.length ? S.back : 0) };
 }
 
 function box(id) {
   const item = items[id];
-  if (!isOpen(id)) return { w: item.w, h: item.h, m: item.m };
-  const { markup, p, width: wide } = inside(item);
-  const entered = p.x.has("in"), left = p.x.has("out");
-  const enter = p.x.get("in") ?? wide / 2, leave = p.x.get("out") ?? wide / 2;
-  const shift = entered ? Math.max(S.pad, item.tw - enter) : S.pad;
-  const w = Math.max(2 * shift + wide, item.tw + S.pad), first = S.bar + (entered ? 0 : S.pad / 2);
-  const h = first + p.height + (left ? 0 : S.pad);
+  if (!isOpen(id)) return item;
+  const { markup, x, width, height } = inside(item), enter = x.in ?? width / 2, leave = x.out ?? width / 2;
+  const shift = "in" in x ? Math.max(S.pad, item.tw - enter) : S.pad;
+  const w = Math.max(2 * shift + width, item.tw + S.pad), first = S.bar + ("in" in x ? 0 : S.pad / 2);
+  const h = first + height + ("out" in x ? 0 : S.pad);
   const frame = item.frame.replace('width="0" height="0"', `width="${n(w)}" height="${n(h)}"`);
-  const lead = entered ? `<path class="edge" d="M${n(shift + enter)} 0V${n(first)}"/>` : "";
+  const lead = "in" in x ? `<path class="edge" d="M${n(shift + enter)} 0V${n(first)}"/>` : "";
   return { w, h, port: [shift + enter - w / 2, shift + leave - w / 2],
     m: `${frame}<rect class="bar" width="${n(w)}" height="${S.bar}"/>${lead}<g transform="translate(${n(shift)} ${n(first)})">${markup}</g>` };
 }
 
 function draw() {
-  const { markup, p, width } = inside(items[data.root]);
-  total = { w: width + 48, h: p.height + 48 };
+  const { markup, width, height } = inside(items[data.root]);
+  total = { w: width + 48, h: height + 48 };
   stage.innerHTML = `<svg class="graph" xmlns="http://www.w3.org/2000/svg" role="group" aria-label="Rewritten graph" ` +
     `viewBox="-24 -24 ${n(total.w)} ${n(total.h)}">${markup}</svg>`;
   mark();
@@ -183,7 +175,7 @@ function reveal(id) {
 }
 
 let drag = null;
-stage.addEventListener("pointerdown", event => { if (event.pointerType === "mouse") drag = { x: event.clientX, y: event.clientY, moved: false }; });
+stage.addEventListener("pointerdown", event => { drag = event.pointerType === "mouse" ? { x: event.clientX, y: event.clientY, moved: false } : null; });
 addEventListener("pointermove", event => {
   if (!drag || !event.buttons) return;
   const dx = drag.x - event.clientX, dy = drag.y - event.clientY;

@@ -16,20 +16,17 @@ from cpt_fx.inspection.tree import IN, OUT, Item, build
 if TYPE_CHECKING:
     from cpt_fx.inspection.model import Inspection
 
-LIGHT = {
-    "bg": "#ffffff", "ink": "#1b2230", "muted": "#5f6b7c", "card": "#ffffff", "under": "#f1f4f8", "rim": "#c9d1dc",
-    "rim-strong": "#93a0b2", "value": "#f1f4f8", "end": "#2b3442", "end-ink": "#ffffff", "frame": "#f8fafc",
-    "edge": "#8a97a8", "on-role": "#ffffff",
-    "weight": "#2563c9", "weight-soft": "#eaf1fd", "activation": "#a35203", "activation-soft": "#fdf1e2",
-    "bias": "#0f766e", "bias-soft": "#e3f5f2", "gradient": "#a6338f", "gradient-soft": "#fbeaf7",
+PALETTE = {
+    "bg": ("#ffffff", "#12161d"), "ink": ("#1b2230", "#e6eaf0"), "muted": ("#5f6b7c", "#96a3b5"),
+    "card": ("#ffffff", "#1c222c"), "under": ("#f1f4f8", "#171c24"), "rim": ("#c9d1dc", "#3a4454"),
+    "rim-strong": ("#93a0b2", "#5b6a80"), "value": ("#f1f4f8", "#222a35"), "end": ("#2b3442", "#d5dce6"),
+    "end-ink": ("#ffffff", "#12161d"), "frame": ("#f8fafc", "#161b23"), "edge": ("#8a97a8", "#6d7b8f"),
+    "on-role": ("#ffffff", "#12161d"), "weight": ("#2563c9", "#7fb0ff"), "weight-soft": ("#eaf1fd", "#18263f"),
+    "activation": ("#a35203", "#f2b366"), "activation-soft": ("#fdf1e2", "#33260f"), "bias": ("#0f766e", "#5fd0c2"),
+    "bias-soft": ("#e3f5f2", "#11302d"), "gradient": ("#a6338f", "#e59ad6"), "gradient-soft": ("#fbeaf7", "#371a32"),
 }  # fmt: skip
-DARK = {
-    "bg": "#12161d", "ink": "#e6eaf0", "muted": "#96a3b5", "card": "#1c222c", "under": "#171c24", "rim": "#3a4454",
-    "rim-strong": "#5b6a80", "value": "#222a35", "end": "#d5dce6", "end-ink": "#12161d", "frame": "#161b23",
-    "edge": "#6d7b8f", "on-role": "#12161d",
-    "weight": "#7fb0ff", "weight-soft": "#18263f", "activation": "#f2b366", "activation-soft": "#33260f",
-    "bias": "#5fd0c2", "bias-soft": "#11302d", "gradient": "#e59ad6", "gradient-soft": "#371a32",
-}  # fmt: skip
+"""The colours for light and for dark."""
+LIGHT, DARK = ({name: pair[theme] for name, pair in PALETTE.items()} for theme in (0, 1))
 
 READABLE = 120
 HIGH = 3000.0
@@ -131,7 +128,7 @@ def _edge(chain: list[str], aside: float, placed: Placed, boxes: Boxes) -> str:
     x, y, row = placed.x[first], placed.top[first], placed.row_of[first]
     if source is not None:
         x, y = x + (source.port[1] if source.port else 0.0), y + source.height
-    elif "~" in first:
+    elif ".." in first:
         y += placed.row_height[row]
     path = [f"M{number(x)} {number(y)}"]
     for node in chain[1:]:

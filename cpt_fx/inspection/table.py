@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console, ConsoleRenderable, Group
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -74,12 +73,13 @@ def cells(view: QuantizerView, digits: int) -> tuple[str, ...]:
     return what(view), str(view.format).replace("/", " "), str(view.bits), runs, levels, error
 
 
-def widths_by_role(views: Iterable[QuantizerView]) -> dict[str, list[int]]:
-    """Return the widths in use now, for each role."""
+def widths_by_role(views: Iterable[QuantizerView]) -> dict[str, str]:
+    """Return the widths in use now, for each role: `8`, or `3–8` where several are."""
     found: dict[str, set[int]] = {}
     for view in views:
         found.setdefault(view.role, set()).add(view.bits)
-    return {role: sorted(found[role]) for role in ROLES if role in found}
+    spans = {role: sorted({min(bits), max(bits)}) for role, bits in found.items()}
+    return {role: "–".join(map(str, spans[role])) for role in ROLES if role in spans}
 
 
 def counts(inspection: Inspection) -> list[tuple[str, str, str]]:
@@ -89,16 +89,11 @@ def counts(inspection: Inspection) -> list[tuple[str, str, str]]:
     silent = sum(not view.times_run for view in views)
     return [
         ("quantizers", str(len(views)), ""),
-        *((f"{role} bits", width_text(bits), role) for role, bits in widths_by_role(views).items()),
+        *((f"{role} bits", bits, role) for role, bits in widths_by_role(views).items()),
         ("uncovered", str(left), "warn" if left else ""),
         ("excluded", str(len(inspection.uncovered) - left), ""),
         ("never ran", str(silent), "warn" if silent else ""),
     ]
-
-
-def width_text(widths: list[int]) -> str:
-    """Return sorted widths as text: `8`, or `3–8` where several are in use."""
-    return str(widths[0]) if len(widths) == 1 else f"{widths[0]}–{widths[-1]}"
 
 
 def integer_part(inspection: Inspection) -> list[ConsoleRenderable]:
@@ -119,7 +114,7 @@ def integer_part(inspection: Inspection) -> list[ConsoleRenderable]:
 def overview(inspection: Inspection) -> ConsoleRenderable:
     """Return a whole inspection for a terminal."""
     views = inspection.quantizers
-    widths = ", ".join(f"{role} {width_text(bits)}" for role, bits in widths_by_role(views).items())
+    widths = ", ".join(f"{role} {bits}" for role, bits in widths_by_role(views).items())
     left = [item for item in inspection.uncovered if not item.by_choice]
     parts: list[ConsoleRenderable] = [
         Text.assemble((inspection.name, "bold"), f", captured by {inspection.capture.frontend}"),
@@ -130,10 +125,9 @@ def overview(inspection: Inspection) -> ConsoleRenderable:
         quantizer_table(views),
         *integer_part(inspection),
         Text(f"in full precision: {len(left)}, excluded by choice: {len(inspection.uncovered) - len(left)}", "bold"),
-        *(Text.from_markup(f"  {escape(str(item))}", style="yellow" if item in left else "dim", emoji=False)
-          for item in inspection.uncovered),
+        *(Text(f"  {item}", "yellow" if item in left else "dim") for item in inspection.uncovered),
         Text(""),
         Text("passes", "bold"),
         *(Text(f"  {report}") for report in inspection.passes),
-    ]  # fmt: skip
+    ]
     return Group(*parts)

@@ -111,12 +111,8 @@ def verify(
     """
     modules, views = graphs(model), views_in(model)
     problems = [*_broken_promises(modules), *_faults(modules, views)]
-    same, seen, rested, tried = (
-        Sameness(),
-        Seen(ProductPlaces(model)),
-        set[int](),
-        source is not None or bool(args or kwargs),
-    )
+    same, seen, rested = Sameness(), Seen(ProductPlaces(model)), set[int]()
+    tried = source is not None or bool(args or kwargs)
     backward, unreached = any(view.role == "gradient" and view.times_run for view in views), Views()
     if tried:
         with resting([module for module in modules if outermost(module) is module]) as rested:

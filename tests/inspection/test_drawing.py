@@ -171,7 +171,7 @@ def check_item(item: dict[str, Any]) -> None:
         return
     rows = {node: place for place, row in enumerate(item["rows"]) for node in row}
     assert sum(map(len, item["rows"])) == len(rows)
-    assert {node for node in rows if "~" not in node} - {IN, OUT} == set(item["kids"])
+    assert {node for node in rows if ".." not in node} - {IN, OUT} == set(item["kids"])
     assert item["x"].keys() == rows.keys()
     for row in item["rows"]:
         assert all(item["x"][left] < item["x"][right] for left, right in pairwise(row))
@@ -290,8 +290,26 @@ def test_a_chain_is_a_straight_line() -> None:
 def test_a_skip_has_a_lane_of_its_own(model: nn.Module) -> None:
     block = next(item for item in tree_of(model).walk() if item.path == "blocks.0" and item.kind == "module")
     arranged = plan(block)
-    lanes = [chain for chain in arranged.chains if any("~" in node for node in chain)]
+    lanes = [chain for chain in arranged.chains if any(".." in node for node in chain)]
     assert lanes and all(chain[0] == IN for chain in lanes)
+
+
+def test_names_of_modules_do_not_move_them() -> None:
+    class Named(nn.Module):
+        def __init__(self, *names: str) -> None:
+            super().__init__()
+            self.layers = nn.ModuleDict({name: nn.Linear(4, 4) for name in names})
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first, *others = self.layers.values()
+            result: torch.Tensor = sum((layer(x) for layer in others), first(x))
+            return result
+
+    found = []
+    for names in (("a", "b", "c"), ("a~1", "a~2", "b ~")):
+        root = tree_of(transformed(Named(*names)))
+        found.append([*place(plan(root), {child.id: Box(60.0, 20.0) for child in root.children}).x.values()])
+    assert found[0] == found[1]
 
 
 # The look.
