@@ -25,7 +25,6 @@ from cpt_fx.ir.layer_state import ranges
 from cpt_fx.ir.meta import STATE, Dial
 from cpt_fx.ort.manifest import GRADIENT, LOSS, MORE, NEXT, OUTPUT, SEEDS, TARGET
 
-Loss = Callable[..., Tensor]
 _WIDTHS, _RECORDS, _PRODUCTS = f"{STATE}.bits.", f"{STATE}.records.", f"{STATE}.products."
 BITS = "bits."
 """Prefix of the inputs that hold bit-widths: `bits.weight`."""
@@ -38,7 +37,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     targets: tuple[Tensor, ...] = ()
-    loss: Loss | None = None
+    loss: Callable[..., Tensor] | None = None
 
 
 @dataclass(frozen=True)
