@@ -24,7 +24,7 @@ _MEAN, _MAX = 1, 2
 """Modes of an embedding bag; 0 is the sum."""
 
 
-def batch_norm(
+def _batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
     training: bool, momentum: float, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -49,7 +49,7 @@ def batch_norm(
     return (y, mean, inverse) if training else (y, x.new_empty(0), x.new_empty(0))
 
 
-def convolution_backward(
+def _convolution_backward(
     gradient: Tensor, x: Tensor, weight: Tensor, bias_sizes: Sizes | None, stride: Sizes, padding: Sizes,
     dilation: Sizes, transposed: bool, output_padding: Sizes, groups: int, output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
@@ -274,16 +274,16 @@ def each(values: Sizes, dims: int) -> list[Any]:
 
 
 BACKWARD: dict[Any, Callable[..., Any]] = {
-    aten.native_batch_norm.default: batch_norm,
-    aten._native_batch_norm_legit.default: batch_norm,
-    aten._native_batch_norm_legit.no_stats: lambda x, weight, bias, training, momentum, eps: batch_norm(
+    aten.native_batch_norm.default: _batch_norm,
+    aten._native_batch_norm_legit.default: _batch_norm,
+    aten._native_batch_norm_legit.no_stats: lambda x, weight, bias, training, momentum, eps: _batch_norm(
         x, weight, bias, None, None, training, momentum, eps
     ),
     aten._batch_norm_with_update.default: lambda x, weight, bias, mean, var, momentum, eps: (
-        *batch_norm(x, weight, bias, mean, var, True, momentum, eps),
+        *_batch_norm(x, weight, bias, mean, var, True, momentum, eps),
         x.new_empty(0, dtype=torch.uint8),
     ),
-    aten.convolution_backward.default: convolution_backward,
+    aten.convolution_backward.default: _convolution_backward,
     aten.max_pool2d_with_indices_backward.default: lambda g, x, *o: _to_places(g, x, o[-1], 2),
     aten.max_pool3d_with_indices_backward.default: lambda g, x, *o: _to_places(g, x, o[-1], 3),
     aten.adaptive_max_pool2d_backward.default: lambda g, x, places: _to_places(g, x, places, 2),

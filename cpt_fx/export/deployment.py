@@ -18,6 +18,7 @@ from onnxscript import version_converter
 from torch import fx, nn
 
 from cpt_fx.capture.standalone import precision_of
+from cpt_fx.common.arrays import Array
 from cpt_fx.common.files import new_file
 from cpt_fx.errors import ExportError
 from cpt_fx.export import qdq_formats as formats
@@ -40,7 +41,6 @@ _FOUR_BIT_OPSET = 21
 """The first opset with 4-bit integers."""
 _FORM = "form"
 """Key in a node's `meta`: the codes or the grid of the quantized values that it returns."""
-_Array = np.ndarray[Any, Any]
 _Step = tuple[str, tuple[ir.Value | None, ...], dict[str, Any]]
 """A standard node: its operator, its inputs after the first, and its attributes."""
 
@@ -304,7 +304,7 @@ def _complete(model: ir.Model) -> dict[str, tuple[float, float]]:
     return rounded
 
 
-def _initializer(model: ir.Model, name: str, values: _Array) -> ir.Value:
+def _initializer(model: ir.Model, name: str, values: Array) -> ir.Value:
     """Add a constant; append underscores to a name that is taken."""
     while name in model.graph.initializers:
         name += "_"
@@ -347,7 +347,7 @@ def _settle_bias(model: ir.Model, node: ir.Node, bias: ir.Value, rounded: dict[s
 
 def _steps_of_product(
     node: ir.Node, x: formats.Constant | formats.Activation, weight: formats.Constant | formats.Activation
-) -> _Array | None:
+) -> Array | None:
     """Return the scale of the sums of an integer product, for each channel or for all.
 
     None if there is no such scale, or if the product runs in floating point anyway: transposed convolutions have no
@@ -360,7 +360,7 @@ def _steps_of_product(
     channels = 1 if node.op_type == "Gemm" and not node.attributes.get_int("transB", 0) else 0
     if x.scale.ndim or (isinstance(weight, formats.Constant) and weight.axis not in (None, channels)):
         return None
-    product: _Array = (x.scale * weight.scale).cpu().numpy()
+    product: Array = (x.scale * weight.scale).cpu().numpy()
     return product
 
 

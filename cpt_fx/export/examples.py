@@ -19,7 +19,7 @@ from cpt_fx.capture.dry_run import trial
 from cpt_fx.errors import ExportError
 from cpt_fx.export.program import Call, Graph
 
-BATCH = "batch"
+_BATCH = "batch"
 _OLD_HOOKS = ("torch.nn.utils.spectral_norm", "torch.nn.utils.weight_norm")
 
 
@@ -121,7 +121,7 @@ def tensors_of(call: Call) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves((call.args, call.kwargs, call.targets)) if isinstance(leaf, Tensor)]
 
 
-def open_sizes(graph: Graph, call: Call) -> dict[str, int]:
+def _open_sizes(graph: Graph, call: Call) -> dict[str, int]:
     """Return the names of the dynamic sizes, each with the size in the examples; the batch comes first."""
     shapes = {value.name: tensor.shape for value, tensor in zip(_given(graph), tensors_of(call), strict=True)}
     found: dict[str, int] = {}
@@ -138,12 +138,12 @@ def _symbols(graph: Graph) -> Iterator[tuple[str, int, str]]:
                 yield str(value.name), dim, str(size.value)
 
 
-def name_sizes(graph: Graph) -> None:
+def _name_sizes(graph: Graph) -> None:
     """Name each dynamic size after its input and dim; the first one that is a dim 0 is the batch."""
     names: dict[str, str] = {}
     for name, dim, symbol in _symbols(graph):
         plain = re.sub(r"\W", "_", name)
-        names.setdefault(symbol, f"{plain}_{dim}" if dim or BATCH in names.values() else BATCH)
+        names.setdefault(symbol, f"{plain}_{dim}" if dim or _BATCH in names.values() else _BATCH)
     _substitute(graph, names)
 
 
@@ -154,30 +154,30 @@ def settle_sizes(graphs: Sequence[Graph], call: Call, model: fx.GraphModule) -> 
     batch of one is tried, too; a model that refuses it keeps its dynamic batch, of at least two.
     """
     for graph in graphs:
-        name_sizes(graph)
+        _name_sizes(graph)
     first, *_ = graphs
     working = []
     still = {symbol for graph in graphs for name, dim, symbol in _symbols(graph) if (name, dim) in graph.still}
-    for name, size in open_sizes(first, call).items():
-        larger = resized(first, call, {name: size + 1})
+    for name, size in _open_sizes(first, call).items():
+        larger = _resized(first, call, {name: size + 1})
         if name not in still and accepts(model, larger):
             working.append(larger)
         else:
             for graph in graphs:
                 _substitute(graph, {name: str(size)})
     least = {symbol: first.least[name, dim] for name, dim, symbol in _symbols(first) if (name, dim) in first.least}
-    if BATCH in open_sizes(first, call) and BATCH not in least:
-        single = resized(first, call, {BATCH: 1})
+    if _BATCH in _open_sizes(first, call) and _BATCH not in least:
+        single = _resized(first, call, {_BATCH: 1})
         if accepts(model, single):
             working.append(single)
         else:
-            least[BATCH] = 2
+            least[_BATCH] = 2
     return working, least
 
 
-def resized(graph: Graph, call: Call, sizes: Mapping[str, int]) -> Call:
+def _resized(graph: Graph, call: Call, sizes: Mapping[str, int]) -> Call:
     """Return the examples with other sizes: truncated, or repeated from the start."""
-    wanted = {**open_sizes(graph, call), **sizes}
+    wanted = {**_open_sizes(graph, call), **sizes}
     leaves, structure = pytree.tree_flatten((call.args, call.kwargs, call.targets))
     shapes = iter([value.shape for value in _given(graph)])
     made = [_fitted(leaf, next(shapes), wanted) if isinstance(leaf, Tensor) else leaf for leaf in leaves]

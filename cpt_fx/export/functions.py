@@ -37,13 +37,13 @@ LEARNED = "LearnedRangeGradient"
 """Function that returns the gradients of a tensor, as a vector, and of its learned range."""
 UNIFORM = "Uniform"
 """Function that returns noise in [0, 1) from a seed, shaped like a tensor; dropout uses it."""
-SEED = ("seeds", "draw")
+_SEED = ("seeds", "draw")
 """Inputs of a function that draws random numbers: the seeds of a step, and the index of its own seed."""
-RANGE = ("zero_point", "range", "weight")
+_RANGE = ("zero_point", "range", "weight")
 """Inputs with a running range. A function that updates it returns `new_zero_point` and so on."""
 _EXAMPLES: dict[str, Callable[[], Tensor]] = {
     **dict.fromkeys(("x", "dy"), lambda: torch.ones(7)),
-    **dict.fromkeys(("low", "span", *RANGE), lambda: torch.ones(())),
+    **dict.fromkeys(("low", "span", *_RANGE), lambda: torch.ones(())),
     "bits": lambda: torch.tensor(8),
     "axes": lambda: torch.zeros(2, dtype=torch.int64),
     "seeds": lambda: torch.zeros(3, 2, dtype=torch.int32),
@@ -96,11 +96,11 @@ def kind_of(grid: Grid, source: str = "", **options: Any) -> QuantizerKind:
     return QuantizerKind(grid._replace(keep=(), over=None, block=block, floored=floored), source, other)
 
 
-def _quantize(trace: Trace, kind: QuantizerKind) -> Any:
+def _quantize(trace: _Trace, kind: QuantizerKind) -> Any:
     """Run a quantizer on the inputs of its trace."""
     x, bits, grid = trace["x"], trace["bits"], kind.grid
     if kind.source in ("Observed", "Recalled"):
-        state = [trace[name].clone() for name in RANGE]
+        state = [trace[name].clone() for name in _RANGE]
         options = grid.keywords() | dict(kind.options)
         y = ops.FAKE_QUANTIZE_OBSERVED(x, bits, *state, kind.source == "Observed", **options)
         return (y, *state) if kind.source == "Observed" else y
@@ -108,7 +108,7 @@ def _quantize(trace: Trace, kind: QuantizerKind) -> Any:
     return torch.where(numerics.passes(bits), x, numerics.on_grid(x, bits, grid, extent))
 
 
-def _learned_gradient(trace: Trace) -> Any:
+def _learned_gradient(trace: _Trace) -> Any:
     leaves = [trace[name].detach().requires_grad_() for name in ("x", "low", "span")]
     with torch.enable_grad():
         y = ops.LearnedRange.apply(*leaves, trace["bits"], Grid(floored=False))  # type: ignore[no-untyped-call]
@@ -121,16 +121,16 @@ def function(kind: QuantizerKind | str) -> onnx.FunctionProto:
     outputs = ["y"]
     if isinstance(kind, QuantizerKind):
         sources = {"": ["x", "bits", "axes"], "Learned": ["x", "low", "span", "bits"]}
-        inputs = sources.get(kind.source, ["x", "bits", *RANGE]) + [*SEED] * kind.draws
-        outputs += [f"new_{name}" for name in RANGE] if kind.source == "Observed" else []
+        inputs = sources.get(kind.source, ["x", "bits", *_RANGE]) + [*_SEED] * kind.draws
+        outputs += [f"new_{name}" for name in _RANGE] if kind.source == "Observed" else []
         name, run = kind.name, lambda trace: _quantize(trace, kind)
     elif kind == LEARNED:
         inputs, outputs = ["dy", "x", "low", "span", "bits"], ["dx", "dlow", "dspan"]
         name, run = kind, _learned_gradient
     else:
-        inputs = ["x", *SEED]
+        inputs = ["x", *_SEED]
         name, run = kind, lambda trace: noise.uniform(trace.seed(), trace["x"])
-    return ir.serde.serialize_function(traced(name, run, inputs, outputs))
+    return ir.serde.serialize_function(_traced(name, run, inputs, outputs))
 
 
 def add_functions(graph: Graph) -> None:
@@ -177,9 +177,9 @@ def _write_constants(graph: ir.Graph) -> None:
         graph.initializers.pop(str(value.name))
 
 
-def traced(name: str, run: Callable[[Trace], Any], inputs: list[str], outputs: list[str]) -> ir.Function:
+def _traced(name: str, run: Callable[[_Trace], Any], inputs: list[str], outputs: list[str]) -> ir.Function:
     """Trace `run` as a function with inputs and outputs of these names."""
-    trace = Trace()
+    trace = _Trace()
 
     def call(*given: Tensor) -> Any:
         trace.update(zip(inputs, given, strict=True))
@@ -197,7 +197,7 @@ def traced(name: str, run: Callable[[Trace], Any], inputs: list[str], outputs: l
     return made
 
 
-class Trace(dict[str, Tensor]):
+class _Trace(dict[str, Tensor]):
     """The inputs of a function while it is traced, and replacements of operators that depend on them."""
 
     def seed(self) -> Tensor:

@@ -80,7 +80,7 @@ class Lowering(Calls):
         """Kinds that were met, by function name."""
         self.draws = 0
 
-    def _traced(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+    def _traced(self, func: Any, /, *args: Any, **kwargs: Any) -> Any:
         if func in ops.QUANTIZERS:
             return self._quantizer(func, *args, **kwargs)
         if func in (F.affine_grid, torch.affine_grid_generator) and self.gradients:

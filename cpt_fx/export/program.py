@@ -25,7 +25,6 @@ from cpt_fx.ir.layer_state import ranges
 from cpt_fx.ir.meta import STATE, Dial
 from cpt_fx.ort.manifest import GRADIENT, LOSS, MORE, NEXT, OUTPUT, SEEDS, TARGET
 
-Loss = Callable[..., Tensor]
 _WIDTHS, _RECORDS, _PRODUCTS = f"{STATE}.bits.", f"{STATE}.records.", f"{STATE}.products."
 BITS = "bits."
 """Prefix of the inputs that hold bit-widths: `bits.weight`."""
@@ -38,7 +37,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     targets: tuple[Tensor, ...] = ()
-    loss: Loss | None = None
+    loss: Callable[..., Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -132,11 +131,6 @@ def states_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if not name.startswith(ours)}
 
 
-def widths_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the bit-width tensors of a transformed model, by the names of their sources."""
-    return {name.removeprefix(_WIDTHS): width for name, width in model.named_buffers() if name.startswith(_WIDTHS)}
-
-
 def trace(
     model: fx.GraphModule, call: Call, *, gradients: bool = False, trained: Container[str] | None = None,
     dynamic_batch: bool = True, plain: bool = False,
@@ -149,7 +143,8 @@ def trace(
     _check_execution(model)
     _check_learned(model)
     check_modules(model)
-    state, bits = states_of(model), widths_of(model)
+    state = states_of(model)
+    bits = {name.removeprefix(_WIDTHS): width for name, width in model.named_buffers() if name.startswith(_WIDTHS)}
     parameters = {name: value.detach() for name, value in model.named_parameters()}
     step = _Step(model, call, gradients=gradients, plain=plain)
     step.trains = [name for name in step.trains if trained is None or name in trained]

@@ -82,7 +82,7 @@ def watching(module: fx.GraphModule, shows: Mapping[str, Callable[..., None]]) -
     records = precision_of(module).records
     names: dict[int, str] = {}
 
-    def run(func: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(func: Any, /, *args: Any, **kwargs: Any) -> Any:
         if func not in QUANTIZERS or func is QUANTIZE_GRADIENT:
             return func(*args, **kwargs)
         options = kwargs | {"record": None, "rounding": Rounding.NEAREST.value}

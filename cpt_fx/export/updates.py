@@ -197,7 +197,7 @@ def _clamp_(x: Tensor, low: float | None = None, high: float | None = None) -> T
 _TABLE: Table = {torch.ops.aten.pow.Scalar: _power, torch.ops.aten.clamp_.default: _clamp_}
 
 
-def _with_numbers(func: Any, *args: Any, **kwargs: Any) -> Any:
+def _with_numbers(func: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Keep numbers which an optimizer computes from tensors as tensors, so that they can be traced."""
     if func is Tensor.item:
         return args[0]

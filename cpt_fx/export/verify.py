@@ -118,7 +118,7 @@ class _Reference:
         states = {name: value.clone() for name, value in self.states.items()}
         left = iter(seeds)
 
-        def skipping(func: Any, *args: Any, **options: Any) -> Any:
+        def skipping(func: Any, /, *args: Any, **options: Any) -> Any:
             # At 32 bits a stochastic quantizer draws nothing, but the graph has a seed for it.
             if func in QUANTIZERS and func is not QUANTIZE_GRADIENT and options.get("rounding") == "stochastic":
                 next(left)

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from cpt_fx.common.arrays import Array
@@ -313,7 +312,7 @@ class OptimizerView(torch.optim.Optimizer):
         """Return the learning rates as they were set last."""
         return [float(group["lr"]) for group in self.param_groups]
 
-    def rates_at(self, update: int) -> NDArray[np.float64]:
+    def rates_at(self, update: int) -> Array:
         """Return the learning rates of an update, counted from 0."""
         if self._function is not None:
             self.write_rates(self._function(update))
