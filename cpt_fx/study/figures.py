@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 from cpt_fx.schedules.plot import new_figure
 from cpt_fx.study import analysis
 from cpt_fx.study.analysis import FULL, GROUPS, Panel, ScheduleRow
-from cpt_fx.study.findings import cost_and_quality, number, trend, without_value
+from cpt_fx.study.findings import cost_and_quality, is_longer, number, trend, without_value
 from cpt_fx.study.statistics import Array
 
 if TYPE_CHECKING:
@@ -120,29 +120,25 @@ def _draw_cost(ax: Axes, panel: Panel) -> list[tuple[str, float, float, float]]:
 
 def _draw_deficits(ax: Axes, panel: Panel) -> None:
     """Draw quality against the length of a deficit at the start of training."""
-    points = [(low[1], row) for low, row in analysis.low_rows(panel)]
-    x = [length for length, _ in points]
-    ax.plot(x, [_mean(row) for _, row in points], color=COLOURS["small"], linewidth=1.4, zorder=2)
+    points = analysis.points(panel)
+    lengths, means = [length for length, _ in points], [_mean(row) for _, row in points]
+    ax.plot(lengths, means, color=COLOURS["small"], linewidth=1.4, zorder=2)
     for length, row in points:
         _point(ax, length, _mean(row), row.deviation, "small")
     ax.set_xlabel(f"first steps at {panel.q_min} bits")
-    longer = len({row.total_steps for _, row in points}) > 1
-    said = ["Each run is longer by its deficit: the steps at full width are the same."] * longer
-    said += [trend(panel, points, "A longer deficit"), _bars_and_gaps(panel)]
-    frame(ax, panel, said, _baseline(ax, panel))
+    said = ["Each run is longer by its deficit: the steps at full width are the same."] * is_longer(panel)
+    frame(ax, panel, [*said, trend(panel), _bars_and_gaps(panel)], _baseline(ax, panel))
 
 
 def _draw_windows(ax: Axes, panel: Panel) -> None:
     """Draw quality for a window of low precision that moves along training."""
-    windows = [(low, row) for low, row in analysis.low_rows(panel) if low[1]]
-    for window, row in windows:
+    for window, row in ((low, row) for low, row in analysis.low_rows(panel) if low[1]):
         ax.plot(window, [_mean(row)] * 2, color=COLOURS["large"], linewidth=4, alpha=0.45, zorder=2,
                 solid_capstyle="butt")  # fmt: skip
         _point(ax, sum(window) / 2, _mean(row), row.deviation, "large")
     ax.set_xlim(0, max(row.total_steps for row in _valued(panel)))
     ax.set_xlabel(f"steps at {panel.q_min} bits: each bar is the window of one schedule")
-    order = trend(panel, [(window[0], row) for window, row in windows], "A later window")
-    frame(ax, panel, [order, _bars_and_gaps(panel)], _baseline(ax, panel))
+    frame(ax, panel, [trend(panel), _bars_and_gaps(panel)], _baseline(ax, panel))
 
 
 def _draw_rows(ax: Axes, panel: Panel) -> None:
@@ -179,25 +175,26 @@ def _mean(row: ScheduleRow) -> float:
 
 
 def _point(ax: Axes, x: float, y: float, bar: float | None, group: str, **more: Any) -> None:
-    ax.errorbar(
-        x, y, yerr=bar, fmt=MARKERS[group], color=COLOURS[group], markersize=6.5, elinewidth=1.3, capsize=2.5,
-        zorder=3, markerfacecolor="white" if group == "static" else None, markeredgewidth=1.5, **more,
-    )  # fmt: skip
+    ax.errorbar(x, y, yerr=bar, markersize=6.5, elinewidth=1.3, capsize=2.5, zorder=3, **_look(group), **more)
+
+
+def _look(group: str) -> dict[str, Any]:
+    """Return how points of a group are marked; those of the baselines are hollow."""
+    hollow = {"markerfacecolor": "white"} if group == "static" else {}
+    return {"linestyle": "", "marker": MARKERS[group], "color": COLOURS[group], "markeredgewidth": 1.5} | hollow
 
 
 def _limits(panel: Panel) -> tuple[float, float]:
     """Return the range of the y axis: of all rows, unless a baseline or full precision would flatten the others."""
-    spans = {
-        row.label: (_mean(row) - (row.deviation or 0.0), _mean(row) + (row.deviation or 0.0)) for row in _valued(panel)
-    }
+    bars = {row.label: (_mean(row), row.deviation or 0.0) for row in _valued(panel)}
+    spans = {label: (mean - deviation, mean + deviation) for label, (mean, deviation) in bars.items()}
     core = [spans[row.label] for row in panel.cyclic if row.label in spans] or list(spans.values())
-    if panel.static is not None and panel.static.label in spans:
-        core.append(spans[panel.static.label])
+    core += [spans[row.label] for row in [panel.static] if row and row.label in spans]
     low, high = min(low for low, _ in core), max(high for _, high in core)
     size = (high - low) or abs(high) / 10 or 1.0
-    for one in spans.values():
-        if low - _FAR * size <= one[0] and one[1] <= high + _FAR * size:
-            low, high = min(low, one[0]), max(high, one[1])
+    for bottom, top in spans.values():
+        if low - _FAR * size <= bottom and top <= high + _FAR * size:
+            low, high = min(low, bottom), max(high, top)
     margin = 0.12 * ((high - low) or size)
     return low - margin, high + margin
 
@@ -219,14 +216,9 @@ def _side_by_side(costs: Sequence[float]) -> list[float]:
 def _keys(rows: Sequence[ScheduleRow]) -> list[Line2D]:
     from matplotlib.lines import Line2D
 
-    present = {row.group for row in rows}
     names = {group: f"{group} saving" for group in GROUPS} | {"other": "other schedules", "static": "static"}
-    return [
-        Line2D([], [], linestyle="", marker=MARKERS[group], color=COLOURS[group], label=name, markersize=6,
-               markerfacecolor="white" if group == "static" else None, markeredgewidth=1.5)
-        for group, name in names.items()
-        if group in present
-    ]  # fmt: skip
+    present = [group for group in names if group in {row.group for row in rows}]
+    return [Line2D([], [], label=names[group], markersize=6, **_look(group)) for group in present]
 
 
 def _full_precision(ax: Axes, panel: Panel) -> list[Line2D]:
