@@ -25,7 +25,6 @@ FEWEST_POINTS = 4
 """Three points are in perfect order, up or down, once in three by chance; four once in twelve."""
 _BY_CHANCE = {4: 1.0, 5: 1.0, 6: 0.886, 7: 0.786, 8: 0.738, 9: 0.7, 10: 0.649}
 """Points -> Spearman's rho that chance reaches once in twenty (4: perfect order); Student's t gives it for more."""
-EXPERIMENTS = ("schedules", *PERIODS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +115,7 @@ def panels(records: Iterable[Record]) -> list[Panel]:
     found: dict[tuple[str, int, int], list[Record]] = {}
     for record in records:
         found.setdefault((record.experiment, record.q_min, record.q_max), []).append(record)
-    order = {name: index for index, name in enumerate(EXPERIMENTS)}
+    order = {name: index for index, name in enumerate(("schedules", *PERIODS))}
     keys = sorted(found, key=lambda key: (order.get(key[0], len(order)), -key[2], key[1]))
     return [_panel(found[key]) for key in keys]
 
@@ -142,10 +141,8 @@ def groups(panel: Panel) -> list[SavingsGroup]:
     """Return the savings groups of which a panel has values, from the most compute to the least."""
     result = []
     for name in GROUPS:
-        rows = [row for row in panel.rows if row.group == name and row.values]
-        if rows:
-            cost = sum(row.relative_cost for row in rows) / len(rows)
-            labels = tuple(row.label for row in rows)
+        if rows := [row for row in panel.rows if row.group == name and row.values]:
+            cost, labels = sum(row.relative_cost for row in rows) / len(rows), tuple(row.label for row in rows)
             result.append(SavingsGroup(name=name, labels=labels, relative_cost=cost, values=averaged(rows)))
     return result
 

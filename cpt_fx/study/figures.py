@@ -32,8 +32,8 @@ INK, SOFT, RULE = "#16191d", "#5b636e", "#e4e7eb"
 COLOURS = {"small": "#0072b2", "medium": "#007a5a", "large": "#c44e00", "other": "#a3477f", "static": "#16191d"}
 MARKERS = {"small": "o", "medium": "^", "large": "v", "other": "D", "static": "s"}
 DPI = 160
-PANEL = (7.6, 4.9)
-"""Width and height of a panel, in inches."""
+WIDTH = 7.6
+"""Of a panel, in inches."""
 _LINE = 104
 """Characters that fit in one line of a caption below a panel."""
 
@@ -85,7 +85,7 @@ def figures(panels: Sequence[Panel]) -> dict[str, Figure]:
         for experiment in dict.fromkeys(panel.experiment for panel in drawable):
             own = [panel for panel in drawable if panel.experiment == experiment]
             is_cost = experiment == "schedules"
-            figure, axes = new(len(own), height=PANEL[1] if is_cost else 4.2)
+            figure, axes = new(len(own), height=4.9 if is_cost else 4.2)
             points = [_DRAW.get(experiment, _draw_rows)(ax, panel) for ax, panel in zip(axes, own, strict=True)]
             figure.draw_without_rendering()  # computes the layout, once
             figure.set_layout_engine("none")
@@ -271,9 +271,7 @@ def _label(ax: Axes, points: Sequence[tuple[str, float, float, float]]) -> None:
     x, y, bar = np.array([place for _, *place in points]).T
     middles, lowest, highest = (ax.transData.transform(np.column_stack([x, end])) for end in (y, y - bar, y + bar))
     marks = np.hstack([middles, middles]) + 4.5 * scale * _OUTWARDS
-    reaches = np.column_stack(
-        [marks[:, 0], np.minimum(marks[:, 1], lowest[:, 1]), marks[:, 2], np.maximum(marks[:, 3], highest[:, 1])]
-    )
+    reaches = np.hstack([np.minimum(marks[:, :2], lowest), np.maximum(marks[:, 2:], highest)])
     sizes = [text.get_window_extent(renderer).size for text in texts]
     boxes = labels(marks, reaches, sizes, np.array(ax.get_window_extent(renderer).extents), 2.5 * scale)
     for text, middle, reach, box in zip(texts, middles, reaches, boxes, strict=True):
@@ -289,9 +287,9 @@ def _label(ax: Axes, points: Sequence[tuple[str, float, float, float]]) -> None:
 # How figures look, and how they are saved: equal records give equal bytes.
 
 
-def new(panels: int, *, height: float = PANEL[1]) -> tuple[Figure, list[Axes]]:
+def new(panels: int, *, height: float) -> tuple[Figure, list[Axes]]:
     """Return a figure with panels below each other: two side by side would be too small to read on a page."""
-    figure = new_figure(PANEL[0], height * panels, dpi=DPI)
+    figure = new_figure(WIDTH, height * panels, dpi=DPI)
     return figure, figure.subplots(panels, 1, squeeze=False).ravel().tolist()
 
 
