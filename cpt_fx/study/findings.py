@@ -46,12 +46,12 @@ class Table:
 
 def tables(panels: Sequence[Panel]) -> list[Table]:
     """Return the tables of a study, in the order in which a report shows them."""
-    made: list[Table | None] = []
+    made = []
     for panel in panels:
         made.append(schedule_table(panel))
         if panel.experiment == "schedules":
             made += [correlation_table(panel), group_table(panel)]
-    return [table for table in (*made, failures(panels)) if table is not None]
+    return [table for table in (*made, failures(panels)) if table.rows]
 
 
 def schedule_table(panel: Panel) -> Table:
@@ -77,13 +77,11 @@ def schedule_table(panel: Panel) -> Table:
     return Table(_title(panel), (*names, difference, "verdict"), tuple(rows), note)
 
 
-def group_table(panel: Panel) -> Table | None:
-    """Return a table of the savings groups and their differences; None if a panel has fewer than two groups."""
+def group_table(panel: Panel) -> Table:
+    """Return a table of the savings groups and their differences; empty if a panel has fewer than two groups."""
     found, show = analysis.groups(panel), decimals(panel)
-    if len(found) < 2:
-        return None
     rows = []
-    for group in found:
+    for group in found if len(found) > 1 else []:
         name, labels = f"{group.name} saving", ", ".join(group.labels)
         rows.append((name, labels, f"{group.relative_cost:.3f}", *_told(group.mean, show, number), NOTHING))
     for one, two, estimate in analysis.group_differences(panel):
@@ -97,15 +95,13 @@ def group_table(panel: Panel) -> Table | None:
     return Table(f"Savings groups at {panel.bits}", headings, tuple(rows), note)
 
 
-def correlation_table(panel: Panel) -> Table | None:
-    """Return a table of the rank correlations of cost and quality; None for fewer than three points."""
+def correlation_table(panel: Panel) -> Table:
+    """Return a table of the rank correlations of cost and quality; empty for fewer than three points."""
     rows = []
     for name, baselines in (("schedules", False), ("schedules and static", True)):
         found = analysis.cost_correlation(panel, baselines=baselines)
         if found.points >= 3:
             rows.append((panel.bits, name, str(found.points), *correlated(found)))
-    if not rows:
-        return None
     headings = ("bits", "points", "number", "Spearman's rho", "95 % interval", "Kendall's tau-b", "95 % interval")
     note = (
         "Positive: more compute, better quality. For the intervals the seeds within each schedule are resampled and "
@@ -114,15 +110,13 @@ def correlation_table(panel: Panel) -> Table | None:
     return Table("Rank correlation of cost and quality", headings, tuple(rows), note)
 
 
-def failures(panels: Sequence[Panel]) -> Table | None:
-    """Return a table of the runs without a value; None if there are none."""
+def failures(panels: Sequence[Panel]) -> Table:
+    """Return a table of the runs without a value."""
     rows: list[tuple[str, ...]] = []
     for panel in panels:
         for row in panel.rows:
             lost = {**row.failed, **dict.fromkeys(row.missing, "was not run, or not finished")}
             rows.extend((panel.experiment, panel.bits, row.label, str(seed), said(lost[seed])) for seed in lost)
-    if not rows:
-        return None
     planned = sum(len(panel.rows) * len(panel.seeds) for panel in panels)
     headings = ("experiment", "bits", "schedule", "seed", "reason")
     note = f"{len(rows)} of {planned} runs have no value. They count in no mean."
