@@ -88,7 +88,7 @@ def run_demo(options: argparse.Namespace) -> None:
     if options.json:
         print_json({"runs": [one.to_dict() for one in runs], "proof": proof.to_dict(), "report": str(path)})
         return
-    print_table(demo.HEADINGS, [(one.name, *demo.results(one)) for one in runs])
+    print_table(demo.HEADINGS, [*map(demo.results, runs)])
     print(f"proven for {runs[0].name}, with evaluations among the runs: {proof}")
     print(f"report: {path}")
 
