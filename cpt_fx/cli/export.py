@@ -212,10 +212,8 @@ def run_inspect(options: argparse.Namespace) -> None:
 def _transformed(options: argparse.Namespace) -> tuple[nn.Module, Any]:
     """Return the transformed model that a reference names, and its example inputs."""
     schedule = build_schedule(options.schedule, options)
-    made = load(options.model)
-    named = isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], dict)
-    model, arguments = model_and_inputs(options.model, made[0] if named else made)
-    inputs: Any = made[1] if named else arguments
+    model, arguments, named = model_and_inputs(options.model, load(options.model))
+    inputs = arguments or named
     if not inputs:
         raise ValueError(f"{options.model} must return (model, example_inputs): an export runs the model on them")
     from cpt_fx.api import history_of, transform
@@ -226,7 +224,7 @@ def _transformed(options: argparse.Namespace) -> tuple[nn.Module, Any]:
     except TransformError:
         result = transform(
             model, schedule, recipe=options.recipe, exclude=options.exclude,
-            example_inputs=None if named else inputs, example_kwargs=inputs if named else None,
+            example_inputs=arguments, example_kwargs=named,
         )  # fmt: skip
         return result, inputs
     if options.exclude or options.recipe != RECIPE:
