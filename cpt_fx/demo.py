@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from cpt_fx.study.page import inlined, page, table
 from cpt_fx.study.writing import VARIABLES
 
 Q_MIN, Q_MAX, CYCLES = 3, 8, 8
-TRAINING_IMAGES = 1200
+TRAINING_IMAGES, TEST_IMAGES = 1200, 597
 BATCH = 64
 EVALUATIONS = 40
 HEADINGS = ("", "test accuracy", "mean bits", f"BitOps, of static {Q_MAX} bits", "saving", "seconds")
@@ -81,7 +81,7 @@ class DemoRun:
         """The share of test images recognised after the last step."""
         return self.accuracies[max(self.accuracies)]
 
-    def to_dict(self) -> dict[str, object]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the results as plain data. Costs are relative to static q_max."""
         names = ("name", "accuracy", "seconds", "losses", "accuracies")
         cost = relative_cost(self.schedule, Q_MAX)
@@ -135,8 +135,9 @@ def load_digits() -> Digits:
     order = torch.randperm(len(bunch.target), generator=torch.Generator().manual_seed(0))
     images = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1)[order] / 16
     labels = torch.tensor(bunch.target, dtype=torch.int64)[order]
-    count = TRAINING_IMAGES
-    return Digits(images[:count], labels[:count], images[count:], labels[count:])
+    sizes = (TRAINING_IMAGES, TEST_IMAGES)
+    (train_images, test_images), (train_labels, test_labels) = images.split(sizes), labels.split(sizes)
+    return Digits(train_images, train_labels, test_images, test_labels)
 
 
 def run_demo(settings: DemoSettings, advance: Advance) -> tuple[DemoRun, DemoRun]:
@@ -189,19 +190,18 @@ def train(name: str, schedule: Schedule, settings: DemoSettings, digits: Digits,
 
 def accuracy(model: nn.Module, digits: Digits) -> float:
     """Return the share of test images recognised at q_max bits, with batch norm statistics of that width."""
-    training = model.training
     model.eval()
     with recalibrate(model, digits.train_images[: 10 * BATCH].split(BATCH)), torch.no_grad():
         right = (model(digits.test_images).argmax(dim=1) == digits.test_labels).float().mean().item()
-    model.train(training)
+    model.train()
     return float(right)
 
 
 def results(run: DemoRun) -> tuple[str, ...]:
-    """Return a run's row of the results table, without the name; costs are relative to static q_max."""
-    cost = relative_cost(run.schedule, Q_MAX)
-    bits = f"{mean_costs(run.schedule).mean_bits:.2f}"
-    return f"{100 * run.accuracy:.2f} %", bits, f"{cost:.3f}", f"{100 * (1 - cost):.1f} %", f"{run.seconds:.1f}"
+    """Return a run's row of the results table, below `HEADINGS`."""
+    of = run.to_dict()
+    costs = (f"{of['mean_bits']:.2f}", f"{of['relative_cost']:.3f}", f"{100 * of['saving']:.1f} %")
+    return run.name, f"{100 * run.accuracy:.2f} %", *costs, f"{run.seconds:.1f}"
 
 
 def write_report(
@@ -220,17 +220,17 @@ def write_report(
     )
     first, second = runs
     lead = (
-        f"A small residual net on {len(load_digits().train_labels)} images of digits, trained twice for "
-        f"{settings.steps} steps from the same weights on the same batches: under {first.name}, from "
-        f"{Q_MIN} to {Q_MAX} bits in {CYCLES} cycles, and at {second.name} bits throughout."
+        f"A small residual net on {TRAINING_IMAGES} images of digits, trained twice for {settings.steps} steps from "
+        f"the same weights on the same batches: under {first.name}, from {Q_MIN} to {Q_MAX} bits in {CYCLES} cycles, "
+        f"and at {second.name} bits throughout."
     )
-    image = 100 / len(load_digits().test_labels)
     foot = (
         f"cpt-fx demo --schedule {settings.schedule} --steps {settings.steps} --seed {settings.seed} · One seed and "
-        f"one small net: a single test image is {image:.2f} %, so a difference of a few tenths says little. Low "
-        "precision is simulated: BitOps are counted by the published formula, and the seconds do not show the saving."
+        f"one small net: a single test image is {100 / TEST_IMAGES:.2f} %, so a difference of a few tenths says "
+        "little. Low precision is simulated: BitOps are counted by the published formula, and the seconds do not show "
+        "the saving."
     )
-    sections = [table(HEADINGS, [(run.name, *results(run)) for run in runs]), curves(runs, settings), graph]
+    sections = [table(HEADINGS, [*map(results, runs)]), curves(runs, settings), graph]
     path = folder / "index.html"
     path.write_text(page("Cyclic precision training, a demonstration", lead, sections, foot), encoding="utf-8")
     return path

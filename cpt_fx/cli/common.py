@@ -9,10 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import cleandoc
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cpt_fx.errors import check_choice
 from cpt_fx.schedules import NAMES, Schedule, Static, named
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 Commands = Any  # argparse has no public name for what add_subparsers returns
 
@@ -43,7 +46,7 @@ def command(commands: Commands, name: str, run: Callable[[argparse.Namespace], N
         name, help=summary[:1].lower() + summary[1:].rstrip("."), description=text, epilog=example,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    made.set_defaults(run=run)
+    made.set_defaults(run=run, parser=made)
     return made
 
 
@@ -52,7 +55,7 @@ def print_json(data: object) -> None:
     print(json.dumps(data, indent=2, allow_nan=False))
 
 
-def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> None:
+def print_table(headings: Sequence[str], rows: Sequence[Sequence[str | Text]], words: int = 1) -> None:
     """Print a table for a person to read; the first `words` columns hold words, the others numbers."""
     from rich import box
     from rich.table import Table
@@ -62,7 +65,7 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], words: i
     for index, heading in enumerate(headings):
         table.add_column(heading, justify="left" if index < words else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     show(table)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import platform
 import re
 from collections.abc import Callable
 from dataclasses import asdict
@@ -19,18 +20,20 @@ from cpt_fx.schedules.bits import Bits, as_bits
 if TYPE_CHECKING:
     from torch import nn
 
+    from cpt_fx.ort.environment import Finding
     from cpt_fx.ort.manifest import Manifest
 
 MODEL = """The callable takes no arguments and returns (model, example_inputs): inputs are a tuple of the model's
 arguments, or a dict of them by name. A model that is not transformed yet is transformed first."""
 LOSSES = ("cross_entropy", "mse", "bce_with_logits", "l1", "none")
 OPTIMIZERS = ("sgd", "adam", "adamw")
+WRITE, RUN, GPU, API = "write ONNX files", "run and train them", "the same on a GPU", "ONNX Runtime's training API"
+"""What the doctor examines."""
 
 
 def add(commands: Commands) -> None:
     """Declare the subcommand and its own subcommands."""
     top = command(commands, "export", run_export)
-    top.set_defaults(parser=top)
     targets = top.add_subparsers(title="targets", metavar="TARGET")
     made = _model_command(targets, "onnx", run_onnx, output="FILE")
     three = "one for all, or three: weights, activations, gradients"
@@ -188,14 +191,21 @@ def run_doctor(options: argparse.Namespace) -> None:
     example:
       cpt-fx export doctor --json
     """
-    from cpt_fx.cli.doctor import RUN, WRITE, examine
-    from cpt_fx.ort.environment import PackageError
+    from cpt_fx.ort import environment
 
-    found = examine()
-    common.answer(options, found.to_dict, found)
-    for finding in (found.findings[WRITE], found.findings[RUN]):
+    findings = {
+        WRITE: environment.check_onnx("ort"),
+        RUN: environment.check_runtime(),
+        GPU: environment.check_cuda(),
+        API: environment.check_training(),
+    }
+    names = ("cpt_fx", "torch", "numpy", "onnx", "onnxscript", "onnx-ir")
+    packages = {name: version for name in names if (version := environment.version_of(name))}
+    python = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
+    _print_findings(options.json, python, packages, environment.builds(), findings)
+    for finding in (findings[WRITE], findings[RUN]):
         if not finding.works:
-            raise PackageError(f"models cannot be exported for training here: {finding.problem}")
+            raise environment.PackageError(f"models cannot be exported for training here: {finding.problem}")
 
 
 def run_inspect(options: argparse.Namespace) -> None:
@@ -212,10 +222,8 @@ def run_inspect(options: argparse.Namespace) -> None:
 def _transformed(options: argparse.Namespace) -> tuple[nn.Module, Any]:
     """Return the transformed model that a reference names, and its example inputs."""
     schedule = build_schedule(options.schedule, options)
-    made = load(options.model)
-    named = isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], dict)
-    model, arguments = model_and_inputs(options.model, made[0] if named else made)
-    inputs: Any = made[1] if named else arguments
+    model, arguments, named = model_and_inputs(options.model, load(options.model))
+    inputs = arguments or named
     if not inputs:
         raise ValueError(f"{options.model} must return (model, example_inputs): an export runs the model on them")
     from cpt_fx.api import history_of, transform
@@ -226,7 +234,7 @@ def _transformed(options: argparse.Namespace) -> tuple[nn.Module, Any]:
     except TransformError:
         result = transform(
             model, schedule, recipe=options.recipe, exclude=options.exclude,
-            example_inputs=None if named else inputs, example_kwargs=inputs if named else None,
+            example_inputs=arguments, example_kwargs=named,
         )  # fmt: skip
         return result, inputs
     if options.exclude or options.recipe != RECIPE:
@@ -257,6 +265,26 @@ def _print_file(options: argparse.Namespace, **more: Any) -> None:
         print_json({"path": str(options.output), "bytes": size, **more})
     else:
         print(f"wrote {options.output}, {_size(size)}")
+
+
+def _print_findings(
+    as_json: bool, python: str, packages: dict[str, str], builds: dict[str, str], findings: dict[str, Finding]
+) -> None:
+    """Print what is installed and what works; only one of `builds` should provide the folder `onnxruntime`."""
+    from rich.text import Text
+
+    mixed = f"{' and '.join(builds)} share one folder, and uninstalling either breaks the other: "
+    remark = f"{mixed}uninstall all, install one" * (len(builds) > 1)  # a warning even if one of them works
+    if as_json:
+        told = {aim: {"works": finding.works} | asdict(finding) for aim, finding in findings.items()}
+        print_json({"python": python, "packages": packages, "builds": builds, "findings": told, "remark": remark})
+        return
+    print(f"Python {python}: {', '.join(f'{name} {version}' for name, version in (packages | builds).items())}")
+    words = {True: Text("yes", "green"), False: Text("no", "bold red")}
+    rows = [(aim, words[finding.works], finding.found or "–") for aim, finding in findings.items()]
+    print_table(("to", "works", "with"), rows, words=3)
+    problems = dict.fromkeys(finding.message for finding in findings.values() if not finding.works)
+    print(*problems, *filter(None, [remark]), sep="\n")
 
 
 def _print_directory(directory: Path, as_json: bool) -> None:
@@ -297,12 +325,10 @@ def _files(directory: Path, manifest: Manifest) -> dict[str, dict[str, Any]]:
 
     found: dict[str, dict[str, Any]] = {}
     for name, digest in manifest.digests.items():
-        path = directory / name
-        if not path.is_file():
-            found[name] = {"state": "missing", "bytes": 0}
-            continue
-        same = digest_of(path) == digest
-        found[name] = {"state": "as written" if same else "changed", "bytes": path.stat().st_size}
+        path, state = directory / name, "missing"
+        if there := path.is_file():
+            state = "as written" if digest_of(path) == digest else "changed"
+        found[name] = {"state": state, "bytes": path.stat().st_size if there else 0}
     return found
 
 

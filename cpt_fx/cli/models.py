@@ -88,7 +88,7 @@ def run_demo(options: argparse.Namespace) -> None:
     if options.json:
         print_json({"runs": [one.to_dict() for one in runs], "proof": proof.to_dict(), "report": str(path)})
         return
-    print_table(demo.HEADINGS, [(one.name, *demo.results(one)) for one in runs])
+    print_table(demo.HEADINGS, [*map(demo.results, runs)])
     print(f"proven for {runs[0].name}, with evaluations among the runs: {proof}")
     print(f"report: {path}")
 
@@ -97,23 +97,23 @@ def run_inspect(options: argparse.Namespace) -> None:
     """What is quantized in a model, and what is not.
 
     Transform a model and show its quantizers. The callable takes no arguments and returns a model, or
-    (model, example_inputs); with inputs, a trial run proves that every quantizer quantizes.
+    (model, example_inputs), a tuple of arguments or a dict of them by name; with inputs, a trial run proves that
+    every quantizer quantizes.
 
     example:
       cpt-fx inspect mypackage.models:make --schedule CR --html graph.html
     """
     schedule = build_schedule(options.schedule, options)
-    model, inputs = model_and_inputs(options.model, load(options.model))
+    model, inputs, named = model_and_inputs(options.model, load(options.model))
     from cpt_fx.api import transform
     from cpt_fx.inspection import inspect
     from cpt_fx.inspection.verification import verify
 
-    result = transform(model, schedule, recipe=options.recipe, exclude=options.exclude, example_inputs=inputs,
-                       prove=False)  # fmt: skip
+    examples: dict[str, Any] = {"example_inputs": inputs, "example_kwargs": named, "prove": False}
+    result = transform(model, schedule, recipe=options.recipe, exclude=options.exclude, **examples)
     inspection = inspect(result)
-    proof = verify(result, inputs, {}, gradients=True, source=model) if inputs else None
-    if proof is not None:
-        inspection = dataclasses.replace(inspection, shown=proof)
+    proof = verify(result, inputs or (), named or {}, gradients=True, source=model) if inputs or named else None
+    inspection = dataclasses.replace(inspection, shown=proof)
     for path, write in ((options.html, inspection.html), (options.svg, inspection.svg)):
         if path is not None:
             write(path)
@@ -174,18 +174,20 @@ def load(reference: str) -> Any:
         raise RuntimeError(f"{reference} raised {type(error).__name__}: {error}") from error
 
 
-def model_and_inputs(reference: str, made: Any) -> tuple[nn.Module, tuple[Any, ...] | None]:
-    """Return the model, and the inputs if there are any, from what the callable of a reference returned."""
+def model_and_inputs(reference: str, made: Any) -> tuple[nn.Module, tuple[Any, ...] | None, dict[str, Any] | None]:
+    """Return the model that a reference led to, and its inputs if there are any: by position, or else by name."""
     from torch import Tensor, nn
 
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise ValueError(f"{reference} must return a model or (model, example_inputs), got {_kind(made)}")
+    if isinstance(inputs, dict):
+        return model, None, inputs
     if isinstance(inputs, Tensor):
         inputs = (inputs,)
     if inputs is not None and not isinstance(inputs, tuple):
         raise ValueError(f"{reference} must return example_inputs as a tuple, got {_kind(inputs)}")
-    return model, inputs
+    return model, inputs, None
 
 
 def _kind(value: object) -> str:

@@ -22,7 +22,6 @@ TRAIN = "the training function, as file.py:name or package.module:name"
 def add(commands: Commands) -> None:
     """Declare the subcommand and its own subcommands."""
     top = command(commands, "study", run_study)
-    top.set_defaults(parser=top)
     actions = top.add_subparsers(title="actions", metavar="ACTION")
     made = command(actions, "run", run_run)
     _add_common(made)

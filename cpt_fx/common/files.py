@@ -13,17 +13,12 @@ from cpt_fx.errors import ExportError
 
 
 def replace(path: Path, content: str | bytes) -> None:
-    """Write a file atomically, by renaming a temporary one beside it, so that a reader never sees half of it."""
-    data = content.encode() if isinstance(content, str) else content
-    handle, working = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.chmod(working, 0o666 & ~umask())
+    """Write a file atomically: it is moved here from a temporary folder, so that a reader never sees half of it."""
+    # In a folder, because a temporary file itself could be read by its owner only.
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+        working = Path(folder, path.name)
+        working.write_bytes(content.encode() if isinstance(content, str) else content)
         os.replace(working, path)
-    except BaseException:
-        Path(working).unlink(missing_ok=True)
-        raise
 
 
 def digest(path: Path) -> str:
@@ -33,13 +28,6 @@ def digest(path: Path) -> str:
         while block := file.read(1 << 20):
             found.update(block)
     return found.hexdigest()
-
-
-def umask() -> int:
-    """Return the umask of the process, which temporary files ignore: only their owner has access."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 @contextmanager

@@ -30,7 +30,8 @@ def remembered(schedule: Schedule) -> dict[str, Any]:
     for place, values, write in _homes(schedule, "", set()):
         own = getattr(write, "__name__", "") == "load_state_dict"
         kept = {name: value for name, value in values.items() if own or _is_plain(value)}
-        if lost := [name for name, value in values.items() if name not in kept and not _is_code(value)]:
+        code = [name for name, value in values.items() if callable(value) or isinstance(value, types.ModuleType)]
+        if lost := [name for name in values if name not in (*kept, *code)]:
             warnings.warn(
                 f"{', '.join(lost)} of {place} in {schedule!r} is no plain data, and so not in its state: write it as "
                 "an object with state_dict and load_state_dict",
@@ -124,7 +125,3 @@ def _is_plain(value: Any) -> bool:
     if type(value) in (list, tuple):
         return all(map(_is_plain, value))
     return value is None or type(value) in (bool, int, float, str)
-
-
-def _is_code(value: Any) -> bool:
-    return callable(value) or isinstance(value, type | types.ModuleType)

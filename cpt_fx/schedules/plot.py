@@ -33,12 +33,9 @@ def plot_schedule(
 
     # One edge more than steps: a step's bits hold from its start to the start of the next.
     edges = np.arange(len(bits) + 1)
-    columns = {"forward": bits[:, 0], "activation": bits[:, 1], "gradient": bits[:, 2]}
-    if (bits[:, 0] == bits[:, 1]).all():
-        del columns["activation"]
-    for label, column in columns.items():
-        colour, style = _STYLES[label]
-        ax.stairs(column, edges, baseline=None, color=colour, linestyle=style, linewidth=1.6, zorder=3, label=label)
+    for (label, (colour, style)), column in zip(_STYLES.items(), bits.T, strict=True):
+        if label != "activation" or (column != bits[:, 0]).any():
+            ax.stairs(column, edges, baseline=None, color=colour, linestyle=style, linewidth=1.6, zorder=3, label=label)
     if (values[:, 0] != bits[:, 0]).any():
         ax.plot(edges[:-1], values[:, 0], color="0.6", linewidth=1.0, zorder=2, label="before rounding")
     ax.set_xlabel("step")

@@ -19,7 +19,6 @@ GROUPS = {
     "medium": ("LR", "LT", "CR", "CT", "ETV", "RTV"),
     "small": ("ER", "ETH"),
 }
-_GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
 
 
 @dataclass(frozen=True)
@@ -73,4 +72,5 @@ def static_cost(bits: int | Bits) -> float:
 
 def savings_group(name: str) -> str:
     """Return "large", "medium" or "small": how many BitOps a published schedule saves against static q_max."""
-    return _GROUP_OF[check_choice("name", name, NAMES)]
+    check_choice("name", name, NAMES)
+    return next(group for group, names in GROUPS.items() if name in names)

@@ -14,6 +14,7 @@ from itertools import combinations
 
 from cpt_fx.schedules import NAMES, Deficit, savings_group
 from cpt_fx.study import statistics
+from cpt_fx.study.cells import PERIODS
 from cpt_fx.study.records import Record, rebuild
 from cpt_fx.study.statistics import Correlation, Estimate
 
@@ -24,7 +25,6 @@ FEWEST_POINTS = 4
 """Three points are in perfect order, up or down, once in three by chance; four once in twelve."""
 _BY_CHANCE = {4: 1.0, 5: 1.0, 6: 0.886, 7: 0.786, 8: 0.738, 9: 0.7, 10: 0.649}
 """Points -> Spearman's rho that chance reaches once in twenty (4: perfect order); Student's t gives it for more."""
-EXPERIMENTS = ("schedules", "deficit", "window", "first-cycle", "delayed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ def panels(records: Iterable[Record]) -> list[Panel]:
     found: dict[tuple[str, int, int], list[Record]] = {}
     for record in records:
         found.setdefault((record.experiment, record.q_min, record.q_max), []).append(record)
-    order = {name: index for index, name in enumerate(EXPERIMENTS)}
+    order = {name: index for index, name in enumerate(("schedules", *PERIODS))}
     keys = sorted(found, key=lambda key: (order.get(key[0], len(order)), -key[2], key[1]))
     return [_panel(found[key]) for key in keys]
 
@@ -141,10 +141,8 @@ def groups(panel: Panel) -> list[SavingsGroup]:
     """Return the savings groups of which a panel has values, from the most compute to the least."""
     result = []
     for name in GROUPS:
-        rows = [row for row in panel.rows if row.group == name and row.values]
-        if rows:
-            cost = sum(row.relative_cost for row in rows) / len(rows)
-            labels = tuple(row.label for row in rows)
+        if rows := [row for row in panel.rows if row.group == name and row.values]:
+            cost, labels = sum(row.relative_cost for row in rows) / len(rows), tuple(row.label for row in rows)
             result.append(SavingsGroup(name=name, labels=labels, relative_cost=cost, values=averaged(rows)))
     return result
 
@@ -208,6 +206,12 @@ def low_rows(panel: Panel) -> list[tuple[tuple[int, int], ScheduleRow]]:
     return sorted(found, key=lambda pair: pair[0][::-1])
 
 
+def points(panel: Panel) -> list[tuple[int, ScheduleRow]]:
+    """Return the rows of a trend, each with its place in it: where the deficit ends, or where the window starts."""
+    windows = panel.experiment == "window"
+    return [(low[0 if windows else 1], row) for low, row in low_rows(panel) if low[1] or not windows]
+
+
 def undisturbed(panel: Panel) -> ScheduleRow | None:
     """Return the row that never had low precision."""
     return next((row for row in panel.rows if low_steps(row, panel) == (0, 0)), None)
@@ -254,15 +258,8 @@ def _panel(records: Sequence[Record]) -> Panel:
     # Schedules of equal cost are in the order of the paper.
     place = {name: index for index, name in enumerate(NAMES)}
     rows.sort(key=lambda row: (round(row.relative_cost, 3), place.get(row.label, len(place))))
-    return Panel(
-        experiment=first.experiment,
-        q_min=first.q_min,
-        q_max=first.q_max,
-        metric=first.metric,
-        better=first.better,
-        seeds=seeds,
-        rows=tuple(rows),
-    )
+    names = ("experiment", "q_min", "q_max", "metric", "better")
+    return Panel(**{name: getattr(first, name) for name in names}, seeds=seeds, rows=tuple(rows))
 
 
 def _row(label: str, members: Sequence[Record], seeds: Sequence[int]) -> ScheduleRow:

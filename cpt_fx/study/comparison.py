@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from cpt_fx.study.analysis import Panel, ScheduleRow, against, averaged, panels, verdict
 from cpt_fx.study.findings import NOTHING, Table, decimals, signed, spread
@@ -49,19 +49,16 @@ def _table(one: Panel, two: Panel, names: tuple[str, str]) -> Table:
     return Table(f"{names[0]} and {names[1]} at {one.bits}", headings, tuple(rows), note)
 
 
-def _overall(shared: list[tuple[ScheduleRow, ScheduleRow]], panel: Panel, show: int) -> list[tuple[str, ...]]:
-    """Return the row of the mean over schedules, from the seeds that all have a value for; none for fewer than two."""
-    valued = [(row, other) for row, other in shared if row.values and other.values]
+def _overall(shared: list[tuple[ScheduleRow, ScheduleRow]], panel: Panel, show: int) -> Iterator[tuple[str, ...]]:
+    """Yield the row of the mean over schedules, from the seeds that all have a value for; none for fewer than two."""
+    valued = [pair for pair in shared if all(row.values for row in pair)]
     if len(valued) < 2:
-        return []
-    ones, twos = averaged([row for row, _ in valued]), averaged([other for _, other in valued])
-    seeds = sorted(set(ones) & set(twos))
-    if not seeds:
-        return []
-    estimate = difference([ones[seed] for seed in seeds], [twos[seed] for seed in seeds], paired=True)
-    name = f"mean of {len(valued)}"
-    word = _word(verdict(estimate, panel.better))
-    return [(name, NOTHING, NOTHING, str(len(seeds)), signed(estimate, show), word)]
+        return
+    ones, twos = map(averaged, zip(*valued, strict=True))
+    if seeds := sorted(set(ones) & set(twos)):
+        estimate = difference([ones[seed] for seed in seeds], [twos[seed] for seed in seeds], paired=True)
+        word = _word(verdict(estimate, panel.better))
+        yield f"mean of {len(valued)}", NOTHING, NOTHING, str(len(seeds)), signed(estimate, show), word
 
 
 def _word(verdict: str) -> str:

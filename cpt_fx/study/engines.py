@@ -130,10 +130,7 @@ class _Worker:
 def _ending(code: int | None) -> str:
     if code is None or code >= 0:
         return f"exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        return f"signal {-code}"
+    name = {one.value: one.name for one in signal.Signals}.get(-code, f"signal {-code}")
     return f"{name}, as when the system has no memory left" if name == "SIGKILL" else name
 
 

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 from cpt_fx.schedules.plot import new_figure
 from cpt_fx.study import analysis
 from cpt_fx.study.analysis import FULL, GROUPS, Panel, ScheduleRow
-from cpt_fx.study.findings import cost_and_quality, number, trend, without_value
+from cpt_fx.study.findings import cost_and_quality, is_longer, number, trend, without_value
 from cpt_fx.study.statistics import Array
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ INK, SOFT, RULE = "#16191d", "#5b636e", "#e4e7eb"
 COLOURS = {"small": "#0072b2", "medium": "#007a5a", "large": "#c44e00", "other": "#a3477f", "static": "#16191d"}
 MARKERS = {"small": "o", "medium": "^", "large": "v", "other": "D", "static": "s"}
 DPI = 160
-PANEL = (7.6, 4.9)
-"""Width and height of a panel, in inches."""
+WIDTH = 7.6
+"""Of a panel, in inches."""
 _LINE = 104
 """Characters that fit in one line of a caption below a panel."""
 
@@ -85,7 +85,7 @@ def figures(panels: Sequence[Panel]) -> dict[str, Figure]:
         for experiment in dict.fromkeys(panel.experiment for panel in drawable):
             own = [panel for panel in drawable if panel.experiment == experiment]
             is_cost = experiment == "schedules"
-            figure, axes = new(len(own), height=PANEL[1] if is_cost else 4.2)
+            figure, axes = new(len(own), height=4.9 if is_cost else 4.2)
             points = [_DRAW.get(experiment, _draw_rows)(ax, panel) for ax, panel in zip(axes, own, strict=True)]
             figure.draw_without_rendering()  # computes the layout, once
             figure.set_layout_engine("none")
@@ -120,29 +120,25 @@ def _draw_cost(ax: Axes, panel: Panel) -> list[tuple[str, float, float, float]]:
 
 def _draw_deficits(ax: Axes, panel: Panel) -> None:
     """Draw quality against the length of a deficit at the start of training."""
-    points = [(low[1], row) for low, row in analysis.low_rows(panel)]
-    x = [length for length, _ in points]
-    ax.plot(x, [_mean(row) for _, row in points], color=COLOURS["small"], linewidth=1.4, zorder=2)
+    points = analysis.points(panel)
+    lengths, means = [length for length, _ in points], [_mean(row) for _, row in points]
+    ax.plot(lengths, means, color=COLOURS["small"], linewidth=1.4, zorder=2)
     for length, row in points:
         _point(ax, length, _mean(row), row.deviation, "small")
     ax.set_xlabel(f"first steps at {panel.q_min} bits")
-    longer = len({row.total_steps for _, row in points}) > 1
-    said = ["Each run is longer by its deficit: the steps at full width are the same."] * longer
-    said += [trend(panel, points, "A longer deficit"), _bars_and_gaps(panel)]
-    frame(ax, panel, said, _baseline(ax, panel))
+    said = ["Each run is longer by its deficit: the steps at full width are the same."] * is_longer(panel)
+    frame(ax, panel, [*said, trend(panel), _bars_and_gaps(panel)], _baseline(ax, panel))
 
 
 def _draw_windows(ax: Axes, panel: Panel) -> None:
     """Draw quality for a window of low precision that moves along training."""
-    windows = [(low, row) for low, row in analysis.low_rows(panel) if low[1]]
-    for window, row in windows:
+    for window, row in ((low, row) for low, row in analysis.low_rows(panel) if low[1]):
         ax.plot(window, [_mean(row)] * 2, color=COLOURS["large"], linewidth=4, alpha=0.45, zorder=2,
                 solid_capstyle="butt")  # fmt: skip
         _point(ax, sum(window) / 2, _mean(row), row.deviation, "large")
     ax.set_xlim(0, max(row.total_steps for row in _valued(panel)))
     ax.set_xlabel(f"steps at {panel.q_min} bits: each bar is the window of one schedule")
-    order = trend(panel, [(window[0], row) for window, row in windows], "A later window")
-    frame(ax, panel, [order, _bars_and_gaps(panel)], _baseline(ax, panel))
+    frame(ax, panel, [trend(panel), _bars_and_gaps(panel)], _baseline(ax, panel))
 
 
 def _draw_rows(ax: Axes, panel: Panel) -> None:
@@ -179,25 +175,26 @@ def _mean(row: ScheduleRow) -> float:
 
 
 def _point(ax: Axes, x: float, y: float, bar: float | None, group: str, **more: Any) -> None:
-    ax.errorbar(
-        x, y, yerr=bar, fmt=MARKERS[group], color=COLOURS[group], markersize=6.5, elinewidth=1.3, capsize=2.5,
-        zorder=3, markerfacecolor="white" if group == "static" else None, markeredgewidth=1.5, **more,
-    )  # fmt: skip
+    ax.errorbar(x, y, yerr=bar, markersize=6.5, elinewidth=1.3, capsize=2.5, zorder=3, **_look(group), **more)
+
+
+def _look(group: str) -> dict[str, Any]:
+    """Return how points of a group are marked; those of the baselines are hollow."""
+    hollow = {"markerfacecolor": "white"} if group == "static" else {}
+    return {"linestyle": "", "marker": MARKERS[group], "color": COLOURS[group], "markeredgewidth": 1.5} | hollow
 
 
 def _limits(panel: Panel) -> tuple[float, float]:
     """Return the range of the y axis: of all rows, unless a baseline or full precision would flatten the others."""
-    spans = {
-        row.label: (_mean(row) - (row.deviation or 0.0), _mean(row) + (row.deviation or 0.0)) for row in _valued(panel)
-    }
+    bars = {row.label: (_mean(row), row.deviation or 0.0) for row in _valued(panel)}
+    spans = {label: (mean - deviation, mean + deviation) for label, (mean, deviation) in bars.items()}
     core = [spans[row.label] for row in panel.cyclic if row.label in spans] or list(spans.values())
-    if panel.static is not None and panel.static.label in spans:
-        core.append(spans[panel.static.label])
+    core += [spans[row.label] for row in [panel.static] if row and row.label in spans]
     low, high = min(low for low, _ in core), max(high for _, high in core)
     size = (high - low) or abs(high) / 10 or 1.0
-    for one in spans.values():
-        if low - _FAR * size <= one[0] and one[1] <= high + _FAR * size:
-            low, high = min(low, one[0]), max(high, one[1])
+    for bottom, top in spans.values():
+        if low - _FAR * size <= bottom and top <= high + _FAR * size:
+            low, high = min(low, bottom), max(high, top)
     margin = 0.12 * ((high - low) or size)
     return low - margin, high + margin
 
@@ -219,14 +216,9 @@ def _side_by_side(costs: Sequence[float]) -> list[float]:
 def _keys(rows: Sequence[ScheduleRow]) -> list[Line2D]:
     from matplotlib.lines import Line2D
 
-    present = {row.group for row in rows}
     names = {group: f"{group} saving" for group in GROUPS} | {"other": "other schedules", "static": "static"}
-    return [
-        Line2D([], [], linestyle="", marker=MARKERS[group], color=COLOURS[group], label=name, markersize=6,
-               markerfacecolor="white" if group == "static" else None, markeredgewidth=1.5)
-        for group, name in names.items()
-        if group in present
-    ]  # fmt: skip
+    present = [group for group in names if group in {row.group for row in rows}]
+    return [Line2D([], [], label=names[group], markersize=6, **_look(group)) for group in present]
 
 
 def _full_precision(ax: Axes, panel: Panel) -> list[Line2D]:
@@ -279,9 +271,7 @@ def _label(ax: Axes, points: Sequence[tuple[str, float, float, float]]) -> None:
     x, y, bar = np.array([place for _, *place in points]).T
     middles, lowest, highest = (ax.transData.transform(np.column_stack([x, end])) for end in (y, y - bar, y + bar))
     marks = np.hstack([middles, middles]) + 4.5 * scale * _OUTWARDS
-    reaches = np.column_stack(
-        [marks[:, 0], np.minimum(marks[:, 1], lowest[:, 1]), marks[:, 2], np.maximum(marks[:, 3], highest[:, 1])]
-    )
+    reaches = np.hstack([np.minimum(marks[:, :2], lowest), np.maximum(marks[:, 2:], highest)])
     sizes = [text.get_window_extent(renderer).size for text in texts]
     boxes = labels(marks, reaches, sizes, np.array(ax.get_window_extent(renderer).extents), 2.5 * scale)
     for text, middle, reach, box in zip(texts, middles, reaches, boxes, strict=True):
@@ -297,9 +287,9 @@ def _label(ax: Axes, points: Sequence[tuple[str, float, float, float]]) -> None:
 # How figures look, and how they are saved: equal records give equal bytes.
 
 
-def new(panels: int, *, height: float = PANEL[1]) -> tuple[Figure, list[Axes]]:
+def new(panels: int, *, height: float) -> tuple[Figure, list[Axes]]:
     """Return a figure with panels below each other: two side by side would be too small to read on a page."""
-    figure = new_figure(PANEL[0], height * panels, dpi=DPI)
+    figure = new_figure(WIDTH, height * panels, dpi=DPI)
     return figure, figure.subplots(panels, 1, squeeze=False).ravel().tolist()
 
 

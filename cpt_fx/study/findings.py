@@ -46,12 +46,12 @@ class Table:
 
 def tables(panels: Sequence[Panel]) -> list[Table]:
     """Return the tables of a study, in the order in which a report shows them."""
-    made: list[Table | None] = []
+    made = []
     for panel in panels:
         made.append(schedule_table(panel))
         if panel.experiment == "schedules":
             made += [correlation_table(panel), group_table(panel)]
-    return [table for table in (*made, failures(panels)) if table is not None]
+    return [table for table in (*made, failures(panels)) if table.rows]
 
 
 def schedule_table(panel: Panel) -> Table:
@@ -68,33 +68,20 @@ def schedule_table(panel: Panel) -> Table:
         seeds = f"{len(row.values)}" + f" ({row.gaps})" * bool(row.gaps)
         word = verdict(estimate, panel.better) if other else NOTHING
         rows.append((row.label, saving, *costs, spread(row.mean, row.deviation, show), seeds, difference, word))
-    place = _place(panel, panel.rows[0])
-    difference = f"less {others[0]} (95 % interval)" if len(others) == 1 else "difference (95 % interval)"
+    difference = f"{f'less {others[0]}' if len(others) == 1 else 'difference'} (95 % interval)"
     note = (
         f"{panel.metric}: {panel.better} is better; mean and standard deviation over seeds. Cost: BitOps relative to "
         f"static {panel.q_max}. A difference whose interval holds zero is none that these seeds can show."
     )
-    headings = (
-        "schedule",
-        "saving",
-        "cost",
-        "mean bits",
-        *place,
-        f"{panel.metric} ± sd",
-        "seeds",
-        difference,
-        "verdict",
-    )
-    return Table(f"{TITLES.get(panel.experiment, panel.experiment)} at {panel.bits}", headings, tuple(rows), note)
+    names = ("schedule", "saving", "cost", "mean bits", *_place(panel, panel.rows[0]), f"{panel.metric} ± sd", "seeds")
+    return Table(_title(panel), (*names, difference, "verdict"), tuple(rows), note)
 
 
-def group_table(panel: Panel) -> Table | None:
-    """Return a table of the savings groups and their differences; None if a panel has fewer than two groups."""
+def group_table(panel: Panel) -> Table:
+    """Return a table of the savings groups and their differences; empty if a panel has fewer than two groups."""
     found, show = analysis.groups(panel), decimals(panel)
-    if len(found) < 2:
-        return None
     rows = []
-    for group in found:
+    for group in found if len(found) > 1 else []:
         name, labels = f"{group.name} saving", ", ".join(group.labels)
         rows.append((name, labels, f"{group.relative_cost:.3f}", *_told(group.mean, show, number), NOTHING))
     for one, two, estimate in analysis.group_differences(panel):
@@ -108,15 +95,13 @@ def group_table(panel: Panel) -> Table | None:
     return Table(f"Savings groups at {panel.bits}", headings, tuple(rows), note)
 
 
-def correlation_table(panel: Panel) -> Table | None:
-    """Return a table of the rank correlations of cost and quality; None for fewer than three points."""
+def correlation_table(panel: Panel) -> Table:
+    """Return a table of the rank correlations of cost and quality; empty for fewer than three points."""
     rows = []
     for name, baselines in (("schedules", False), ("schedules and static", True)):
         found = analysis.cost_correlation(panel, baselines=baselines)
         if found.points >= 3:
             rows.append((panel.bits, name, str(found.points), *correlated(found)))
-    if not rows:
-        return None
     headings = ("bits", "points", "number", "Spearman's rho", "95 % interval", "Kendall's tau-b", "95 % interval")
     note = (
         "Positive: more compute, better quality. For the intervals the seeds within each schedule are resampled and "
@@ -125,19 +110,21 @@ def correlation_table(panel: Panel) -> Table | None:
     return Table("Rank correlation of cost and quality", headings, tuple(rows), note)
 
 
-def failures(panels: Sequence[Panel]) -> Table | None:
-    """Return a table of the runs without a value; None if there are none."""
+def failures(panels: Sequence[Panel]) -> Table:
+    """Return a table of the runs without a value."""
     rows: list[tuple[str, ...]] = []
     for panel in panels:
         for row in panel.rows:
             lost = {**row.failed, **dict.fromkeys(row.missing, "was not run, or not finished")}
             rows.extend((panel.experiment, panel.bits, row.label, str(seed), said(lost[seed])) for seed in lost)
-    if not rows:
-        return None
     planned = sum(len(panel.rows) * len(panel.seeds) for panel in panels)
     headings = ("experiment", "bits", "schedule", "seed", "reason")
     note = f"{len(rows)} of {planned} runs have no value. They count in no mean."
     return Table("Runs without a value", headings, tuple(rows), note)
+
+
+def _title(panel: Panel) -> str:
+    return f"{TITLES.get(panel.experiment, panel.experiment)} at {panel.bits}"
 
 
 def _place(panel: Panel, row: ScheduleRow) -> dict[str, str]:
@@ -166,10 +153,8 @@ def conclusions(panels: Sequence[Panel]) -> list[Conclusion]:
     """Return the findings of each panel."""
     found = []
     for panel in panels:
-        title = TITLES.get(panel.experiment, panel.experiment)
-        seeds = counted(len(panel.seeds), "seed")
-        where = f"{title} at {panel.bits}, by {panel.metric} ({panel.better} is better), over {seeds}."
-        found.append(Conclusion(where, tuple(_findings(panel))))
+        by = f"by {panel.metric} ({panel.better} is better), over {counted(len(panel.seeds), 'seed')}"
+        found.append(Conclusion(f"{_title(panel)}, {by}.", tuple(_findings(panel))))
     return found
 
 
@@ -258,19 +243,17 @@ def _first_cycle(panel: Panel) -> Iterator[str]:
 
 
 def _deficit(panel: Panel) -> Iterator[str]:
-    points = [(low[1], row) for low, row in analysis.low_rows(panel)]
-    if len({row.total_steps for _, row in points}) > 1:
+    if is_longer(panel):
         yield (
             "Each run is longer by its deficit, so that all have the same steps at full width: where training is far "
             "from its end, the steps at low width help as well."
         )
-    yield from _order(panel, points, "A longer deficit")
+    yield from _order(panel)
 
 
 def _window(panel: Panel) -> Iterator[str]:
-    found = analysis.low_rows(panel)
-    yield from _order(panel, [(low[0], row) for low, row in found if low[1]], "A later window")
-    for row in (row for low, row in found if low[1] == row.total_steps):
+    yield from _order(panel)
+    for row in (row for low, row in analysis.low_rows(panel) if low[1] == row.total_steps):
         yield (
             f"{row.label} ends at {panel.q_min} bits and is evaluated at {panel.q_max}: if the net has batch norm, its "
             "statistics are those of the low width, unless they were estimated anew. So this number is of the window "
@@ -286,19 +269,26 @@ def _delayed(panel: Panel) -> Iterator[str]:
             yield f"{row.label} less {other.label}: {_difference(against(row, other), panel, show)}."
 
 
-def _order(panel: Panel, points: Sequence[tuple[int, ScheduleRow]], subject: str) -> Iterator[str]:
-    """Say whether the points form a trend, and how each compares with the run that never had low precision."""
-    yield trend(panel, points, subject)
+def _order(panel: Panel) -> Iterator[str]:
+    """Say whether there is a trend, and how each run compares with the one that never had low precision."""
+    yield trend(panel)
     base, show = analysis.undisturbed(panel), decimals(panel)
     if base is not None and base.values:
-        told = [f"{row.label} {_difference(against(row, base), panel, show)}" for _, row in points if row is not base]
+        rows = [row for _, row in analysis.points(panel) if row is not base]
+        told = [f"{row.label} {_difference(against(row, base), panel, show)}" for row in rows]
         level = spread(base.mean, base.deviation, show)
         yield f"Against training without low precision, at {level}: {'; '.join(told)}."
 
 
-def trend(panel: Panel, points: Sequence[tuple[int, ScheduleRow]], subject: str) -> str:
-    """Say whether quality follows the order of points."""
-    found = analysis.correlation(points, panel)
+def is_longer(panel: Panel) -> bool:
+    """Return whether each run is longer by its deficit."""
+    return len({row.total_steps for _, row in analysis.points(panel)}) > 1
+
+
+def trend(panel: Panel) -> str:
+    """Say whether quality follows the length of the deficit, or the start of the window."""
+    found = analysis.correlation(analysis.points(panel), panel)
+    subject = "A longer deficit" if panel.experiment == "deficit" else "A later window"
     if found.points < analysis.FEWEST_POINTS:
         return f"{subject}: {found.points} points are too few for a trend, which takes {analysis.FEWEST_POINTS}."
     if found.rho is None or found.rho_interval is None:

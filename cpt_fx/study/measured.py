@@ -67,10 +67,7 @@ def _measurement(study: str, task: Task, panel: Panel) -> Measurement:
         **asdict(task),
         steps=rows[0].total_steps,
         seeds=list(panel.seeds),
-        q_min=panel.q_min,
-        q_max=panel.q_max,
-        metric=panel.metric,
-        better=panel.better,
+        **{name: getattr(panel, name) for name in ("q_min", "q_max", "metric", "better")},
         schedules={
             row.label: {
                 "mean": _rounded(row.mean.value),

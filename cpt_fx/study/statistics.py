@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -117,22 +118,19 @@ def rank_correlation(x: ArrayLike, values: Sequence[ArrayLike], *, draws: int = 
     runs = [_sample(f"values[{index}]", one) for index, one in enumerate(values)]
     if len(runs) != len(places):
         raise ValueError(f"x and values must be of one length, got {len(places)} and {len(runs)}")
-    points, total = len(runs), sum(map(len, runs))
-    if points < 3:
-        return Correlation(points=points, runs=total, reason=f"{points} points have no rank correlation worth the name")
+    correlation = partial(Correlation, points=len(runs), runs=sum(map(len, runs)))
+    if len(runs) < 3:
+        return correlation(reason=f"{len(runs)} points have no rank correlation worth the name")
     means = np.array([[one.mean() for one in runs]])
-    rho, tau = _defined(spearman(places, means)[0]), _defined(kendall(places, means)[0])
-    rhos = taus = None
-    reason = ""
-    if rho is None:
-        reason = "all points are equal"
-    elif any(len(one) < 2 for one in runs):
-        reason = "some points have a single run"
-    else:
-        random = np.random.default_rng(SEED)
-        drawn = np.stack([_resampled(one, random, draws) for one in runs], axis=1)
-        rhos, taus = _mirrored(rho, spearman(places, drawn)), _mirrored(tau, kendall(places, drawn))
-    return Correlation(rho=rho, rho_interval=rhos, tau=tau, tau_interval=taus, points=points, runs=total, reason=reason)
+    rho, tau = (float(measure(places, means)[0]) for measure in (spearman, kendall))
+    if not math.isfinite(rho):  # nor is tau: one side is constant
+        return correlation(reason="all points are equal")
+    if any(len(one) < 2 for one in runs):
+        return correlation(rho=rho, tau=tau, reason="some points have a single run")
+    random = np.random.default_rng(SEED)
+    drawn = np.stack([_resampled(one, random, draws) for one in runs], axis=1)
+    rhos, taus = _mirrored(rho, spearman(places, drawn)), _mirrored(tau, kendall(places, drawn))
+    return correlation(rho=rho, rho_interval=rhos, tau=tau, tau_interval=taus)
 
 
 def ranks(rows: Array) -> Array:
@@ -188,10 +186,10 @@ def _estimate(centre: float, n: int, draw: Callable[[np.random.Generator], Array
     return Estimate(value=centre, interval=interval, n=n)
 
 
-def _mirrored(centre: float | None, drawn: Array) -> Interval | None:
+def _mirrored(centre: float, drawn: Array) -> Interval | None:
     # A draw in which all means are equal has no correlation; that takes runs that agree to the last digit.
     defined = drawn[np.isfinite(drawn)]
-    if centre is None or not len(defined):
+    if not len(defined):
         return None
     low, high = (float(end) for end in np.quantile(defined, _TAILS))
     return Interval(max(min(low, 2 * centre - high), -1.0), min(max(high, 2 * centre - low), 1.0))
@@ -207,7 +205,3 @@ def _cosine(one: Array, two: Array) -> Array:
     above: Array = (one * two).sum(axis=1)
     below: Array = np.sqrt((one**2).sum(axis=1) * (two**2).sum(axis=1))
     return np.divide(above, below, out=np.full_like(above, np.nan), where=below > 0)
-
-
-def _defined(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None

@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -75,20 +75,14 @@ def train_function(train: Callable[..., object] | str, options: Mapping[str, Any
     """Return the training function for a callable or a reference, checked against the options it will get."""
     if not isinstance(train, str) and not callable(train):
         raise TypeError(f'train must be a function, or a text such as "file.py:train", got {train!r}')
-    call, where = load(train) if isinstance(train, str) else (train, _reference(train))
+    call, where = find(train) if isinstance(train, str) else (train, _reference(train))
+    if not callable(call):
+        raise TypeError(f"{train} must be a function, it is {call!r}")
     return TrainFunction(call, where, _takes_seed(call, options))
 
 
-def load(reference: str) -> tuple[Callable[..., object], str]:
-    """Return the function that `file.py:name` or `module:name` refers to, and the reference with the full path."""
-    found, where = find(reference)
-    if not callable(found):
-        raise TypeError(f"{reference} must be a function, it is {found!r}")
-    return found, where
-
-
 def find(reference: str) -> tuple[Any, str]:
-    """Return what a reference (its name may be `Class.name`) refers to, and the reference with the full path."""
+    """Return what `file.py:name`, or `module:Class.name`, refers to, and the reference with the full path."""
     place, _, path = reference.rpartition(":")
     if not place or not path:
         raise ValueError(
@@ -119,12 +113,12 @@ def _imported(module: str, reference: str) -> ModuleType:
         raise
 
 
-def load_in_worker(reference: str) -> Callable[..., object]:
+def load_in_worker(reference: str) -> Any:
     """Load a function in a worker process, marked so that a file that starts a study when imported raises an error."""
     worker = multiprocessing.current_process()
     name, worker.name = worker.name, STARTING
     try:
-        return load(reference)[0]
+        return find(reference)[0]
     finally:
         worker.name = name
 
@@ -329,8 +323,6 @@ def versions(packages: tuple[str, ...]) -> dict[str, str]:
     """Return the versions of Python and of those packages that are installed."""
     found = {"Python": platform.python_version()}
     for name in packages:
-        try:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return found

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cpt_fx.common.files import replace
 from cpt_fx.study import page as report
-from cpt_fx.study.analysis import Panel, against, low_steps, panels, reference, verdict
+from cpt_fx.study.analysis import Panel, ScheduleRow, against, low_steps, panels, reference, verdict
 from cpt_fx.study.figures import COLOURS, INK, RULE, SOFT, figures, save
 from cpt_fx.study.findings import conclusions, counted, markdown, tables
 from cpt_fx.study.records import Record, duration
@@ -219,44 +219,37 @@ def _machine(record: Record) -> str:
 
 def summary(panels: Sequence[Panel]) -> str:
     """Return all rows of all panels as CSV."""
-    lines = []
-    for panel in panels:
-        for row in panel.rows:
-            other = reference(row, panel)
-            estimate = against(row, other) if other else None
-            low_from, low_until = low_steps(row, panel) or (None, None)
-            values = list(row.values.values())
-            lines.append(
-                {
-                    "experiment": panel.experiment,
-                    "q_min": panel.q_min,
-                    "q_max": panel.q_max,
-                    "schedule": row.label,
-                    "saving": row.group,
-                    "relative_cost": row.relative_cost,
-                    "mean_bits": row.mean_bits,
-                    "first_cycle_bits": row.first_cycle_bits,
-                    "total_steps": row.total_steps,
-                    "low_from": low_from,
-                    "low_until": low_until,
-                    "metric": panel.metric,
-                    "better": panel.better,
-                    "seeds": len(values),
-                    "failed": len(row.failed),
-                    "missing": len(row.missing),
-                    "mean": row.mean.value if row.mean else None,
-                    "sd": row.deviation,
-                    "lowest": min(values, default=None),
-                    "highest": max(values, default=None),
-                    **_ends("mean", row.mean),
-                    "compared_with": other.label if other else None,
-                    "difference": estimate.value if estimate else None,
-                    **_ends("difference", estimate),
-                    "paired": estimate.paired if estimate else None,
-                    "verdict": verdict(estimate, panel.better) if other else None,
-                }
-            )
-    return _csv(lines)
+    return _csv([_line(panel, row) for panel in panels for row in panel.rows])
+
+
+def _line(panel: Panel, row: ScheduleRow) -> dict[str, object]:
+    other, values = reference(row, panel), list(row.values.values())
+    estimate = against(row, other) if other else None
+    low_from, low_until = low_steps(row, panel) or (None, None)
+    of_row = ("relative_cost", "mean_bits", "first_cycle_bits", "total_steps")
+    return {
+        **{name: getattr(panel, name) for name in ("experiment", "q_min", "q_max")},
+        "schedule": row.label,
+        "saving": row.group,
+        **{name: getattr(row, name) for name in of_row},
+        "low_from": low_from,
+        "low_until": low_until,
+        "metric": panel.metric,
+        "better": panel.better,
+        "seeds": len(values),
+        "failed": len(row.failed),
+        "missing": len(row.missing),
+        "mean": row.mean.value if row.mean else None,
+        "sd": row.deviation,
+        "lowest": min(values, default=None),
+        "highest": max(values, default=None),
+        **_ends("mean", row.mean),
+        "compared_with": other.label if other else None,
+        "difference": estimate.value if estimate else None,
+        **_ends("difference", estimate),
+        "paired": estimate.paired if estimate else None,
+        "verdict": verdict(estimate, panel.better) if other else None,
+    }
 
 
 def raw(records: Sequence[Record]) -> str:

@@ -31,6 +31,9 @@ def unfit_input():
 def bare_input():
     return make(), torch.randn(16, 4)
 
+def named_input():
+    return make(), {"input": torch.randn(16, 4)}
+
 def to_train():
     torch.manual_seed(0)
     labels = torch.arange(30) % 3
@@ -236,7 +239,7 @@ def test_inspect_shows_the_quantizers(capsys: Capture, models: Path) -> None:
     assert "Net, captured by symbolic" in out
 
 
-@pytest.mark.parametrize("reference", ["cli_models:with_inputs", "cli_models:bare_input"])
+@pytest.mark.parametrize("reference", ["cli_models:with_inputs", "cli_models:bare_input", "cli_models:named_input"])
 def test_inspect_proves_with_inputs(reference: str, capsys: Capture, models: Path) -> None:
     code, out, _ = call(capsys, "inspect", reference, "--html", "a.html", "--svg", "a.svg")
     assert code == 0

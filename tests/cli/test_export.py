@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cpt_fx.cli import parser
-from cpt_fx.cli.doctor import API, RUN, WRITE
+from cpt_fx.cli.export import API, RUN, WRITE
 from tests.cli import commands
 from tests.cli.commands import Capture
 from tests.export.fake_packages import ROOT, install, install_writers, plain_build, training_build

@@ -53,7 +53,7 @@ def test_gaps_stand_beside_the_seeds() -> None:
     table = schedule_table(panel)
     assert cells(table, "RR")["seeds"] == "3 (1 failed)" and cells(table, "CR")["seeds"] == "3 (1 missing)"
     lost = failures([panel])
-    assert lost is not None and len(lost.rows) == 13
+    assert len(lost.rows) == 13
     assert lost.note == "13 of 52 runs have no value. They count in no mean."
     assert ("schedules", "(3, 8)", "RR", "3", "ValueError: the loss is nan at step 40") in lost.rows
     assert ("schedules", "(3, 8)", "CR", "3", "was not run, or not finished") in lost.rows
@@ -63,27 +63,28 @@ def test_of_a_traceback_the_last_line_is_shown() -> None:
     error = "Traceback (most recent call last):\n  File ...\nValueError: no | data\n"
     record = made_up.record("RR", made_up.schedules()["RR"], None, error=error)
     table = failures(panels([record]))
-    assert table is not None and table.rows[0][-1] == "ValueError: no | data"
+    assert table.rows[0][-1] == "ValueError: no | data"
     assert "ValueError: no \\| data" in table.markdown()
 
 
 def test_nothing_failed_no_table() -> None:
-    assert failures(panels(made_up.by_cost())) is None
+    found = panels(made_up.by_cost())
+    assert failures(found).rows == () and "Runs without a value" not in [table.title for table in tables(found)]
 
 
 def test_groups_and_correlation() -> None:
     found = panels(made_up.by_cost(noise=1e-3))
     table = group_table(found[0])
-    assert table is not None
     assert [row[0] for row in table.rows] == [
         "small saving", "medium saving", "large saving", "small less medium", "small less large", "medium less large",
     ]  # fmt: skip
     assert cells(table, "small less large")["verdict"] == "better"
     table = correlation_table(found[0])
-    assert table is not None and [row[2] for row in table.rows] == ["10", "12"]
+    assert [row[2] for row in table.rows] == ["10", "12"]
     assert all(float(row[3]) > 0.8 for row in table.rows)
     lone = panels(made_up.comparison({"CR": 0.9, "CT": 0.8}))
-    assert group_table(lone[0]) is None and correlation_table(lone[0]) is None
+    assert group_table(lone[0]).rows == correlation_table(lone[0]).rows == ()
+    assert [table.title for table in tables(lone)] == ["Schedules at (3, 8)"]
 
 
 def test_critical_tables_show_where_precision_was_low() -> None:
