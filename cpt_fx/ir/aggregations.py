@@ -215,5 +215,5 @@ def _is_weighted_sum(node: fx.Node, weights: set[fx.Node]) -> bool:
 
 def is_one_of(node: fx.Node, table: frozenset[Any]) -> bool:
     """Return whether a node calls one of these; `x += y` is traced as a function of ours with the operator's name."""
-    ours = getattr(node.target, "__module__", "") == "cpt_fx.capture.symbolic.in_place"
+    ours = getattr(node.target, "__module__", "") == "cpt_fx.capture.symbolic.traced"
     return node.target in table or (ours and getattr(node.target, "__name__", "") in table)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 import torch
 
 from cpt_fx.common.arrays import Array
@@ -181,6 +180,8 @@ class Memory:
 
 def initial_values(manifest: Manifest, path: Path) -> dict[str, Array]:
     """Read the values that a training starts with; optimizer state without a value starts with zeros."""
+    import onnx_ir as ir
+
     held = ir.load(path).graph.initializers
     values = {name: np.array(one.const_value.numpy()) for name, one in held.items() if one.const_value is not None}
     for tensor in manifest.optimizer.remembered:

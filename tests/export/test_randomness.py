@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from cpt_fx.export.operators import drawing
 from cpt_fx.quantizers.noise import new_seed, uniform
+
+pytest.importorskip("onnxscript")
+
+from cpt_fx.export.operators import drawing
 
 aten = torch.ops.aten
 

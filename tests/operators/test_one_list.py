@@ -12,8 +12,6 @@ ROOT = Path(__file__).parents[2]
 ELSEWHERE = {
     # How an operator is written in others that ONNX has: a function for each. Products are not among them.
     *(f"cpt_fx/export/{name}.py" for name in ("backward", "functions", "operators", "recording", "training")),
-    # How an operator is opened is a function for each, which builds a graph.
-    "cpt_fx/decompose/recurrent.py",
     # No operators: expressions of sizes, and what code may ask torch about its modes.
     "cpt_fx/capture/input_checks.py", "cpt_fx/capture/symbolic/questions.py",
 }  # fmt: skip
