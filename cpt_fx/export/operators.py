@@ -227,6 +227,11 @@ EVERYWHERE: dict[Any, Callable[..., Any]] = {
     aten._convert_indices_from_coo_to_csr.default: _places_in_rows,
     aten._cdist_forward.default: _distances,
     aten._cdist_backward.default: _distances_backward,
+    **{name: partial(_first, name) for name in (aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default)},
+    aten.index.Tensor: partial(_by_places, aten.index.Tensor),
+    aten.index_put.default: _index_put,
+    aten._unsafe_index_put.default: aten.index_put.default,
+    aten.index_add.default: decomposition_table[aten.index_add.default],
     aten.argsort.stable: lambda x, *, stable, dim=-1, descending=False: aten.argsort.default(x, dim, descending),
 }
 """For graphs with and without a backward pass."""
@@ -266,11 +271,7 @@ OPERATORS: dict[Any, Callable[..., Any]] = {
     # ONNX Runtime has no CUDA kernel of Col2Im.
     aten.col2im.default: decomposition_table[aten.col2im.default],
     aten.put.default: _put,
-    **{name: partial(_first, name) for name in (aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default)},
     aten.diagonal_scatter.default: _diagonal_scatter,
-    aten.index.Tensor: partial(_by_places, aten.index.Tensor),
-    aten.index_put.default: _index_put,
-    aten._unsafe_index_put.default: aten.index_put.default,
 }
 
 

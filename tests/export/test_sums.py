@@ -14,7 +14,7 @@ pytest.importorskip("onnxscript")
 import onnx_ir as ir
 
 import cpt_fx
-from cpt_fx.export.operators import OPERATORS
+from cpt_fx.export.operators import EVERYWHERE
 from cpt_fx.export.refusals import UnsupportedError, check_nodes
 from cpt_fx.schedules import Static
 
@@ -48,7 +48,7 @@ def test_sums_at_indices(name: str) -> None:
     shape = aten.index.Tensor(x, indices).shape
     for values in (torch.randn(shape), torch.tensor(2.0), torch.randn(shape[-1:])):
         expected = aten.index_put.default(x, indices, values, True)
-        torch.testing.assert_close(OPERATORS[aten.index_put.default](x, indices, values, True), expected)
+        torch.testing.assert_close(EVERYWHERE[aten.index_put.default](x, indices, values, True), expected)
 
 
 class Words(nn.Module):
@@ -70,6 +70,31 @@ def test_gradients_of_a_table_in_several_threads(tmp_path: Path) -> None:
     model = cpt_fx.transform(Words(), Static(8))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     cpt_fx.export.ort_training(model, (torch.randint(0, 10, (64, 300)),), tmp_path, loss="mse", optimizer=optimizer)
+
+
+class Places(nn.Module):
+    """Sums at indices, and indices with masks, of which the exporter's own translations are wrong or refused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("rows", torch.tensor([0, 2, 2, 1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        h = h.index_put((self.rows,), h[self.rows], accumulate=True).index_add(0, self.rows, h[:4])
+        picked = (h > 0).max(1).indices
+        made: Tensor = (
+            h + picked.unsqueeze(1) + h[:, torch.tensor([True, False, True, True])][:, self.rows.clamp_max(1)][:, :1]
+        )
+        return made
+
+
+def test_sums_and_masks_in_evaluation(tmp_path: Path) -> None:
+    """The export compares its outputs with PyTorch's."""
+    pytest.importorskip("onnxruntime")
+    model = cpt_fx.transform(Places(), Static(8)).eval()
+    cpt_fx.export.onnx(model, (torch.randn(5, 4),), tmp_path / "model.onnx")
 
 
 def test_what_would_lose_sums_is_refused() -> None:
