@@ -75,6 +75,8 @@ def test_gradients_of_a_table_in_several_threads(tmp_path: Path) -> None:
 class Places(nn.Module):
     """Sums at indices, and indices with masks, of which the exporter's own translations are wrong or refused."""
 
+    rows: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
