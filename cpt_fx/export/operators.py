@@ -80,7 +80,7 @@ def _median(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]
     """Return the lower median, or the first NaN if there is one."""
     missing = x.isnan()
     indices = x.argsort(dim).narrow(dim, (x.shape[dim] - 1) // 2, 1)
-    first = missing.to(torch.int64).argmax(dim, keepdim=True)
+    first = missing.to(torch.int32).argmax(dim, keepdim=True)
     return _taken(x, torch.where(missing.any(dim, keepdim=True), first, indices), dim, keepdim)
 
 
