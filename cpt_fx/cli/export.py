@@ -274,7 +274,7 @@ def _print_findings(
     from rich.text import Text
 
     mixed = f"{' and '.join(builds)} share one folder, and uninstalling either breaks the other: "
-    remark = f"{mixed}uninstall all, install one" * (len(builds) > 1)  # a warning even if one of them works
+    remark = f"{mixed}uninstall all, install one" if len(builds) > 1 else ""  # a warning even if one of them works
     if as_json:
         told = {aim: {"works": finding.works} | asdict(finding) for aim, finding in findings.items()}
         print_json({"python": python, "packages": packages, "builds": builds, "findings": told, "remark": remark})

@@ -57,7 +57,7 @@ _MOVES = {
 """Operators that move the values of an argument without changing them."""
 
 _known = cache(ONNXRegistry.from_torchlib)
-"""The exporter's translations: it only reads them, and making them took a sixth of an export."""
+"""The exporter's translations: it only reads them, and would make them anew for each graph."""
 
 
 @cache

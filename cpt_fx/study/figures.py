@@ -126,8 +126,9 @@ def _draw_deficits(ax: Axes, panel: Panel) -> None:
     for length, row in points:
         _point(ax, length, _mean(row), row.deviation, "small")
     ax.set_xlabel(f"first steps at {panel.q_min} bits")
-    said = ["Each run is longer by its deficit: the steps at full width are the same."] * is_longer(panel)
-    frame(ax, panel, [*said, trend(panel), _bars_and_gaps(panel)], _baseline(ax, panel))
+    longer = "Each run is longer by its deficit: the steps at full width are the same."
+    notes = [longer, trend(panel)] if is_longer(panel) else [trend(panel)]
+    frame(ax, panel, [*notes, _bars_and_gaps(panel)], _baseline(ax, panel))
 
 
 def _draw_windows(ax: Axes, panel: Panel) -> None:
