@@ -30,7 +30,7 @@ SCRIPTS = (
     ("step_overhead", "What does a step cost more, against width, depth, batch and sequence length?"),
     ("transform_scaling", "Is `transform` linear in the size of the graph?"),
     ("capture_cost", "What does capture by Dynamo add to Dynamo's own time, and to later calls?"),
-    ("recurrent_step", "What does a recurrent layer cost when it is opened, against torch's fused kernel?"),
+    ("recurrent_step", "What does a recurrent layer cost when it is decomposed, against torch's fused kernel?"),
     ("ort_step", "How long is a training step in ONNX Runtime, next to PyTorch eager and compiled?"),
     ("compiled_zoo", "Is a compiled graph compiled again when bits change, or modes?"),
     ("batch_norm", "How far do batch norm's running statistics lag behind low widths, and what do new ones give?"),

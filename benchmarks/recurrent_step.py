@@ -1,13 +1,13 @@
-"""What a training step of a recurrent layer costs when it is opened, against torch's fused kernel.
+"""What a training step of a recurrent layer costs when it is decomposed, against torch's fused kernel.
 
     python benchmarks/recurrent_step.py            # table and JSON under benchmarks/results/
     python benchmarks/recurrent_step.py --fast     # one small size, to see that it works; writes nothing
     python benchmarks/recurrent_step.py --json     # the numbers on standard output
 
 Torch has one kernel for all time steps of an LSTM or a GRU. To quantize what its products multiply, the layer is
-opened: one product for the inputs of all steps, then a loop over the products of the state. A step here is forward and
-backward of the layer alone, in five ways: torch's kernel; the layer opened at 32 bits, where every quantizer is the
-identity; at 8 and at 5 bits; and the layer excluded, which keeps the kernel. They take turns; ratios are to torch's
+decomposed: one product for the inputs of all steps, then a loop over the products of the state. A step here is forward
+and backward of the layer alone, in five ways: torch's kernel; the layer decomposed at 32 bits, where every quantizer is
+the identity; at 8 and at 5 bits; and the layer excluded, which keeps the kernel. They take turns; ratios are to torch's
 kernel of the same turn. Seconds are CPU seconds of the one thread that works, so that a busy machine disturbs less.
 """
 
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import cpt_fx
 from cpt_fx.schedules import Bits, Static
 
-WAYS = ("fused", "opened, 32 bits", "8 bits", "5 bits", "excluded")
+WAYS = ("fused", "decomposed, 32 bits", "8 bits", "5 bits", "excluded")
 KINDS: dict[str, Callable[[int, int], nn.RNNBase]] = {"LSTM": nn.LSTM, "GRU": nn.GRU}
 SIZES = {
     "20 steps, batch 32, width 128": (20, 32, 128),
@@ -111,9 +111,9 @@ def summary(seconds: list[float], fused: list[float]) -> dict[str, float]:
 def page(found: dict[str, Any]) -> str:
     """Return the result in Markdown."""
     parts = [
-        "# Recurrent layers, opened",
+        "# Recurrent layers, decomposed",
         "Forward and backward of one layer, relative to torch's fused kernel in the same turn: median, and in brackets "
-        "the quartiles. `opened, 32 bits` is what opening costs by itself; `excluded` keeps torch's kernel.",
+        "the quartiles. `decomposed, 32 bits` is what decomposing costs by itself; `excluded` keeps torch's kernel.",
         origin(found),
     ]
     for kind, sizes in found["layers"].items():

@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 
 from cpt_fx.capture import Examples, prepared
 from cpt_fx.capture.captured import WHOLE, traced_view
-from cpt_fx.capture.dry_run import eager_model, trial
+from cpt_fx.capture.dry_run import dry_run, eager_model
 from cpt_fx.capture.session import Session
 from cpt_fx.capture.side_effects import run_aside
 from cpt_fx.capture.standalone import Standalone, standalone, the_one_in, transformed_in
@@ -109,7 +109,7 @@ def transform_with(
     session.reminder.watch(session, plain, root)
     if session.frontend == "dynamo" and examples is not None:
         session.examples = True
-        with trial(root):
+        with dry_run(root):
             run_aside(root, *examples)
             if frontend == "export":
                 session.engine.demand_one_graph(*examples)

@@ -11,7 +11,7 @@ from torch import nn
 
 from cpt_fx.errors import check_int, nearest
 from cpt_fx.formats import FULL_PRECISION, Format
-from cpt_fx.ir.meta import Dial, above_of, label_of
+from cpt_fx.ir.meta import WidthSource, above_of, label_of
 from cpt_fx.ir.pass_base import Pass
 from cpt_fx.recipes import OPERANDS, Recipe, Rule, default
 from cpt_fx.schedules import Bits
@@ -120,27 +120,27 @@ class Override:
             raise TypeError(f"override field 'bits' must be a width such as 8 or (8, 8, 8), got {bits!r}")
         return found
 
-    def dials(self, dials: Mapping[str, Dial]) -> dict[str, Dial]:
+    def width_sources(self, sources: Mapping[str, WidthSource]) -> dict[str, WidthSource]:
         """Return the bit-width sources of a layer, by role, with this override applied."""
-        changed = dict(dials)
+        changed = dict(sources)
         if not (self.bits is None and self.offset is None and self.schedule is None):
             # Settings for the whole layer apply to its bias too.
             changed.pop("bias", None)
-            changed = {role: self._changed(dial) for role, dial in changed.items()}
+            changed = {role: self._changed(source) for role, source in changed.items()}
         for role, width in self.widths:
-            dial = changed.get(role, changed["weight"])
+            source = changed.get(role, changed["weight"])
             fixed, offset = (None, int(width)) if isinstance(width, str) else (width, 0)
-            changed[role] = replace(dial, fixed=fixed, offset=offset)
+            changed[role] = replace(source, fixed=fixed, offset=offset)
         return changed
 
-    def _changed(self, dial: Dial) -> Dial:
+    def _changed(self, source: WidthSource) -> WidthSource:
         """Apply `bits`, or `schedule` and `offset`, to the bit-width source of a role."""
         if self.bits is not None:
-            return Dial(dial.role, fixed=self._for(self.bits, dial.role), with_forward=dial.with_forward)
-        offset = 0 if self.offset is None else self._for(self.offset, dial.role)
+            return WidthSource(source.role, fixed=self._for(self.bits, source.role), with_forward=source.with_forward)
+        offset = 0 if self.offset is None else self._for(self.offset, source.role)
         if self.schedule is not None:
-            return replace(dial, schedule=self.schedule, label=self.label, fixed=None, offset=offset)
-        return replace(dial, fixed=None, offset=offset)
+            return replace(source, schedule=self.schedule, label=self.label, fixed=None, offset=offset)
+        return replace(source, fixed=None, offset=offset)
 
     def rule(self, rule: Rule | None, family: str) -> Rule | None:
         """Return the rule of a layer with this override applied."""

@@ -16,10 +16,10 @@ from cpt_fx.ir.pass_base import STAGES, Pass, Report, recompile
 from cpt_fx.overrides import Pattern, as_patterns
 from cpt_fx.passes.annotate import Annotate
 from cpt_fx.passes.bind import Bind
+from cpt_fx.passes.decompose import Decompose
 from cpt_fx.passes.insert import Insert
 from cpt_fx.passes.lower import Lower
 from cpt_fx.passes.normalize import Normalize
-from cpt_fx.passes.open import Open
 from cpt_fx.passes.share import Share
 from cpt_fx.passes.verify import Verify
 from cpt_fx.recipes import Recipe, integer, resolve
@@ -106,7 +106,7 @@ class Pipeline:
             exclude=as_patterns(exclude),
             overrides=dict(overrides or {}),
         )
-        return cls((Normalize(), Open(), Annotate(), Insert(), Share(), Bind()), settings).executing(execution)
+        return cls((Normalize(), Decompose(), Annotate(), Insert(), Share(), Bind()), settings).executing(execution)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
         """Return the pipeline itself: a copied model follows the same schedule."""

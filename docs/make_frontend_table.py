@@ -35,7 +35,7 @@ What each value of `capture=` makes of the models in `tests/zoo/`, which are sma
 people train. A model passes if outputs, gradients and buffers of a training step at 32 bits are the plain model's,
 with another batch size too, and its output in evaluation; if the keys of its `state_dict` are kept; and if it trains at
 4 bits with every quantizer at work. "The plain model's" is to the last bit, and to 1e-5 of the largest element where a
-fused operator was opened. TorchScript passes where it is refused.
+fused operator was decomposed. TorchScript passes where it is refused.
 
 This page is written by `docs/make_frontend_table.py` (torch {torch}).
 

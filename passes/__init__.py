@@ -15,11 +15,11 @@ if __name__ != "cpt_fx.passes":
 from cpt_fx.ir.pass_base import Pass, Report
 from cpt_fx.passes.annotate import Annotate
 from cpt_fx.passes.bind import Bind
+from cpt_fx.passes.decompose import Decompose
 from cpt_fx.passes.insert import Insert
 from cpt_fx.passes.lower import Lower
 from cpt_fx.passes.normalize import Normalize
-from cpt_fx.passes.open import Open
 from cpt_fx.passes.share import Share
 from cpt_fx.passes.verify import Verify
 
-__all__ = ["Annotate", "Bind", "Insert", "Lower", "Normalize", "Open", "Pass", "Report", "Share", "Verify"]
+__all__ = ["Annotate", "Bind", "Decompose", "Insert", "Lower", "Normalize", "Pass", "Report", "Share", "Verify"]

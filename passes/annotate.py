@@ -26,13 +26,13 @@ from cpt_fx.ir.layer_names import NAMES, Names, NamesOfOneGraph, frames_of
 from cpt_fx.ir.meta import (
     BY_DECISION,
     CALLED,
+    DECISION,
     FAMILY,
     LEFT,
-    SITE,
-    Dial,
+    Decision,
     Operand,
-    Site,
     Uncovered,
+    WidthSource,
     argument,
     around,
     example_of,
@@ -62,7 +62,7 @@ OF_SOFTMAX = "part of a softmax over neighbours, which stays in full precision: 
 class Annotate(ChoosingPass):
     """Decide for every operator that multiplies how it is quantized, or why it is not.
 
-    Decisions are `Site`s in `node.meta`; the report lists what stays in full precision, with the reason.
+    Decisions are `Decision`s in `node.meta`; the report lists what stays in full precision, with the reason.
     """
 
     name: ClassVar[str] = "annotate"
@@ -110,12 +110,12 @@ class _Walk:
         self._given |= given_quantized(module)
         for node in module.graph.nodes:
             self.visit(node)
-            if SITE not in node.meta and row_of(node):
+            if DECISION not in node.meta and row_of(node):
                 node.meta.setdefault(LEFT, BY_DECISION)
             for call in calls_of(module, node):
                 self.values.enter(call)
-                if call.body not in self._walked:
-                    self.graph(call.body)
+                if call.subgraph not in self._walked:
+                    self.graph(call.subgraph)
         self.values.module = outer
 
     def visit(self, node: fx.Node) -> None:
@@ -134,9 +134,9 @@ class _Walk:
         family = self._family(node, spec)
         layer = self._names.name(node, spec.name, self.kinds.get(module_path(node)[0]))
         self.layers.append(layer)
-        if SITE in node.meta and has_quantizers(node, self._given):
+        if DECISION in node.meta and has_quantizers(node, self._given):
             return  # insert has carried out an earlier decision, which stands
-        node.meta.pop(SITE, None)
+        node.meta.pop(DECISION, None)
         if self._is_excluded(node, layer, spec.name):
             return
         if self.regions.transformed:
@@ -174,9 +174,9 @@ class _Walk:
 
     def _note_effects(self, node: fx.Node, selecting: list[Pattern]) -> None:
         """Record which bit-widths that overrides set for single roles have a quantizer."""
-        site: Site | None = node.meta.get(SITE)
-        roles = set() if site is None else {operand.role for operand in site.operands}
-        if site is not None and site.gradient is not None:
+        decision: Decision | None = node.meta.get(DECISION)
+        roles = set() if decision is None else {operand.role for operand in decision.operands}
+        if decision is not None and decision.gradient is not None:
             roles.add("gradient")
         for pattern in selecting:
             for role, _ in self.choices.overrides[pattern].widths:
@@ -216,18 +216,17 @@ class _Walk:
             return
         aggregates = family == "aggregation" or rule.messages_only
         output = result_of(node, spec, aggregates=aggregates) if added is None else added
-        dials = {
-            role: Dial(role, with_forward=role == "gradient" and rule.gradient_with_forward) for role in Bits._fields
-        }
+        sources = {role: WidthSource(role) for role in Bits._fields}
+        sources["gradient"] = WidthSource("gradient", with_forward=rule.gradient_with_forward)
         for pattern in selecting:
-            dials = self.choices.overrides[pattern].dials(dials)
-        node.meta[SITE] = Site(
+            sources = self.choices.overrides[pattern].width_sources(sources)
+        node.meta[DECISION] = Decision(
             layer=layer,
             op=spec.name,
             family=family,
             operands=tuple(operands),
             gradient=gradient,
-            dials=tuple(dials.items()),
+            width_sources=tuple(sources.items()),
             gradient_name=output.name,
             return_quantized=rule.return_quantized,
             in_turn=in_turn,

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from cpt_fx.ir.meta import QUANTIZER, VIEW, Dial, Quantizer, read_before
+from cpt_fx.ir.meta import QUANTIZER, VIEW, Quantizer, WidthSource, read_before
 from cpt_fx.ir.pass_base import Pass, Report
 from cpt_fx.ir.state import Precision
 from cpt_fx.ir.subgraphs import graphs_of, state_of
@@ -37,13 +37,13 @@ class Bind(Pass):
         state = state_of(module)
         moved = sum(_point(graph.graph, state) for graph in graphs_of(module))
         for role in ("weight", "activation", "gradient"):
-            state.add_dial(Dial(role))
+            state.add_width_source(WidthSource(role))
         # A model in evaluation mode starts with the evaluation widths.
         state.train(module.training)
         # A later graph of the same model must not replace a schedule that was bound in the meantime.
         if self.schedule is not None and (state.schedule is None or VIEW not in module.meta):
             self.schedule.bind(state)
-        widths = ", ".join(sorted(state.dials)) or "none"
+        widths = ", ".join(sorted(state.width_sources)) or "none"
         return Report(self.name, moved, (f"widths: {widths}",))
 
 
@@ -55,7 +55,7 @@ def _point(graph: fx.Graph, state: Precision) -> int:
         if QUANTIZER not in node.meta:
             continue
         quantizer: Quantizer = node.meta[QUANTIZER]
-        path = state.add_dial(quantizer.dial)
+        path = state.add_width_source(quantizer.width_source)
         current = node.args[1]
         assert isinstance(current, fx.Node)
         if current.target == path:

@@ -11,7 +11,7 @@ from torch import fx
 from cpt_fx.formats import Format, Range
 from cpt_fx.ir.aliasing import overwritten
 from cpt_fx.ir.layer_state import PARTS, add_range
-from cpt_fx.ir.meta import QUANTIZER, SITE, STATE, Dial, Operand, Quantizer, Site, read_before, source_of
+from cpt_fx.ir.meta import DECISION, QUANTIZER, STATE, Decision, Operand, Quantizer, WidthSource, read_before, source_of
 from cpt_fx.ir.pass_base import Pass, Report
 from cpt_fx.ir.state import Precision
 from cpt_fx.ir.subgraphs import OUTER, free_name, given_quantized, has_quantizers, nodes_of, outermost, state_of
@@ -37,21 +37,21 @@ class Insert(Pass):
         """Insert the quantizers of every operator that has a quantization decision."""
         state = state_of(module)
         made = [node.meta[QUANTIZER] for node in nodes_of(outermost(module)) if QUANTIZER in node.meta]
-        editor = _Editor(module, state, {quantizer.record for quantizer in made})
+        editor = _Editor(module, state, {quantizer.counters for quantizer in made})
         nodes = {node.name: node for node in module.graph.nodes}
         given = given_quantized(module)
-        sites = [node for node in module.graph.nodes if SITE in node.meta and not has_quantizers(node, given)]
-        after = {node: nodes[node.meta[SITE].gradient_name].users for node in sites}
+        decisions = [node for node in module.graph.nodes if DECISION in node.meta and not has_quantizers(node, given)]
+        after = {node: nodes[node.meta[DECISION].gradient_name].users for node in decisions}
         # Skip those that an earlier run of this pass has handled.
-        sites = [node for node in sites if all(user.target is not QUANTIZE_GRADIENT for user in after[node])]
-        for node in sites:
-            site: Site = node.meta[SITE]
+        decisions = [node for node in decisions if all(user.target is not QUANTIZE_GRADIENT for user in after[node])]
+        for node in decisions:
+            decision: Decision = node.meta[DECISION]
             if node.args[0] in overwritten(node, {}):
                 editor.write_afterwards(node)
-            for operand in site.operands:
-                editor.quantize_operand(nodes[operand.node] if operand.node else node, site, operand)
-            if site.gradient is not None:
-                editor.quantize_gradient(nodes[site.gradient_name], node, site)
+            for operand in decision.operands:
+                editor.quantize_operand(nodes[operand.node] if operand.node else node, decision, operand)
+            if decision.gradient is not None:
+                editor.quantize_gradient(nodes[decision.gradient_name], node, decision)
         counts = ", ".join(f"{count} {role}" for role, count in editor.counts.items())
         return Report(self.name, sum(editor.counts.values()), (counts or "nothing to insert",))
 
@@ -59,11 +59,11 @@ class Insert(Pass):
 class _Editor:
     """Creates quantizer nodes; each value of the state is read by one node."""
 
-    def __init__(self, module: fx.GraphModule, state: Precision, records: set[str]) -> None:
+    def __init__(self, module: fx.GraphModule, state: Precision, taken: set[str]) -> None:
         self.module = module
         self.graph = module.graph
         self.state = state
-        self.records = records
+        self.taken = taken
         self.counts: dict[str, int] = {}
         self._reads: dict[str, fx.Node] = {}
 
@@ -87,17 +87,17 @@ class _Editor:
         for new in (aside, empty, back):
             new.meta |= {key: value for key, value in node.meta.items() if key == "val"} | source_of(node)
 
-    def quantize_operand(self, node: fx.Node, site: Site, operand: Operand) -> None:
+    def quantize_operand(self, node: fx.Node, decision: Decision, operand: Operand) -> None:
         """Insert a quantizer between an operator and one of its operands."""
         value = operand.value(node)
         options = keywords_of(operand.format, (operand.keep, operand.over))
-        dial = site.dial(operand.role)
+        source = decision.width_source(operand.role)
         ranges = ""
-        args: list[Any] = [value, self._bits(dial.role)]
+        args: list[Any] = [value, self._bits(source.role)]
         if operand.format.range is not Range.DYNAMIC:
             learned = operand.format.range is Range.LEARNED
             root = outermost(self.module)
-            ranges = add_range(root, site.layer, operand.name, self.state.device, learned=learned)
+            ranges = add_range(root, decision.layer, operand.name, self.state.device, learned=learned)
             args += [self._read(f"{_outward(self.module)}{ranges}_{part}", node) for part in PARTS]
             args.append(self._read(_training_flag(self.module, node), node))
             if not learned:
@@ -109,49 +109,50 @@ class _Editor:
             if operand.format.range is Range.PERCENTILE:
                 options["percentile"] = operand.format.percentile
         with self.graph.inserting_before(node):
-            name = f"{site.layer}_{operand.name}_q"
+            name = f"{decision.layer}_{operand.name}_q"
             made = self.graph.create_node("call_function", OP_OF_RANGE[operand.format.range], tuple(args), name=name)
-        self._finish(made, options, node, site, operand.name, operand.role, operand.format, ranges)
+        self._finish(made, options, node, decision, operand.name, operand.role, operand.format, ranges)
         _replace_argument(node, operand, made)
-        if site.return_quantized:
+        if decision.return_quantized:
             for user in list(value.users):
                 if user.op == "output":
                     user.replace_input_with(value, made)
 
-    def quantize_gradient(self, node: fx.Node, at: fx.Node, site: Site) -> None:
+    def quantize_gradient(self, node: fx.Node, at: fx.Node, decision: Decision) -> None:
         """Insert a gradient quantizer after an operator; all users of the operator read the quantizer instead."""
-        assert site.gradient is not None
+        assert decision.gradient is not None
         with self.graph.inserting_after(node):
-            made = self.graph.create_node("call_function", QUANTIZE_GRADIENT, name=f"{site.layer}_gradient_q")
+            made = self.graph.create_node("call_function", QUANTIZE_GRADIENT, name=f"{decision.layer}_gradient_q")
         node.replace_all_uses_with(made)
-        dial = site.dial("gradient")
-        made.args = (node, self._bits(dial.role))
-        options = keywords_of(site.gradient, gradient_groups(site.gradient))
-        self._finish(made, options, at, site, "gradient", "gradient", site.gradient)
+        source = decision.width_source("gradient")
+        made.args = (node, self._bits(source.role))
+        options = keywords_of(decision.gradient, gradient_groups(decision.gradient))
+        self._finish(made, options, at, decision, "gradient", "gradient", decision.gradient)
 
     def _finish(
-        self, made: fx.Node, options: dict[str, Any], at: fx.Node, site: Site, operand: str, role: str,
+        self, made: fx.Node, options: dict[str, Any], at: fx.Node, decision: Decision, operand: str, role: str,
         format: Format, ranges: str = "",
     ) -> None:  # fmt: skip
         """Give a new quantizer its counters and its provenance."""
-        record = self._record(made.name, site.layer)
-        made.kwargs = {**options, "record": self._read(record, made)}
-        what = Quantizer((site.layer,), site.op, operand, role, format, site.dial(role), record, ranges)
+        counters = self._counters(made.name, decision.layer)
+        made.kwargs = {**options, "counters": self._read(counters, made)}
+        source = decision.width_source(role)
+        what = Quantizer((decision.layer,), decision.op, operand, role, format, source, counters, ranges)
         made.meta.update(source_of(at), **{QUANTIZER: what})
         value = made.args[0]
         if isinstance(value, fx.Node) and "val" in value.meta:
             made.meta["val"] = value.meta["val"]
         self.counts[what.role] = self.counts.get(what.role, 0) + 1
 
-    def _record(self, name: str, layer: str) -> str:
+    def _counters(self, name: str, layer: str) -> str:
         """Add counters that no other quantizer writes, as node names may repeat in subgraphs; return their path."""
-        free = free_name(name, lambda free: f"{STATE}.records.{free}" in self.records)
-        record = self.state.add_record(free, layer)
-        self.records.add(record)
-        return record
+        free = free_name(name, lambda free: f"{STATE}.counters.{free}" in self.taken)
+        counters = self.state.add_counters(free, layer)
+        self.taken.add(counters)
+        return counters
 
     def _bits(self, role: str) -> fx.Node:
-        path = self.state.add_dial(Dial(role))
+        path = self.state.add_width_source(WidthSource(role))
         if path in self._reads:
             return self._reads[path]
         # Before the current first node: the first operator may have a quantizer in front of it by now.

@@ -12,7 +12,17 @@ from torch import fx
 
 from cpt_fx.formats import Format, Range, Rounding, Scheme
 from cpt_fx.integer.ops import INTEGER_CONV, INTEGER_LINEAR, INTEGER_MATMUL, INTEGER_PRODUCTS, TO_INTEGER
-from cpt_fx.ir.meta import PASS, QUANTIZER, SIMULATED, SITE, Operand, Site, get_attribute, read_before, source_of
+from cpt_fx.ir.meta import (
+    DECISION,
+    PASS,
+    QUANTIZER,
+    SIMULATED,
+    Decision,
+    Operand,
+    get_attribute,
+    read_before,
+    source_of,
+)
 from cpt_fx.ir.pass_base import Pass, Report, unique
 from cpt_fx.ir.state import Precision
 from cpt_fx.ir.subgraphs import free_name, given_quantized, nodes_of, outermost, state_of
@@ -46,10 +56,10 @@ class Lower(Pass):
 
     def run(self, module: fx.GraphModule) -> Report:
         """Plan all products of a graph, then rewrite them."""
-        sites = [node for node in module.graph.nodes if SITE in node.meta]
-        products = [node for node in sites if node.meta[SITE].family in MULTIPLY]
+        decisions = [node for node in module.graph.nodes if DECISION in node.meta]
+        products = [node for node in decisions if node.meta[DECISION].family in MULTIPLY]
         plans, notes = [], []
-        for node in sites:
+        for node in decisions:
             node.meta.pop(SIMULATED, None)
             if node.target in INTEGER_PRODUCTS:
                 continue
@@ -58,7 +68,7 @@ class Lower(Pass):
             except _StaysError as reason:
                 node.meta[SIMULATED] = str(reason)
             if SIMULATED in node.meta and node in products:
-                notes.append(f"{node.meta[SITE].layer}: {node.meta[SITE].op}: {node.meta[SIMULATED]}")
+                notes.append(f"{node.meta[DECISION].layer}: {node.meta[DECISION].op}: {node.meta[SIMULATED]}")
         editor = _Editor(module, plans)
         for plan in plans:
             editor.lower(plan)
@@ -80,15 +90,15 @@ class _Plan:
 
 def _plan(module: fx.GraphModule, node: fx.Node) -> _Plan:
     """Return how a product is lowered; raise `_StaysError` with the reason if it is not."""
-    site: Site = node.meta[SITE]
-    if site.family not in MULTIPLY:
+    decision: Decision = node.meta[DECISION]
+    if decision.family not in MULTIPLY:
         raise _StaysError("no product of two tensors")
     row = row_for(node.target)
     if row is None or not row.integer:
-        raise _StaysError(f"{site.op} has no integer form")
+        raise _StaysError(f"{decision.op} has no integer form")
     target, factors = _FORMS[row.integer], iter((LEFT, RIGHT))
     places = {index: ADDED if kind == "bias" else next(factors) for index, kind in row.operands}
-    operands = {operand.index: operand for operand in site.operands}
+    operands = {operand.index: operand for operand in decision.operands}
     for index, place in places.items():
         if place == ADDED:
             continue
@@ -98,8 +108,8 @@ def _plan(module: fx.GraphModule, node: fx.Node) -> _Plan:
         _check_operand(module, node, operand)
     geometry = _geometry(module, node, row.arguments) if target is INTEGER_CONV else ()
     if target is not INTEGER_CONV and node.kwargs:
-        raise _StaysError(f"{site.op} is called with {', '.join(node.kwargs)}")
-    gradient, why = _gradient(node, site)
+        raise _StaysError(f"{decision.op} is called with {', '.join(node.kwargs)}")
+    gradient, why = _gradient(node, decision)
     if why:
         node.meta[SIMULATED] = f"backward in floating point: {why}"
     return _Plan(node, target, places, geometry, gradient)
@@ -133,13 +143,13 @@ def _why_not(format: Format) -> str:
     return ""
 
 
-def _gradient(node: fx.Node, site: Site) -> tuple[fx.Node | None, str]:
+def _gradient(node: fx.Node, decision: Decision) -> tuple[fx.Node | None, str]:
     """Return the gradient quantizer that the product replaces, or why there is none."""
-    if site.gradient is None:
+    if decision.gradient is None:
         return None, "its gradient is not quantized"
-    if site.gradient_name != node.name:
+    if decision.gradient_name != node.name:
         return None, "its gradient is quantized after the bias that is added to it"
-    why = _why_not(site.gradient)
+    why = _why_not(decision.gradient)
     if why:
         return None, f"gradient: {why}"
     return next(user for user in node.users if user.target is QUANTIZE_GRADIENT), ""
@@ -194,7 +204,7 @@ class _Editor:
 
     def lower(self, plan: _Plan) -> None:
         """Replace a product, its quantizers and its gradient quantizer by integer operators."""
-        node, site = plan.node, plan.node.meta[SITE]
+        node, decision = plan.node, plan.node.meta[DECISION]
         arguments: list[Any] = [None, None, None, None]
         for index, place in plan.places.items():
             value = node.args[index] if index < len(node.args) else None
@@ -202,15 +212,15 @@ class _Editor:
         options: dict[str, Any] = {}
         if plan.gradient is not None:
             arguments[WIDTH], options = self._absorb(node, plan.gradient)
-        name = free_name(re.sub(r"\W", "_", site.layer) or "root", self._counts.__contains__)
+        name = free_name(re.sub(r"\W", "_", decision.layer) or "root", self._counts.__contains__)
         self._counts.add(name)
-        options["counts"] = read_before(node, self.state.add_counts(name, site.layer))
+        options["counts"] = read_before(node, self.state.add_counts(name, decision.layer))
         node.target = plan.target
         node.args = (*arguments, *plan.geometry)
         node.kwargs = options
-        moved = (replace(item, index=plan.places[item.index]) for item in site.operands if not item.node)
-        rest = (item for item in site.operands if item.node)
-        node.meta[SITE] = replace(site, operands=(*moved, *rest))
+        moved = (replace(item, index=plan.places[item.index]) for item in decision.operands if not item.node)
+        rest = (item for item in decision.operands if item.node)
+        node.meta[DECISION] = replace(decision, operands=(*moved, *rest))
         node.meta[PASS] = Lower.name
 
     def _quantizer(self, value: fx.Node) -> fx.Node:
@@ -218,7 +228,8 @@ class _Editor:
         if value in self._codes or value.target is TO_INTEGER:
             return self._codes.get(value, value)
         quantizer = value.meta[QUANTIZER]
-        options = {key: option for key, option in value.kwargs.items() if key in ("keep", "over", "rounding", "record")}
+        shared = ("keep", "over", "rounding", "counters")
+        options = {key: option for key, option in value.kwargs.items() if key in shared}
         if value not in self.added and all(user in self.products for user in value.users):
             value.target, value.kwargs = TO_INTEGER, options
             value.meta[PASS] = Lower.name
@@ -226,10 +237,10 @@ class _Editor:
             return value
         with self.graph.inserting_after(value):
             made = self.graph.create_node("call_function", TO_INTEGER, value.args, name=f"{value.name}_codes")
-        record = self.state.add_record(made.name, quantizer.layers[0])
-        made.kwargs = {**options, "record": read_before(made, record)}
-        readers = unique(user.meta[SITE].layer for user in value.users if user in self.products)
-        made.meta |= {**source_of(value), QUANTIZER: replace(quantizer, layers=readers, record=record)}
+        counters = self.state.add_counters(made.name, quantizer.layers[0])
+        made.kwargs = {**options, "counters": read_before(made, counters)}
+        readers = unique(user.meta[DECISION].layer for user in value.users if user in self.products)
+        made.meta |= {**source_of(value), QUANTIZER: replace(quantizer, layers=readers, counters=counters)}
         kept = tuple(layer for layer in quantizer.layers if layer not in readers)
         value.meta[QUANTIZER] = replace(quantizer, layers=kept or quantizer.layers)
         self._codes[value] = made
@@ -237,9 +248,9 @@ class _Editor:
 
     def _absorb(self, node: fx.Node, gradient: fx.Node) -> tuple[Any, dict[str, Any]]:
         """Remove the gradient quantizer that a product replaces; return its bit-width and its options."""
-        width, record = gradient.args[1], gradient.kwargs["record"]
+        width, counters = gradient.args[1], gradient.kwargs["counters"]
         options = {key: option for key, option in gradient.kwargs.items() if key != "scheme"}
-        for read in (width, record):
+        for read in (width, counters):
             assert isinstance(read, fx.Node)
             if read > node:
                 node.prepend(read)

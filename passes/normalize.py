@@ -15,7 +15,7 @@ from cpt_fx.errors import TransformError
 from cpt_fx.ir.meta import CALLED, get_attribute
 from cpt_fx.ir.pass_base import Pass, Report
 from cpt_fx.ir.result import plain_layer
-from cpt_fx.operators import OPENED
+from cpt_fx.operators import INLINED
 from cpt_fx.operators.aten import unify
 
 
@@ -34,11 +34,11 @@ class Normalize(Pass):
     def run(self, module: fx.GraphModule) -> Report:
         """Inline layers, unify calls, unify parameters."""
         known: dict[Hashable, fx.Graph] = {}
-        opened = sum(_open(module, node, known) for node in list(module.graph.nodes))
+        inlined = sum(_inline(module, node, known) for node in list(module.graph.nodes))
         renamed = sum(unify(module.graph, node) for node in list(module.graph.nodes))
         merged = _unify_parameters(module)
-        notes = (f"{opened} layers opened, {renamed} calls renamed, {merged} parameter values merged",)
-        return Report(self.name, opened + renamed + merged, notes)
+        notes = (f"{inlined} layers inlined, {renamed} calls renamed, {merged} parameter values merged",)
+        return Report(self.name, inlined + renamed + merged, notes)
 
 
 class _OneCall(fx.Tracer):
@@ -76,13 +76,13 @@ def _likeness(layer: nn.Module, call: fx.Node) -> Hashable:
     return type(layer), repr(held), tensors, given
 
 
-def _open(module: fx.GraphModule, node: fx.Node, known: dict[Hashable, fx.Graph]) -> bool:
+def _inline(module: fx.GraphModule, node: fx.Node, known: dict[Hashable, fx.Graph]) -> bool:
     """Replace a call of a layer by the graph of its forward; return whether it was one."""
     if node.op != "call_module":
         return False
     path = str(node.target)
     layer = module.get_submodule(path)
-    if not isinstance(layer, OPENED) or CALLED in node.meta:
+    if not isinstance(layer, INLINED) or CALLED in node.meta:
         return False
     layer = plain_layer(layer)
     key = _likeness(layer, node)

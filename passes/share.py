@@ -71,7 +71,7 @@ def _hoist(module: fx.GraphModule) -> int:
             reads.setdefault(str(node.target), node)
         for call in calls_of(module, node):
             if call.repeats:
-                moved += sum(_move(module.graph, call, inner, reads) for inner in list(call.body.graph.nodes))
+                moved += sum(_move(module.graph, call, inner, reads) for inner in list(call.subgraph.graph.nodes))
     return moved
 
 
@@ -100,13 +100,13 @@ def _move(graph: fx.Graph, call: SubgraphCall, inner: fx.Node, reads: dict[str, 
     made.meta = dict(inner.meta)
     _pass_on(call, value, made)
     inner.replace_all_uses_with(value)
-    call.body.graph.erase_node(inner)
+    call.subgraph.graph.erase_node(inner)
     return True
 
 
 def _pass_on(call: SubgraphCall, given: fx.Node, value: fx.Node) -> None:
     """Make the loop pass another value for one input of its subgraph."""
-    inputs = [node for node in call.body.graph.nodes if node.op == "placeholder"]
+    inputs = [node for node in call.subgraph.graph.nodes if node.op == "placeholder"]
     constants: list[Any] = list(call.node.args[CONSTANTS])  # type: ignore[arg-type]
     constants[inputs.index(given) - len(inputs)] = value
     call.node.update_arg(CONSTANTS, tuple(constants))
@@ -128,7 +128,7 @@ def _merge(module: fx.GraphModule, others: list[fx.GraphModule], state: Precisio
         first.meta[QUANTIZER] = replace(ours, layers=unique((*ours.layers, *theirs.layers)))
         node.replace_all_uses_with(first)
         module.graph.erase_node(node)
-        state.drop_record(theirs.record.rpartition(".")[2])
+        state.drop_counters(theirs.counters.rpartition(".")[2])
         if theirs.ranges != ours.ranges:
             names.merged_ranges[theirs.ranges] = ours.ranges
         merged += 1
@@ -168,9 +168,10 @@ def _keys(module: fx.GraphModule, elsewhere: set[str]) -> dict[fx.Node, Hashable
         quantizer: Quantizer | None = node.meta.get(QUANTIZER)
         if quantizer is not None and quantizer.role != "gradient":
             value = node.args[0]
-            options = tuple(sorted((key, str(option)) for key, option in node.kwargs.items() if key != "record"))
+            options = tuple(sorted((key, str(option)) for key, option in node.kwargs.items() if key != "counters"))
             what: Hashable = (
-                value, versions.of(value), regions.current, node.target, options, quantizer.format, quantizer.dial,
+                value, versions.of(value), regions.current, node.target, options, quantizer.format,
+                quantizer.width_source,
             )  # fmt: skip
             if quantizer.ranges:
                 history[quantizer.ranges].append(what)

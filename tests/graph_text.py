@@ -8,8 +8,8 @@ import torch
 from torch import fx
 
 from cpt_fx.ir.layer_state import is_range
-from cpt_fx.ir.meta import QUANTIZER, SITE, STATE, Dial, Operand, Quantizer, Site
-from cpt_fx.ir.subgraphs import OUTER, bodies
+from cpt_fx.ir.meta import DECISION, QUANTIZER, STATE, Decision, Operand, Quantizer, WidthSource
+from cpt_fx.ir.subgraphs import OUTER, subgraphs
 
 
 def graph_text(module: fx.GraphModule) -> str:
@@ -28,8 +28,8 @@ def graph_text(module: fx.GraphModule) -> str:
         note = _note(node, brief=carried_out)
         lines.append(f"{call}  # {note}" if note else call)
     text = "\n".join(lines) + "\n"
-    for name, body in bodies(module):
-        text += f"\n{name}:\n" + "".join(f"    {line}\n" for line in graph_text(body).splitlines())
+    for name, subgraph in subgraphs(module):
+        text += f"\n{name}:\n" + "".join(f"    {line}\n" for line in graph_text(subgraph).splitlines())
     return text
 
 
@@ -71,7 +71,7 @@ def _call(module: fx.GraphModule, node: fx.Node, inline: dict[fx.Node, str]) -> 
     if ranges:
         place = shown.index(ranges[0])
         shown[place : place + len(ranges)] = [f"{ranges[0].rpartition('_')[0]}_*"]
-    shown += [f"{key}={show(value)}" for key, value in node.kwargs.items() if key != "record"]
+    shown += [f"{key}={show(value)}" for key, value in node.kwargs.items() if key != "counters"]
     if node.op == "call_method":
         return f"{node.name} = {shown[0]}.{node.target}({', '.join(shown[1:])})"
     if node.op == "call_module":
@@ -92,20 +92,20 @@ def _note(node: fx.Node, brief: bool) -> str:
     if quantizer is not None:
         layers = ", ".join(layer or "(root)" for layer in quantizer.layers)
         operand = "" if quantizer.role == quantizer.operand else f" {quantizer.operand}"
-        return f"{quantizer.role}{operand} of {layers}{_dial(quantizer.role, quantizer.dial)}"
-    site: Site | None = node.meta.get(SITE)
-    if site is None:
+        return f"{quantizer.role}{operand} of {layers}{_dial(quantizer.role, quantizer.width_source)}"
+    decision: Decision | None = node.meta.get(DECISION)
+    if decision is None:
         return ""
     if brief:
-        return f"{site.layer} ({site.family})"
+        return f"{decision.layer} ({decision.family})"
     parts = [
-        f"{operand.name} {_role(operand)}{operand.format}{_dial(operand.role, site.dial(operand.role))}"
-        for operand in site.operands
+        f"{operand.name} {_role(operand)}{operand.format}{_dial(operand.role, decision.width_source(operand.role))}"
+        for operand in decision.operands
     ]
-    if site.gradient is not None:
-        at = "" if site.gradient_name == node.name else f" at {site.gradient_name}"
-        parts.append(f"gradient{at} {site.gradient}{_dial('gradient', site.dial('gradient'))}")
-    return f"{site.layer} ({site.family}): {', '.join(parts)}"
+    if decision.gradient is not None:
+        at = "" if decision.gradient_name == node.name else f" at {decision.gradient_name}"
+        parts.append(f"gradient{at} {decision.gradient}{_dial('gradient', decision.width_source('gradient'))}")
+    return f"{decision.layer} ({decision.family}): {', '.join(parts)}"
 
 
 def _role(operand: Operand) -> str:
@@ -113,6 +113,6 @@ def _role(operand: Operand) -> str:
     return "" if operand.name == operand.role or operand.name == "input" else f"as {operand.role} "
 
 
-def _dial(role: str, dial: Dial) -> str:
+def _dial(role: str, width_source: WidthSource) -> str:
     """Show a width that is not simply the one of its role."""
-    return "" if dial.name == ("weight" if role == "bias" else role) else f" by {dial.name}"
+    return "" if width_source.name == ("weight" if role == "bias" else role) else f" by {width_source.name}"

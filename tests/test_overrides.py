@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import cpt_fx
 from cpt_fx import Format, recipes
 from cpt_fx.api import history_of
-from cpt_fx.ir.meta import Dial
+from cpt_fx.ir.meta import WidthSource
 from cpt_fx.ir.state import width_of
 from cpt_fx.overrides import Override
 from cpt_fx.schedules import Bits, Custom, Delayed, Schedule, Static, named
@@ -160,7 +160,9 @@ def test_verify_knows_the_width_of_a_schedule_of_its_own() -> None:
     model = changed({"head": OWN})
     train_step(model, (batch(),), {})
     (name,) = {
-        view.dial.name for view in cpt_fx.inspect(model).quantizers if (view.layer, view.role) == ("head", "weight")
+        view.width_source.name
+        for view in cpt_fx.inspect(model).quantizers
+        if (view.layer, view.role) == ("head", "weight")
     }
     show_widths(model, **{name: 5})
     with pytest.raises(ValueError, match="is at 5 bits; for training at step 0 it should be at 2"):
@@ -181,8 +183,8 @@ def test_copies_keep_a_schedule_of_a_part() -> None:
     assert widths(loaded, "head")["weight"] == OWN.bits(2).weight
 
 
-def dial_of(overrides: dict[Any, Any], layer: str = "fc") -> Dial:
-    return Override.all(overrides)[layer].dials({"weight": Dial("weight")})["weight"]
+def source_of(overrides: dict[Any, Any], layer: str = "fc") -> WidthSource:
+    return Override.all(overrides)[layer].width_sources({"weight": WidthSource("weight")})["weight"]
 
 
 def by_step(step: int) -> int:
@@ -201,41 +203,43 @@ def by_step(step: int) -> int:
     ],
 )
 def test_dials_of_schedules_are_plain_values(schedule: Schedule) -> None:
-    dial = dial_of({"fc": schedule})
-    assert dial.name.isidentifier() and dial.name.startswith("weight_own_")
-    assert dial == dial_of({"fc": schedule}) == copy.deepcopy(dial) and hash(dial) == hash(copy.deepcopy(dial))
-    assert dial != Dial("weight") and dial.name != Dial("activation", schedule=schedule).name
-    assert dial.name == dial_of({"head": 8, "fc": schedule}).name == Dial("weight", schedule=schedule).name
+    source = source_of({"fc": schedule})
+    assert source.name.isidentifier() and source.name.startswith("weight_own_")
+    assert source == source_of({"fc": schedule}) == copy.deepcopy(source) and hash(source) == hash(
+        copy.deepcopy(source)
+    )
+    assert source != WidthSource("weight") and source.name != WidthSource("activation", schedule=schedule).name
+    assert source.name == source_of({"head": 8, "fc": schedule}).name == WidthSource("weight", schedule=schedule).name
 
 
 def test_equal_schedules_share_a_dial_and_others_do_not() -> None:
     again = named("LR", q_min=2, q_max=6, total_steps=8, cycles=1, eval_bits=7)
     again.step(3)
-    assert dial_of({"fc": OWN}) == dial_of({"fc": again})
-    assert pickle.loads(pickle.dumps(dial_of({"fc": OWN}))) == dial_of({"fc": again})
+    assert source_of({"fc": OWN}) == source_of({"fc": again})
+    assert pickle.loads(pickle.dumps(source_of({"fc": OWN}))) == source_of({"fc": again})
     three, four = Custom(lambda step: 3), Custom(lambda step: 4)
     assert repr(three) == repr(four)
     overrides = {"fc": three, "head": four, "stem": {"schedule": three}}
-    names = [dial_of(overrides, layer).name for layer in overrides]
+    names = [source_of(overrides, layer).name for layer in overrides]
     assert names[0] == names[2] != names[1]
     model = changed(overrides)
     assert [widths(model, layer)["weight"] for layer in overrides] == [3, 4, 3]
-    assert len({dial_of({"fc": each}).name for each in (Static(8), Static(7), Static(8, eval_bits=3), OWN)}) == 4
+    assert len({source_of({"fc": each}).name for each in (Static(8), Static(7), Static(8, eval_bits=3), OWN)}) == 4
 
 
 def test_width_of() -> None:
     schedule = named("CR", q_min=3, q_max=8, total_steps=8, cycles=1)
-    assert width_of(Dial("weight"), schedule, 0, training=True) == 3
-    assert width_of(Dial("weight"), schedule, 0, training=False) == 8
-    assert width_of(Dial("weight", offset=1, schedule=OWN), schedule, 0, training=True) == 3
-    assert width_of(Dial("weight", schedule=OWN), schedule, 0, training=False) == 7
-    assert width_of(Dial("weight", fixed=5, schedule=OWN), schedule, 0, training=False) == 5
+    assert width_of(WidthSource("weight"), schedule, 0, training=True) == 3
+    assert width_of(WidthSource("weight"), schedule, 0, training=False) == 8
+    assert width_of(WidthSource("weight", offset=1, schedule=OWN), schedule, 0, training=True) == 3
+    assert width_of(WidthSource("weight", schedule=OWN), schedule, 0, training=False) == 7
+    assert width_of(WidthSource("weight", fixed=5, schedule=OWN), schedule, 0, training=False) == 5
     off = Static(Bits(0, 0, 8))
-    assert width_of(Dial("gradient", with_forward=True, schedule=off), schedule, 0, training=True) == 0
+    assert width_of(WidthSource("gradient", with_forward=True, schedule=off), schedule, 0, training=True) == 0
 
 
 def test_a_gradient_that_follows_the_forward_width_has_a_dial_of_its_own_when_fixed() -> None:
-    assert Dial("gradient", fixed=8, with_forward=True).name != Dial("gradient", fixed=8).name
+    assert WidthSource("gradient", fixed=8, with_forward=True).name != WidthSource("gradient", fixed=8).name
 
 
 # Modules with several names.
@@ -369,7 +373,7 @@ def test_opening_knows_every_name() -> None:
     plain = recipes.default().with_rule("linear")
     closed = cpt_fx.transform(model, Static(5), exclude="0.second", example_inputs=(x,), recipe=plain)
     assert {view.layer for view in cpt_fx.inspect(closed).quantizers} == {"1"}
-    assert not [note for note in notes(closed) if "opened into" in note]
+    assert not [note for note in notes(closed) if "decomposed into" in note]
     without = recipes.Recipe(name="without", linear=recipes.default().linear)
     rule = recipes.default().recurrent
     opened = cpt_fx.transform(model, Static(5), overrides={"0.second": rule}, example_inputs=(x,), recipe=without)

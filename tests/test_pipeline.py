@@ -17,13 +17,13 @@ from torch import Tensor, fx, nn
 
 import cpt_fx
 from cpt_fx import api
-from cpt_fx.ir.meta import SITE
+from cpt_fx.ir.meta import DECISION
 from cpt_fx.ir.pass_base import Pass, Report
 from cpt_fx.passes.annotate import Annotate
 from cpt_fx.passes.bind import Bind
+from cpt_fx.passes.decompose import Decompose
 from cpt_fx.passes.insert import Insert
 from cpt_fx.passes.normalize import Normalize
-from cpt_fx.passes.open import Open
 from cpt_fx.passes.share import Share
 from cpt_fx.passes.verify import Verify
 from cpt_fx.pipeline import Pipeline
@@ -36,7 +36,7 @@ from tests.passes import NEAREST, Apply, assert_same, captured, numbers, quantiz
 from tests.training import widths
 
 GRAPHS = Path(__file__).parent / "golden_graphs"
-NAMES = ["normalize", "open", "annotate", "insert", "share", "bind"]
+NAMES = ["normalize", "decompose", "annotate", "insert", "share", "bind"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class CountProducts(Pass):
     requires: ClassVar[str] = "annotated"
 
     def run(self, module: fx.GraphModule) -> Report:
-        found = sum(SITE in node.meta for node in module.graph.nodes)
+        found = sum(DECISION in node.meta for node in module.graph.nodes)
         if found < self.at_least:
             raise ValueError(f"only {found} products")
         return Report(self.name, 0, (f"{found} products",))
@@ -61,7 +61,7 @@ def names(pipeline: Pipeline) -> list[str]:
 
 def test_the_order_is_written_once() -> None:
     assert names(Pipeline.standard()) == NAMES
-    assert [type(step) for step in Pipeline.standard()] == [Normalize, Open, Annotate, Insert, Share, Bind]
+    assert [type(step) for step in Pipeline.standard()] == [Normalize, Decompose, Annotate, Insert, Share, Bind]
 
 
 def test_repr_is_the_full_record() -> None:
@@ -85,7 +85,7 @@ def test_a_transformed_model_keeps_the_record() -> None:
 
 def test_edits_return_another_pipeline() -> None:
     standard, count = Pipeline.standard(), CountProducts()
-    start = ["normalize", "open", "annotate"]
+    start = ["normalize", "decompose", "annotate"]
     assert names(standard.after("annotate", count)) == [*start, "count", "insert", "share", "bind"]
     assert names(standard.before("bind", count)) == [*start, "insert", "share", "count", "bind"]
     assert names(standard.drop("share")) == [*start, "insert", "bind"]
@@ -122,7 +122,7 @@ def test_every_pass_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Verify, "run", spy)
     Pipeline.standard().after("annotate", CountProducts()).run(captured(nn.Sequential(nn.Linear(3, 3))))
-    assert seen == ["normalize", "open", "annotate", "count", "insert", "share", "bind"]
+    assert seen == ["normalize", "decompose", "annotate", "count", "insert", "share", "bind"]
 
 
 @pytest.mark.parametrize("bits", [32, 3])
@@ -143,7 +143,7 @@ def test_an_edited_pipeline_transforms_a_model() -> None:
     model = pipeline.transform(nn.Sequential(nn.Linear(3, 3)), schedule)
     assert "CountProducts(at_least=0)" in api.history_of(model).pipeline
     assert [report.name for report in api.history_of(model).reports] == [
-        "normalize", "open", "annotate", "count", "insert", "bind",
+        "normalize", "decompose", "annotate", "count", "insert", "bind",
     ]  # fmt: skip
     assert widths(model)["weight"] == 4
     assert isinstance(cpt_fx.revert(model)[0], nn.Linear)  # type: ignore[index]
@@ -292,8 +292,8 @@ def test_the_texts_see_what_matters() -> None:
 def test_what_is_set_on_one_pass_counts_for_all() -> None:
     pipeline = Pipeline.standard().replace("annotate", Annotate(recipe=integer()))
     assert [step.recipe for step in pipeline if hasattr(step, "recipe")] == [integer(), integer()]
-    with pytest.raises(ValueError, match=r"passes 'open' and 'annotate' disagree: recipe="):
-        pipeline.replace("open", Open(recipe=paper()))
+    with pytest.raises(ValueError, match=r"passes 'decompose' and 'annotate' disagree: recipe="):
+        pipeline.replace("decompose", Decompose(recipe=paper()))
 
 
 def test_a_pass_of_ones_own_is_handed_the_settings() -> None:

@@ -15,7 +15,7 @@ from cpt_fx.api import history_of
 from cpt_fx.formats import Group, Scheme
 from cpt_fx.recipes import Rule
 from cpt_fx.schedules import Bits, Schedule, Static, named
-from tests.training import records, same, train_step, widths
+from tests.training import counters, same, train_step, widths
 
 
 class Block(nn.Module):
@@ -104,7 +104,7 @@ def test_excluded_layers_run_in_full_precision() -> None:
     result, plain = result_of(exclude=everything), Net()
     ours, theirs = train_step(result, (x,), {}), train_step(plain, (x,), {})
     assert not same(ours.output, theirs.output)  # matmul_1 is left
-    assert all(name.startswith("matmul_1") for name in records(result))
+    assert all(name.startswith("matmul_1") for name in counters(result))
     with pytest.raises(TransformError, match="there is nothing to quantize in Net"):
         result_of(exclude=(*everything, "matmul_1"))
 
@@ -189,7 +189,7 @@ def test_overrides_in_evaluation() -> None:
 def test_an_override_runs_at_its_width() -> None:
     result = result_of(Static(3), overrides={"head": 6})
     train_step(result, (torch.randn(2, 3, 50),), {})
-    for name, record in records(result).items():
+    for name, record in counters(result).items():
         assert int(record[6 if name.startswith("head") else 3]) > 0, name
 
 

@@ -136,7 +136,7 @@ def check_same_output(ours: Any, theirs: Any, equal: Equal = same) -> None:
 
 
 def widths(model: nn.Module) -> dict[str, int]:
-    """Return the widths a transformed model has now, by the name of their dial."""
+    """Return the widths a transformed model has now, by the name of their source."""
     return precision_of(model).now()
 
 
@@ -147,9 +147,9 @@ def show_widths(model: nn.Module, **widths: int) -> None:
         state.__dict__[mode] = Widths({**state.__dict__[mode].values, **widths}, state.device)
 
 
-def records(model: nn.Module) -> dict[str, Tensor]:
+def counters(model: nn.Module) -> dict[str, Tensor]:
     """Return what every quantizer noted, by its name."""
-    return dict(precision_of(model).records.named_buffers())
+    return dict(precision_of(model).counters.named_buffers())
 
 
 def snapshot(model: nn.Module) -> Any:

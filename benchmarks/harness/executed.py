@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cpt_fx.api import graphs
 from cpt_fx.inspection.views import products_in, views_in
-from cpt_fx.ir.meta import QUANTIZER, SITE
+from cpt_fx.ir.meta import DECISION, QUANTIZER
 from harness.contenders import Trainee
 from harness.memory import Traced
 from harness.results import Executed
@@ -43,7 +43,7 @@ def _between_quantizers(trainee: Trainee, ran: set[str]) -> tuple[int, int]:
     forward = backward = 0
     for index, module in enumerate(graphs(trainee.plain)):
         for node in module.graph.nodes:
-            if SITE in node.meta:
+            if DECISION in node.meta:
                 made = [operand for operand in node.all_input_nodes if QUANTIZER in operand.meta]
                 forward += bool(made) and all(f"{index}/{operand.name}" in ran for operand in made)
             quantizer = node.meta.get(QUANTIZER)

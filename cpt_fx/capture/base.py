@@ -17,7 +17,7 @@ from cpt_fx.ir.meta import STATE, VIEW, attribute_or_none, get_attribute
 from cpt_fx.ir.module import ROOT, QuantizedGraphModule, blank, take_tensors
 from cpt_fx.ir.result import CALL_HOOKS, PART, plain_class
 from cpt_fx.ir.state import Precision
-from cpt_fx.ir.subgraphs import add_body
+from cpt_fx.ir.subgraphs import add_subgraph
 
 
 class CaptureError(TransformError):
@@ -109,8 +109,8 @@ def assemble(
     for hooks in CALL_HOOKS:
         getattr(result, hooks).update(getattr(root, hooks))
     result._is_full_backward_hook = root._is_full_backward_hook
-    for name, body in inner.items():
-        add_body(result, name, body)
+    for name, subgraph in inner.items():
+        add_subgraph(result, name, subgraph)
     result.graph = graph
     return result
 

@@ -33,7 +33,7 @@ def is_sharded(kind: type) -> bool:
 
 
 @contextmanager
-def trial(model: nn.Module) -> Iterator[None]:
+def dry_run(model: nn.Module) -> Iterator[None]:
     """Run the block as a dry run: replace all buffers by copies, and undo all effects on exit.
 
     The original buffers are never written, so that a pending backward pass finds them as its forward pass left them.
@@ -46,7 +46,7 @@ def trial(model: nn.Module) -> Iterator[None]:
     hidden = (module for state in states for module in state.modules())
     everything = {id(module): module for module in (*model.modules(), *hidden)}.values()
     modules = [(module, module._buffers.copy(), module.training) for module in everything]
-    counted = {id(holder) for state in states for holder in (state.records, state.products)}
+    counted = {id(holder) for state in states for holder in (state.counters, state.products)}
     known = {id(tensor) for module, *_ in modules for tensor in own(module).values()}
     copies: dict[int, Tensor] = {}
     devices = sorted({value.device.index for value in model.parameters() if value.device.type == "cuda"})

@@ -114,18 +114,18 @@ def inline_regions(module: fx.GraphModule) -> None:
 def _inline(module: fx.GraphModule, node: fx.Node) -> None:
     graph = module.graph
     if node.target is _GRAD:
-        enabled, body, *inputs = node.args
+        enabled, subgraph, *inputs = node.args
         with graph.inserting_before(node):
             before = graph.call_function(torch.is_grad_enabled)
             graph.call_function(torch._C._set_grad_enabled, (enabled,))
-            results = _copy(module, node, body, inputs)
+            results = _copy(module, node, subgraph, inputs)
             # Restore the mode at run time, not that of the capture: the model may run under no_grad itself.
             graph.call_function(torch._C._set_grad_enabled, (before,))
     elif node.target is _AUTOCAST:
-        device, dtype, enabled, cache, body, *inputs = node.args
+        device, dtype, enabled, cache, subgraph, *inputs = node.args
         with graph.inserting_before(node):
             region = graph.call_function(_enter_autocast, (device, dtype, enabled, cache))
-            results = _copy(module, node, body, inputs)
+            results = _copy(module, node, subgraph, inputs)
             graph.call_function(_exit_autocast, (region,))
     else:
         name = getattr(node.target, "__name__", str(node.target))
@@ -142,9 +142,9 @@ def _inline(module: fx.GraphModule, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
-def _copy(module: fx.GraphModule, node: fx.Node, body: Any, inputs: list[Any]) -> Any:
+def _copy(module: fx.GraphModule, node: fx.Node, subgraph: Any, inputs: list[Any]) -> Any:
     """Copy the nodes of a region's subgraph in front of it and return its results."""
-    inner = get_attribute(module, str(body.target))
+    inner = get_attribute(module, str(subgraph.target))
     inline_regions(inner)
     tensor = next((item.target for item in inner.graph.nodes if item.op == "get_attr"), None)
     if tensor is not None:

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from cpt_fx.capture.dry_run import eager_model, tensors_in, trial
+from cpt_fx.capture.dry_run import dry_run, eager_model, tensors_in
 from cpt_fx.capture.session import Session
 from cpt_fx.capture.side_effects import keep_generator, unchanged
 from cpt_fx.capture.standalone import transformed_in
@@ -163,7 +163,7 @@ def recalibrate(
         with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
             for put_back in _generators(batches, 3):
                 stack.callback(put_back)
-            stack.enter_context(trial(model))
+            stack.enter_context(dry_run(model))
             for session in sessions:  # a session's root may be outside of `model`
                 stack.callback(setattr, session.root, "training", session.root.training)
                 session.root.training = False

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from cpt_fx.ir.history import LOGGER
-from cpt_fx.ir.state import Precision, dial_width
+from cpt_fx.ir.state import Precision, width_from
 from cpt_fx.schedules import Bits
 from cpt_fx.schedules.base import Schedule
 
@@ -82,7 +82,7 @@ class Reminder:
         """Whether the model ran, or was reverted; if a compiler runs its graphs, only the quantizers' counters tell."""
         session = None if self.session is None else self.session()
         if not self.called and session is not None:
-            self.called = any(bool(record[0]) for record in session.state.records.buffers())
+            self.called = any(bool(counters[0]) for counters in session.state.counters.buffers())
         return self.called or self.reverted
 
     def stepped(self, optimizer: Optimizer) -> str:
@@ -163,13 +163,13 @@ class Reminder:
 def _changes(state: Precision, schedule: Schedule) -> bool:
     """Whether any bit-width of a model is going to change."""
     ahead: dict[int, set[Bits]] = {}
-    for dial in state.dials.values():
-        followed = schedule if dial.schedule is None else dial.schedule
+    for source in state.width_sources.values():
+        followed = schedule if source.schedule is None else source.schedule
         if id(followed) not in ahead:
             length = HORIZON if followed.total_steps is None else None
             rows = followed.trajectory(length, start=schedule.position).tolist()
             ahead[id(followed)] = {Bits(*row) for row in rows}
-        if len({dial_width(dial, bits) for bits in ahead[id(followed)]}) > 1:
+        if len({width_from(source, bits) for bits in ahead[id(followed)]}) > 1:
             return True
     return False
 

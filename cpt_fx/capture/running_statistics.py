@@ -14,11 +14,11 @@ from cpt_fx.formats import FULL_PRECISION, Range
 from cpt_fx.ir.history import LOGGER
 from cpt_fx.ir.layer_names import Names
 from cpt_fx.ir.layer_state import add_range, ranges
-from cpt_fx.ir.meta import QUANTIZER, SITE, Site
+from cpt_fx.ir.meta import DECISION, QUANTIZER, Decision
 from cpt_fx.ir.result import PART
 from cpt_fx.ir.state import Precision
 from cpt_fx.ir.subgraphs import state_of
-from cpt_fx.operators import OPENED
+from cpt_fx.operators import INLINED
 from cpt_fx.overrides import SELECTED, Selected
 from cpt_fx.pipeline import no_collection
 from cpt_fx.quantizers.widths import is_free
@@ -39,7 +39,7 @@ def create_ranges(session: Session) -> None:
     graph = fx.Graph()
     x, called, places = graph.placeholder("x"), [], TreePlaces(session.root)
     for path, layer in session.root.named_modules():
-        if isinstance(layer, OPENED) and path and PART in layer.__dict__:
+        if isinstance(layer, INLINED) and path and PART in layer.__dict__:
             called.append(graph.call_module(path, (x, x) if isinstance(layer, nn.Bilinear) else (x,)))
             called[-1].meta["nn_module_stack"] = places.stack(path)
     graph.output(tuple(called))
@@ -58,12 +58,12 @@ def create_ranges(session: Session) -> None:
 
 def _add_ranges(view: fx.GraphModule) -> None:
     """Create the running ranges that the quantization decisions of a graph need."""
-    sites: list[Site] = [node.meta[SITE] for node in view.graph.nodes if SITE in node.meta]
-    for site in sites:
-        for operand in site.operands:
+    decisions: list[Decision] = [node.meta[DECISION] for node in view.graph.nodes if DECISION in node.meta]
+    for decision in decisions:
+        for operand in decision.operands:
             if operand.format.range is not Range.DYNAMIC:
                 learned = operand.format.range is Range.LEARNED
-                add_range(view, site.layer, operand.name, state_of(view).device, learned=learned)
+                add_range(view, decision.layer, operand.name, state_of(view).device, learned=learned)
 
 
 def warn_of_ranges(session: Session) -> None:
@@ -76,7 +76,7 @@ def warn_of_ranges(session: Session) -> None:
         node.meta[QUANTIZER].ranges
         for graph in known
         for node in graph.graph.nodes
-        if QUANTIZER in node.meta and 0 < widths.get(node.meta[QUANTIZER].dial.name, 0) < FULL_PRECISION
+        if QUANTIZER in node.meta and 0 < widths.get(node.meta[QUANTIZER].width_source.name, 0) < FULL_PRECISION
     }
     plain = [
         found
@@ -107,8 +107,8 @@ def warn_of_norms(session: Session) -> None:
     """Warn once if evaluation follows training at low bit-widths, where batch norm's running statistics lag behind."""
     if session.trained_at is None or session.told_norms:
         return
-    dials = session.state.dials
-    widths = [width for name, width in session.trained_at.values.items() if width and dials[name].role != "gradient"]
+    sources = session.state.width_sources
+    widths = [width for name, width in session.trained_at.values.items() if width and sources[name].role != "gradient"]
     if min(widths, default=FULL_PRECISION) > LAGGING:
         return
     from cpt_fx.capture.recalibrating import learns_statistics  # deferred: it imports sessions

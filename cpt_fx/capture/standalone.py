@@ -17,7 +17,7 @@ from cpt_fx.ir.meta import STATE
 from cpt_fx.ir.module import ROOT, QuantizedGraphModule
 from cpt_fx.ir.result import PART, Part, sessions_in
 from cpt_fx.ir.state import Held, Precision
-from cpt_fx.ir.subgraphs import add_body, bodies, graphs_of, new_body
+from cpt_fx.ir.subgraphs import add_subgraph, graphs_of, new_subgraph, subgraphs
 
 
 class Standalone:
@@ -84,7 +84,7 @@ def the_one_in(model: nn.Module, what: str) -> Result:
 def standalone(session: Session) -> QuantizedGraphModule:
     """Return the traced graph of a whole model as a standalone module that shares parameters, buffers and ranges."""
     view = session.traced[WHOLE].view
-    inside = [(name, _copied(body)) for name, body in bodies(view)]
+    inside = [(name, _copied(subgraph)) for name, subgraph in subgraphs(view)]
     graph = copy_graph(view.graph)
     for node in graph.find_nodes(op="get_attr"):
         # A plain attribute of the root, which becomes one of the new module.
@@ -95,10 +95,10 @@ def standalone(session: Session) -> QuantizedGraphModule:
     return finish(module, session.history(), session.state)
 
 
-def _copied(body: fx.GraphModule) -> QuantizedGraphModule:
-    new = new_body(copy_graph(body.graph))
-    for name, inner in bodies(body):
-        add_body(new, name, _copied(inner))
+def _copied(subgraph: fx.GraphModule) -> QuantizedGraphModule:
+    new = new_subgraph(copy_graph(subgraph.graph))
+    for name, inner in subgraphs(subgraph):
+        add_subgraph(new, name, _copied(inner))
     return new
 
 
@@ -108,10 +108,10 @@ def hold_state(module: QuantizedGraphModule, state: Precision) -> None:
     own.stand_on(state.device)
     own.raises = state.raises
     module.add_module(STATE, own)
-    for dial in state.dials.values():
-        own.add_dial(dial)
-    for name in state.records._buffers:
-        own.add_record(name, state.layers[f"records.{name}"])
+    for source in state.width_sources.values():
+        own.add_width_source(source)
+    for name in state.counters._buffers:
+        own.add_counters(name, state.layers[f"counters.{name}"])
     for name in state.products._buffers:
         own.add_counts(name, state.layers[f"products.{name}"])
     for name, value in state.constants._buffers.items():

@@ -312,7 +312,7 @@ def _print_directory(directory: Path, as_json: bool) -> None:
         for kind, tensors in (("input", manifest.inputs), ("target", manifest.targets), ("output", manifest.outputs))
         for tensor in tensors
     ]
-    rows += [("width", name, "int64", "–") for name in manifest.dials]
+    rows += [("width", name, "int64", "–") for name in manifest.width_sources]
     print_table(("", "name", "type", "shape"), rows, words=4)
     print_table(
         ("file", "state", "size"), [(name, one["state"], _size(one["bytes"])) for name, one in files.items()], 2

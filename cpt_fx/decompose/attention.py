@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from cpt_fx.decompose.building import Builder, Opener, StaysFusedError, arguments, static
+from cpt_fx.decompose.building import Builder, Decomposer, StaysFusedError, arguments, static
 from cpt_fx.ir.meta import example_of
 
 _PRODUCTS = (("scores", "attention"), ("context", "attention"))
@@ -275,10 +275,10 @@ def _given(builder: Builder, *known: str) -> dict[str, Any]:
     return given
 
 
-OPENERS = {
-    F.scaled_dot_product_attention: Opener(_PRODUCTS, _scaled_dot_product),
-    F.multi_head_attention_forward: Opener((*_PRODUCTS, *_PROJECTIONS), _multi_head),
-    torch._native_multi_head_attention: Opener((*_PRODUCTS, *_PROJECTIONS), _fast_path),
-    torch._transformer_encoder_layer_fwd: Opener((*_PRODUCTS, *_PROJECTIONS), _encoder_layer),
+DECOMPOSERS = {
+    F.scaled_dot_product_attention: Decomposer(_PRODUCTS, _scaled_dot_product),
+    F.multi_head_attention_forward: Decomposer((*_PRODUCTS, *_PROJECTIONS), _multi_head),
+    torch._native_multi_head_attention: Decomposer((*_PRODUCTS, *_PROJECTIONS), _fast_path),
+    torch._transformer_encoder_layer_fwd: Decomposer((*_PRODUCTS, *_PROJECTIONS), _encoder_layer),
 }
 """The attention operators, and how to decompose them."""

@@ -21,11 +21,11 @@ class StaysFusedError(Exception):
 
 
 @dataclass(frozen=True)
-class Opener:
+class Decomposer:
     """How one operator is decomposed: its products, as (name, family), and the function that does it."""
 
     products: tuple[tuple[str, str], ...]
-    open: Callable[[Builder], None]
+    decompose: Callable[[Builder], None]
 
 
 class Builder:

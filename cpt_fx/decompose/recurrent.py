@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from cpt_fx.decompose.building import Builder, Opener, StaysFusedError, arguments, static
+from cpt_fx.decompose.building import Builder, Decomposer, StaysFusedError, arguments, static
 from cpt_fx.ir import recurrence as recurrent
 from cpt_fx.ir.meta import FAMILY, NAME, PASS, source_of
-from cpt_fx.ir.subgraphs import add_body, new_body
+from cpt_fx.ir.subgraphs import add_subgraph, new_subgraph
 
 _PRODUCTS = tuple((name, "recurrent") for name in ("ih_l*", "hh_l*", "hr_l*"))
 _CELL_PRODUCTS = (("ih", "recurrent"), ("hh", "recurrent"))
@@ -101,8 +101,8 @@ def _direction(
     inputs = builder.product(F.linear, x, layer["input"], bias, name=f"ih_{name}", family="recurrent")
     parts = {"weight": layer["hidden"], "bias": layer.get("hidden_bias"), "projection": layer.get("projection")}
     constants = {part: value for part, value in parts.items() if value is not None}
-    body = new_body(_step(builder, kind, name, list(constants)))
-    path = add_body(builder.module, f"_cpt_fx_step_{name}", body)
+    subgraph = new_subgraph(_step(builder, kind, name, list(constants)))
+    path = add_subgraph(builder.module, f"_cpt_fx_step_{name}", subgraph)
     with builder.node.graph.inserting_before(builder.node):
         read = builder.node.graph.create_node("get_attr", path)
     builder.products += 1 + ("projection" in layer)
@@ -130,7 +130,7 @@ def _step(builder: Builder, kind: _Kind, name: str, constants: list[str]) -> fx.
     graph.output(tuple(results))
     for node in graph.nodes:
         if node.op == "call_function":
-            node.meta |= {**source_of(builder.node), PASS: "open"}
+            node.meta |= {**source_of(builder.node), PASS: "decompose"}
     return graph
 
 
@@ -150,8 +150,8 @@ def _cell(builder: Builder, kind: _Kind) -> None:
     builder.replace(*([new] if kind.states == 1 else [builder.item(new, index) for index in range(kind.states)]))
 
 
-OPENERS = {
-    getattr(torch, f"{name}{end}"): Opener(products, partial(function, kind=kind))
+DECOMPOSERS = {
+    getattr(torch, f"{name}{end}"): Decomposer(products, partial(function, kind=kind))
     for end, products, function in (("", _PRODUCTS, _open), ("_cell", _CELL_PRODUCTS, _cell))
     for name, kind in _KINDS.items()
 }

@@ -123,7 +123,7 @@ def _accumulate(graph: ir.Graph, name: str, place: ir.Value, value: ir.Value, fr
 def _settle(model: ir.Model, manifest: Manifest, held: Iterable[ir.Value]) -> None:
     """Remove unused nodes, and order the inputs: what the user passes, then what the API holds."""
     common.RemoveUnusedNodesPass()(model)
-    passed = {*(tensor.name for tensor in manifest.taken), *manifest.dials, SEEDS}
+    passed = {*(tensor.name for tensor in manifest.taken), *manifest.width_sources, SEEDS}
     model.graph.inputs[:] = [*(value for value in model.graph.inputs if value.name in passed), *held]
 
 

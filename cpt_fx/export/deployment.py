@@ -197,7 +197,7 @@ def _row(item: formats.Watched, plan: formats.QdqPlan, rounded: Mapping[str, tup
 
 def _untrained(module: fx.GraphModule, watched: Collection[formats.Watched]) -> str:
     """Return why a model looks untrained (ranges that saw no batch, a schedule at its start), or an empty string."""
-    learns = [item for item in watched if item.extent and item.quantizer.format.range is not Range.DYNAMIC]
+    learns = [item for item in watched if item.value_range and item.quantizer.format.range is not Range.DYNAMIC]
     unseen = [item.label for item in learns if not item.learned]
     if unseen:
         others = f" and {len(unseen) - 1} more" if len(unseen) > 1 else ""

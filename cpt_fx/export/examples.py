@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from cpt_fx.api import single_graph
-from cpt_fx.capture.dry_run import trial
+from cpt_fx.capture.dry_run import dry_run
 from cpt_fx.errors import ExportError
 from cpt_fx.export.program import Call, Graph
 
@@ -67,7 +67,7 @@ def in_mode(result: nn.Module, training: bool, call: Call) -> Iterator[fx.GraphM
 def run(module: fx.GraphModule, call: Call) -> Any:
     """Return what a model returns on the examples, without side effects on the model."""
     try:
-        with torch.no_grad(), trial(module):
+        with torch.no_grad(), dry_run(module):
             # Not by `__call__`, which prints the generated code when the model raises an error.
             return module.forward(*call.args, **call.kwargs)
     except Exception as error:

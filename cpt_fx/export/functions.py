@@ -27,7 +27,7 @@ from cpt_fx.capture.base import patched
 from cpt_fx.export.recording import OPSET, Table, convert, normalize, record, strip
 from cpt_fx.formats import Rounding, Scheme, Specials
 from cpt_fx.quantizers import noise, numerics, ops
-from cpt_fx.quantizers.numerics import Extent, Grid
+from cpt_fx.quantizers.numerics import Grid, ValueRange
 
 if TYPE_CHECKING:
     from cpt_fx.export.program import Graph
@@ -104,8 +104,8 @@ def _quantize(trace: _Trace, kind: QuantizerKind) -> Any:
         options = grid.keywords() | dict(kind.options)
         y = ops.FAKE_QUANTIZE_OBSERVED(x, bits, *state, kind.source == "Observed", **options)
         return (y, *state) if kind.source == "Observed" else y
-    extent = Extent(trace["low"], trace["span"]) if kind.source else trace.measured(x, trace["axes"])
-    return torch.where(numerics.passes(bits), x, numerics.on_grid(x, bits, grid, extent))
+    value_range = ValueRange(trace["low"], trace["span"]) if kind.source else trace.measured(x, trace["axes"])
+    return torch.where(numerics.passes(bits), x, numerics.on_grid(x, bits, grid, value_range))
 
 
 def _learned_gradient(trace: _Trace) -> Any:
@@ -188,7 +188,7 @@ def _traced(name: str, run: Callable[[_Trace], Any], inputs: list[str], outputs:
     replaced = {
         (numerics, "floor_to_power_of_two"): _floor_to_power_of_two,
         (numerics, "power_of_two"): _power_of_two,
-        (ops, "_extent"): trace.extent,
+        (ops, "_value_range"): trace.value_range,
     }
     with patched(replaced):
         made = as_function(name, call, tuple(_EXAMPLES[key]() for key in inputs), trace.table())
@@ -205,23 +205,23 @@ class _Trace(dict[str, Tensor]):
         seeds = self["seeds"].to(torch.int64)
         return _node("GatherND", (seeds, self["draw"]), torch.int64, (2,))
 
-    def measured(self, x: Tensor, axes: Tensor | None = None) -> Extent:
+    def measured(self, x: Tensor, axes: Tensor | None = None) -> ValueRange:
         """Return the range of a tensor over `axes`, or over all of it."""
         inputs, shape, keeps = ((x,), (), 0) if axes is None else ((x, axes), (1,), 1)
         low, high = (
             _node(name, inputs, x.dtype, shape, keepdims=keeps, noop_with_empty_axes=keeps)
             for name in ("ReduceMin", "ReduceMax")
         )
-        return Extent(low, high - low, high)
+        return ValueRange(low, high - low, high)
 
-    def extent(self, x: Tensor, percentile: float) -> Extent:
-        """Replace `ops._extent`: return the range of a whole tensor, or of its central part."""
+    def value_range(self, x: Tensor, percentile: float) -> ValueRange:
+        """Replace `ops._value_range`: return the range of a whole tensor, or of its central part."""
         low, _, high = self.measured(x) if percentile >= 100 else _without_tails(x, percentile)
         assert high is not None
         # ONNX does not define whether ReduceMin propagates NaN: adding zero times every element does.
         poison = (x * 0).sum()
         low, high = low + poison, high + poison
-        return Extent(low, high - low, high)
+        return ValueRange(low, high - low, high)
 
     def places(self, *_: Any, **__: Any) -> Tensor:
         """Return the flat index of every element, in the shape of `x`."""
@@ -298,8 +298,8 @@ def _floor_to_power_of_two(x: Tensor) -> Tensor:
     return (large - (large - large * 2.0**-53)).to(torch.float32)
 
 
-def _without_tails(x: Tensor, percentile: float) -> Extent:
-    """Return `numerics.percentile_extent`, with the number of elements as a tensor."""
+def _without_tails(x: Tensor, percentile: float) -> ValueRange:
+    """Return `numerics.percentile_range`, with the number of elements as a tensor."""
     size = _node("Size", (x,), torch.int64, ())
     share = torch.tensor(1 - percentile / 100, dtype=torch.float64)  # a Python number would be rounded to float32
     cut = (size.to(torch.float64) * share / 2).to(torch.int64)
@@ -312,4 +312,4 @@ def _without_tails(x: Tensor, percentile: float) -> Extent:
         )  # fmt: skip
         ends.append(_node("GatherND", (values, constant([-1])), x.dtype, ()))
     low, high = ends
-    return Extent(low, high - low, high)
+    return ValueRange(low, high - low, high)

@@ -88,9 +88,9 @@ class Lowering(Calls):
         return func(*args, **kwargs)
 
     def _quantizer(
-        self, func: Any, x: Tensor, bits: Tensor, *args: Any, record: Tensor | None = None, **options: Any
+        self, func: Any, x: Tensor, bits: Tensor, *args: Any, counters: Tensor | None = None, **options: Any
     ) -> Tensor:
-        name = self.names.get(id(record), "quantizer")
+        name = self.names.get(id(counters), "quantizer")
         if x.dtype != torch.float32:
             kind = str(x.dtype).removeprefix("torch.")
             raise ExportError(f"{name} quantizes {kind}: only models in float32 can be exported (model.float())")

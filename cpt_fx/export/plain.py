@@ -110,7 +110,7 @@ def evaluation_of(
     if bits is not None:
         state = precision_of(module)
         with state.at(bits):
-            widths = {name: state.width(dial, training=False) for name, dial in graph.dials.items()}
+            widths = {name: state.width(source, training=False) for name, source in graph.width_sources.items()}
         values |= {name: np.array(width, np.int64) for name, width in widths.items()}
     inputs = graph.model.graph.inputs
     for value in [value for value in inputs if value.name in values]:

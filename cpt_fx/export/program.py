@@ -22,10 +22,10 @@ from cpt_fx.export.operators import drawing
 from cpt_fx.export.recording import choices, convert, normalize, record
 from cpt_fx.export.refusals import UnsupportedError, check_modules, layer_of
 from cpt_fx.ir.layer_state import ranges
-from cpt_fx.ir.meta import STATE, Dial
+from cpt_fx.ir.meta import STATE, WidthSource
 from cpt_fx.ort.manifest import GRADIENT, LOSS, MORE, NEXT, OUTPUT, SEEDS, TARGET
 
-_WIDTHS, _RECORDS, _PRODUCTS = f"{STATE}.bits.", f"{STATE}.records.", f"{STATE}.products."
+_WIDTHS, _COUNTERS, _PRODUCTS = f"{STATE}.bits.", f"{STATE}.counters.", f"{STATE}.products."
 BITS = "bits."
 """Prefix of the inputs that hold bit-widths: `bits.weight`."""
 
@@ -62,7 +62,7 @@ class Graph:
     """Dims that the graph is specialized for: the name of an input, and a dim."""
     least: dict[tuple[str, int], int]
     """The smallest valid size of a dim, if that is more than two."""
-    dials: dict[str, Dial]
+    width_sources: dict[str, WidthSource]
     """Inputs that hold a bit-width, and the source that each follows."""
     choices: dict[str, tuple[int, ...]]
     """Inputs that are indices: the size of the indexed dim, then the index that is ignored, if there is one."""
@@ -76,7 +76,7 @@ class _Step:
         self.outputs: tuple[str, ...] = ()
         self.reached: tuple[str, ...] = ()
         self.lowering: Lowering
-        self.names = {id(buffer): name for name, buffer in precision_of(model).records.named_buffers()}
+        self.names = {id(buffer): name for name, buffer in precision_of(model).counters.named_buffers()}
         self.trains = [name for name, value in model.named_parameters() if value.requires_grad]
         first: dict[int, str] = {}
         self.places = {
@@ -127,7 +127,7 @@ class _Step:
 
 def states_of(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers of a transformed model that affect its results: all but bit-widths and counters."""
-    ours = (_WIDTHS, _RECORDS, _PRODUCTS)
+    ours = (_WIDTHS, _COUNTERS, _PRODUCTS)
     return {name: buffer for name, buffer in model.named_buffers() if not name.startswith(ours)}
 
 
@@ -199,7 +199,7 @@ def trace(
         kinds=step.lowering.kinds,
         still=frozenset((names[place], dim) for place, dim in places | more),
         least={(names[place], dim): size for (place, dim), size in least.items()},
-        dials={prefix + name: dial for name, dial in precision_of(model).dials.items()},
+        width_sources={prefix + name: source for name, source in precision_of(model).width_sources.items()},
         choices={
             names[place]: allowed for place, allowed in choices(recorded).items() if names[place] in inputs + targets
         },

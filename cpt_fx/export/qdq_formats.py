@@ -16,7 +16,7 @@ from cpt_fx.formats import Format, Range, Rounding, Scheme
 from cpt_fx.ir.meta import QUANTIZER, Quantizer
 from cpt_fx.ir.subgraphs import graphs_of
 from cpt_fx.operators import ROWS
-from cpt_fx.quantizers.numerics import Extent, amplitude, extent_of, percentile_extent, reduced_dims
+from cpt_fx.quantizers.numerics import ValueRange, amplitude, percentile_range, range_of, reduced_dims
 from cpt_fx.quantizers.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_OBSERVED, QUANTIZE_GRADIENT, QUANTIZERS
 
 EXACT, CONVERTED, FLOAT = "exact", "converted", "float"
@@ -34,7 +34,7 @@ class Watched:
     """Whether it quantizes a weight or a bias that is the same in every run."""
     call: tuple[Tensor, Tensor, dict[str, Any]] | None = None
     """Input, output and options of the call, for a constant."""
-    extent: Extent | None = None
+    value_range: ValueRange | None = None
     """The range over all calls."""
     learned: bool = False
     """Whether the range is one that the model has learned, not that of the examples."""
@@ -53,11 +53,11 @@ class Watched:
         # A layer may be called with different constants: they get one grid, as activations do.
         self.constant = self.constant and (self.call is None or torch.equal(self.call[0], values["x"]))
         self.call = (values["x"].detach(), y.detach(), values) if self.constant else None
-        extent, self.learned = _extent_used(func, values)
-        low, high = extent.zero_point.amin(), extent.maximum().amax()
-        if self.extent is not None:
-            low, high = torch.minimum(self.extent.zero_point, low), torch.maximum(self.extent.maximum(), high)
-        self.extent = Extent(low, high - low, high)
+        value_range, self.learned = _range_used(func, values)
+        low, high = value_range.zero_point.amin(), value_range.maximum().amax()
+        if self.value_range is not None:
+            low, high = torch.minimum(self.value_range.zero_point, low), torch.maximum(self.value_range.maximum(), high)
+        self.value_range = ValueRange(low, high - low, high)
 
     def compare(self, nodes: Callable[[Tensor], Tensor], func: Any, values: dict[str, Any], y: Tensor) -> None:
         """Add up the error that the nodes in place of the quantizer make in a call."""
@@ -71,7 +71,7 @@ def watched_in(module: fx.GraphModule) -> dict[str, Watched]:
     state = precision_of(module)
     made = [node.meta[QUANTIZER] for inner in graphs_of(module) for node in inner.graph.nodes if QUANTIZER in node.meta]
     return {
-        quantizer.record.rpartition(".")[2]: Watched(quantizer, state.width(quantizer.dial, training=False))
+        quantizer.counters.rpartition(".")[2]: Watched(quantizer, state.width(quantizer.width_source, training=False))
         for quantizer in made
         if quantizer.role != "gradient"
     }
@@ -79,18 +79,18 @@ def watched_in(module: fx.GraphModule) -> dict[str, Watched]:
 
 def watching(module: fx.GraphModule, shows: Mapping[str, Callable[..., None]]) -> Calls:
     """Return a mode that runs quantizers with nearest rounding and passes their calls to functions, by name."""
-    records = precision_of(module).records
+    counters = precision_of(module).counters
     names: dict[int, str] = {}
 
     def run(func: Any, /, *args: Any, **kwargs: Any) -> Any:
         if func not in QUANTIZERS or func is QUANTIZE_GRADIENT:
             return func(*args, **kwargs)
-        options = kwargs | {"record": None, "rounding": Rounding.NEAREST.value}
+        options = kwargs | {"counters": None, "rounding": Rounding.NEAREST.value}
         y = func(*args, **options)
         if not names:
             # Only now: the run may use copies of the buffers.
-            names.update((id(record), name) for name, record in records.named_buffers())
-        show = shows.get(names[id(kwargs["record"])])
+            names.update((id(counters), name) for name, counters in counters.named_buffers())
+        show = shows.get(names[id(kwargs["counters"])])
         if show is not None:
             show(func, dict(zip(_ARGUMENTS, args, strict=False)) | options, y)
         return y
@@ -104,15 +104,15 @@ def squares(value: Tensor, reference: Tensor) -> tuple[float, float]:
     return float(difference), float(reference.double().square().sum())
 
 
-def _extent_used(func: Any, values: dict[str, Any]) -> tuple[Extent, bool]:
+def _range_used(func: Any, values: dict[str, Any]) -> tuple[ValueRange, bool]:
     """Return the range that a quantizer uses in evaluation, and whether it is one that the model has learned."""
     if func is FAKE_QUANTIZE or not values["weight"] > 0:
         percentile = values.get("percentile", 100.0)
         whole = percentile >= 100
-        return (extent_of(values["x"], (), None) if whole else percentile_extent(values["x"], percentile)), False
+        return (range_of(values["x"], (), None) if whole else percentile_range(values["x"], percentile)), False
     shared = func is FAKE_QUANTIZE_OBSERVED and values.get("corrected", True)
     share = values["weight"] if shared else torch.ones_like(values["weight"])
-    return Extent(values["zero_point"].detach() / share, values["range"].detach() / share), True
+    return ValueRange(values["zero_point"].detach() / share, values["range"].detach() / share), True
 
 
 @dataclass(frozen=True)
@@ -205,22 +205,22 @@ def _constant(item: Watched, format: Format, notes: tuple[str, ...]) -> QdqPlan:
 
 def _activation(item: Watched, format: Format, notes: tuple[str, ...]) -> QdqPlan:
     """Plan a tensor that changes from call to call."""
-    assert item.extent is not None
-    low, high = float(item.extent.zero_point), float(item.extent.maximum())
+    assert item.value_range is not None
+    low, high = float(item.value_range.zero_point), float(item.value_range.maximum())
     if not item.learned:
         why = "has a range of its own for every input" if format.range is Range.DYNAMIC else "has seen no training yet"
         notes = (*notes, f"it {why}: fixed to the range of the examples")
-    if not item.extent.range.isfinite():
+    if not item.value_range.range.isfinite():
         whose = "its running range" if item.learned else "the range of the examples"
         raise ExportError(f"{item.label} cannot be quantized: {whose} is from {low} to {high}")
     if format.scheme is Scheme.SYMMETRIC and not format.block:
         if item.bits == 1:
             return QdqPlan(None, FLOAT, ("one bit without a zero, which unsigned codes have",))
         reach, middle = 2 ** (item.bits - 1) - 1, 2 ** (MOST_BITS - 1)
-        scale = _safe(amplitude(item.extent) / reach)
+        scale = _safe(amplitude(item.value_range) / reach)
         form = Activation(scale, middle, middle - reach, middle + reach, item.bits)
         return QdqPlan(form, CONVERTED if notes else EXACT, notes)
-    form = _affine(item.extent, item.bits)
+    form = _affine(item.value_range, item.bits)
     if format.scheme is Scheme.AFFINE and not format.block and (low > 0 or high < 0):
         form = replace(form, low=low if low > 0 else None, high=high if high < 0 else None)
         reaches = f"its range, {low:.3g} to {high:.3g}, does not reach zero, and codes do"
@@ -233,18 +233,18 @@ def _activation(item: Watched, format: Format, notes: tuple[str, ...]) -> QdqPla
 def _symmetric(x: Tensor, y: Tensor, bits: int, axis: int | None) -> Constant:
     """Return the codes of `y` on the symmetric grid of the range of `x`."""
     keep = () if axis is None else (axis,)
-    limit = amplitude(extent_of(x, keep, None)).to(torch.float32)
+    limit = amplitude(range_of(x, keep, None)).to(torch.float32)
     # At one bit the codes are -1 and 1, and the scale is the largest magnitude.
     scale = _safe(limit / max(2 ** (bits - 1) - 1, 1))
     codes = (y.to(torch.float32) / scale).round()
     return Constant(codes, scale.flatten() if keep else scale.reshape(()), axis, bits)
 
 
-def _affine(extent: Extent, bits: int) -> Activation:
+def _affine(value_range: ValueRange, bits: int) -> Activation:
     """Return the grid of `numerics` with an integer zero point."""
     levels = torch.tensor(2**bits - 1, dtype=torch.float32)
-    low = extent.zero_point.to(torch.float32).clamp_max(0)
-    high = extent.maximum().to(torch.float32).clamp_min(0)
+    low = value_range.zero_point.to(torch.float32).clamp_max(0)
+    high = value_range.maximum().to(torch.float32).clamp_min(0)
     scale = _safe((high - low) / levels)
     offset = torch.minimum((-low / scale).round().clamp_min(0), levels)
     return Activation(scale.reshape(()), int(offset), 0, int(levels), bits)

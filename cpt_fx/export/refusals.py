@@ -13,9 +13,9 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cpt_fx.capture.dry_run import trial
+from cpt_fx.capture.dry_run import dry_run
 from cpt_fx.errors import ExportError
-from cpt_fx.ir.meta import Dial, module_path
+from cpt_fx.ir.meta import WidthSource, module_path
 
 if TYPE_CHECKING:
     from cpt_fx.export.program import Call
@@ -39,9 +39,9 @@ def check_modules(model: nn.Module) -> None:
             )
 
 
-def check_schedules(dials: Iterable[Dial]) -> None:
+def check_schedules(sources: Iterable[WidthSource]) -> None:
     """Refuse parts with a schedule of their own: an exported directory is trained under one."""
-    own = {repr(dial.schedule) for dial in dials if dial.schedule is not None}
+    own = {repr(source.schedule) for source in sources if source.schedule is not None}
     if own:
         raise ExportError(
             f"a part of the model follows a schedule of its own ({', '.join(sorted(own))}), and ONNX Runtime trains "
@@ -86,7 +86,7 @@ def layer_of(model: fx.GraphModule, call: Call, operator: str) -> str:
     seen = _Seen(operator)
     bound = inspect.signature(model.forward).bind(*call.args, **call.kwargs)
     bound.apply_defaults()
-    with trial(model), torch.enable_grad(), seen:
+    with dry_run(model), torch.enable_grad(), seen:
         outputs = _Walk(model, seen, bound.arguments).run()
         seen.layer = "the loss"
         if call.loss is not None:

@@ -110,12 +110,12 @@ def report(result: nn.Module, example_inputs: Any, targets: Iterable[str] = TARG
         targets: which of `"ort_training"`, `"onnx"` and `"qdq"`.
     """
     names = [check_choice("target", name, TARGETS) for name in ((targets,) if isinstance(targets, str) else targets)]
-    trial = _Trial(result, example_inputs)
-    outcomes = {name: trial.outcome(name) for name in dict.fromkeys(names)}
-    return ExportReport(trial.inspection.name, outcomes, tuple(trial.rows))
+    attempts = _Attempts(result, example_inputs)
+    outcomes = {name: attempts.outcome(name) for name in dict.fromkeys(names)}
+    return ExportReport(attempts.inspection.name, outcomes, tuple(attempts.rows))
 
 
-class _Trial:
+class _Attempts:
     """Runs each export of a model in full: it is traced, checked, and compared if it can be run."""
 
     def __init__(self, result: nn.Module, example_inputs: Any) -> None:

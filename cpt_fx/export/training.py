@@ -88,7 +88,7 @@ def ort_training(
         call = with_several(call, graph) if dynamic_batch else call
         training = trace(graph, call, gradients=True, trained=groups, dynamic_batch=dynamic_batch)
         values = {name: array_of(buffer) for name, buffer in states_of(graph).items()}
-        check_schedules(training.dials.values())
+        check_schedules(training.width_sources.values())
         with in_mode(result, False, call) as evaluated:
             evaluation = trace(evaluated, call, dynamic_batch=dynamic_batch)
         others, least = settle_sizes((training, evaluation), call, graph)
@@ -138,7 +138,7 @@ def _write(
         inputs=tuple(_tensor(ends[name]) for name in training.inputs),
         targets=tuple(_tensor(ends[name]) for name in training.targets),
         outputs=tuple(_tensor(ends[name]) for name in evaluation.outputs),
-        dials=training.dials,
+        width_sources=training.width_sources,
         seeds=training.draws,
         parameters=tuple(
             Parameter(**held[name], trainable=name in training.gradients, names=names, group=group_of[name])

@@ -22,7 +22,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cpt_fx.capture.dry_run import tensors_in, trial
+from cpt_fx.capture.dry_run import dry_run, tensors_in
 from cpt_fx.capture.standalone import precision_of
 from cpt_fx.common.arrays import Array, array_of
 from cpt_fx.errors import ExportError
@@ -126,7 +126,7 @@ class _Reference:
 
         # The model draws the random numbers of its exported graph.
         drawn, calls = Drawn(drawing(lambda like: uniform(next(left), like))), Calls(skipping)
-        with trial(self.graph), precision_of(self.graph).at(FULL_PRECISION), torch.enable_grad(), drawn, calls:
+        with dry_run(self.graph), precision_of(self.graph).at(FULL_PRECISION), torch.enable_grad(), drawn, calls:
             outputs = functional_call(self.graph, {**parameters, **states}, call.args, call.kwargs)
             loss = call.loss(outputs, *call.targets)
             leaves = [parameters[name] for name in trained]
@@ -270,7 +270,7 @@ def compared(path: Path, graph: Graph, call: Call, outputs: Any) -> dict[str, An
 
 def at_full_precision(path: Path, graph: Graph, call: Call) -> dict[str, Array]:
     """Return the outputs by name of a file with bit-width inputs, on the examples at full precision."""
-    widths = dict.fromkeys(graph.dials, np.array(FULL_PRECISION))
+    widths = dict.fromkeys(graph.width_sources, np.array(FULL_PRECISION))
     return dict(zip(graph.outputs, _in_onnxruntime(path, _feed(graph, call) | widths, graph.outputs)[2], strict=True))
 
 

@@ -247,10 +247,10 @@ class Seen:
             )
         return tuple(notes)
 
-    def quantized(self, result: Tensor, bits: int | None, grid: Grid, record: Tensor | None) -> None:
+    def quantized(self, result: Tensor, bits: int | None, grid: Grid, counters: Tensor | None) -> None:
         """Register the result of a quantizer."""
-        if record is not None:
-            self.values[id(record)] = self.values.get(id(record), 0) + result.numel()
+        if counters is not None:
+            self.values[id(counters)] = self.values.get(id(counters), 0) + result.numel()
         with torch._C.DisableTorchFunction(), torch.no_grad(), _disable_current_modes():
             fits = self.grids.add(plain(result), bits, grid)
         if not fits:
@@ -280,7 +280,7 @@ class Seen:
     def _aside(self, func: Any, reason: str) -> None:
         """List what cannot be quantized, unless its node or module is marked as such already."""
         place = self.places.now()
-        if place.kind in (PlaceKind.SITE, PlaceKind.NOWHERE):
+        if place.kind in (PlaceKind.DECISION, PlaceKind.NOWHERE):
             self.put_down(place, _short(func), reason, "")
 
     def _forward(self, func: Any, operands: list[Any], loose: tuple[int, ...], place: Place) -> None:
@@ -298,15 +298,15 @@ class Seen:
             if place.node is not None:
                 self.left.setdefault(place.node, place)
             return
-        if place.kind is PlaceKind.SITE and all(map(self.grids.hold, known := operands_at(place))):
-            assert place.site is not None
+        if place.kind is PlaceKind.DECISION and all(map(self.grids.hold, known := operands_at(place))):
+            assert place.decision is not None
             if place.is_registered:
-                self.put_down(place, place.site.op, INSIDE, "")
+                self.put_down(place, place.decision.op, INSIDE, "")
             if len(operands) <= len(known):  # the recipe leaves no factor unquantized
                 self._inside.add(place.node)
             elif all(getattr(operands[number], "layout", None) is torch.strided for number in loose):
                 found = self._unknown(func, operands, loose, place, "forward")
-                self.undecided.setdefault((place.site.layer, place.site.op), found)
+                self.undecided.setdefault((place.decision.layer, place.decision.op), found)
             return
         self._report(func, operands, loose, place, "forward")
 
@@ -328,15 +328,15 @@ class Seen:
         if not loose or came.kind is PlaceKind.LEFT:
             return
         if came.kind is PlaceKind.SECOND or (place.kind is PlaceKind.BACKWARD and number in self.hooked):
-            op = _short(func) if came.site is None else came.site.op
+            op = _short(func) if came.decision is None else came.decision.op
             self.put_down(came, op, OF_A_SECOND if came.kind is PlaceKind.SECOND else HOOKED)
-        elif came.site is None or len(loose) > self._allowed(came, allowed):
-            if came.site is not None and came.is_registered:
-                self.put_down(came, came.site.op, INSIDE)
+        elif came.decision is None or len(loose) > self._allowed(came, allowed):
+            if came.decision is not None and came.is_registered:
+                self.put_down(came, came.decision.op, INSIDE)
             else:
                 self._report(func, operands, loose, came, "backward")
-        elif came.site.gradient is None:
-            self.put_down(came, came.site.op, NO_GRADIENT)
+        elif came.decision.gradient is None:
+            self.put_down(came, came.decision.op, NO_GRADIENT)
 
     def put_down(self, place: Place, op: str, reason: str, operand: str = "gradient") -> None:
         """List a product that is not quantized for a reason."""
@@ -350,8 +350,8 @@ class Seen:
         """
         if place.node in self._inside:
             return 9
-        assert place.site is not None
-        return forward + (place.site.gradient is None or place.site.in_turn)
+        assert place.decision is not None
+        return forward + (place.decision.gradient is None or place.decision.in_turn)
 
     def _report(self, func: Any, operands: list[Any], loose: tuple[int, ...], place: Place, direction: str) -> None:
         if place.kind is PlaceKind.OUTSIDE:

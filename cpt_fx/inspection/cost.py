@@ -28,9 +28,9 @@ from torch import nn
 from cpt_fx.errors import check_choice, check_int
 from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.inspection.flops import CountedProduct, counted_products
-from cpt_fx.ir.meta import Dial
+from cpt_fx.ir.meta import WidthSource
 from cpt_fx.ir.result import sessions_in
-from cpt_fx.ir.state import dial_width
+from cpt_fx.ir.state import width_from
 from cpt_fx.schedules import Bits, Static, mean_costs
 from cpt_fx.schedules.base import Schedule
 from cpt_fx.schedules.savings import static_cost
@@ -212,21 +212,23 @@ def _length(model: nn.Module, schedule: Schedule, example_inputs: tuple[Any, ...
 
 def _costs(product: CountedProduct, run: Callable[[Own], Widths], paper: bool) -> tuple[float, float]:
     """Return the forward and backward BitOps of a product over a run."""
-    dials: list[Dial | None]
+    sources: list[WidthSource | None]
     if paper:
-        dials = [Dial("weight"), Dial("activation"), Dial("gradient")]
-    elif product.site is None:
-        dials = [None, None, None]
+        sources = [WidthSource("weight"), WidthSource("activation"), WidthSource("gradient")]
+    elif product.decision is None:
+        sources = [None, None, None]
     else:
-        site = product.site
-        factors: list[Dial | None] = [site.dial(operand.role) for operand in site.operands if operand.role != "bias"]
-        dials = [*[*factors, None, None][:2], site.dial("gradient") if site.gradient is not None else None]
-    own = tuple(dict.fromkeys(dial.schedule for dial in dials if dial is not None and dial.schedule is not None))
-    followed = [own.index(dial.schedule) + 1 if dial is not None and dial.schedule is not None else 0 for dial in dials]
+        decision = product.decision
+        roles = [operand.role for operand in decision.operands if operand.role != "bias"]
+        sources = [*map(decision.width_source, roles), None, None][:2]
+        sources.append(decision.width_source("gradient") if decision.gradient is not None else None)
+    schedules = [None if source is None else source.schedule for source in sources]
+    own = tuple(dict.fromkeys(schedule for schedule in schedules if schedule is not None))
+    followed = [0 if schedule is None else own.index(schedule) + 1 for schedule in schedules]
     forward = backward = 0
     for bits, steps in run(own).items():
         # Both not quantized and switched off mean full precision.
-        widths = (dial and dial_width(dial, bits[place]) for dial, place in zip(dials, followed, strict=True))
+        widths = (source and width_from(source, bits[place]) for source, place in zip(sources, followed, strict=True))
         first, second, gradient = (width or FULL_PRECISION for width in widths)
         forward += steps * first * second
         backward += steps * (first + second) * gradient
@@ -240,5 +242,5 @@ def _layers(products: list[CountedProduct], terms: list[tuple[float, float]], tr
     for name, members in rows.items():
         flops = sum(product.flops for product, _ in members)
         if flops:
-            quantized = any(product.site for product, _ in members) if transformed else None
+            quantized = any(product.decision for product, _ in members) if transformed else None
             yield LayerCost(name, flops, quantized, sum(t[0] for _, t in members), sum(t[1] for _, t in members))

@@ -15,13 +15,13 @@ from torch import fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from cpt_fx.capture.dry_run import eager_model, trial
+from cpt_fx.capture.dry_run import dry_run, eager_model
 from cpt_fx.capture.side_effects import run_aside
 from cpt_fx.capture.standalone import Result, transformed_in
 from cpt_fx.inspection.places import GENERATED, frames, nodes_by_line
 from cpt_fx.inspection.tree import Modules, module_of
 from cpt_fx.inspection.views import named_below
-from cpt_fx.ir.meta import SITE, Site
+from cpt_fx.ir.meta import DECISION, Decision
 from cpt_fx.operators import FLOPS
 
 
@@ -31,7 +31,7 @@ class CountedProduct:
 
     layer: str
     flops: int
-    site: Site | None = None
+    decision: Decision | None = None
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def _counting(model: nn.Module) -> Iterator[FlopCounterMode]:
     """Count operations in evaluation mode, with the fused kernels disabled that the counter does not know."""
     fast_path = torch.backends.mha.get_fastpath_enabled()
     with ExitStack() as stack:
-        stack.enter_context(trial(model))
+        stack.enter_context(dry_run(model))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.backends.cudnn.flags(enabled=False))
@@ -65,7 +65,7 @@ class _Where(nullcontext[None]):
     def __init__(self, model: nn.Module, parts: Sequence[tuple[str, Result]] = ()) -> None:
         super().__init__()
         self.names = {id(module): name for name, module in model.named_modules()}
-        self.graphs: dict[int, dict[int, tuple[str, Site | None]]] = {}
+        self.graphs: dict[int, dict[int, tuple[str, Decision | None]]] = {}
         for path, part in parts:
             self.names |= {id(module): named_below(path, name) for name, module in part.root.named_modules()}
             for graph in part.graphs():
@@ -75,7 +75,7 @@ class _Where(nullcontext[None]):
                 }
 
     @property
-    def parents(self) -> set[tuple[str, Site | None]]:
+    def parents(self) -> set[tuple[str, Decision | None]]:
         """The place of the node that runs, or, outside of all graphs, the innermost module."""
         layer = None
         for frame in frames():
@@ -88,9 +88,9 @@ class _Where(nullcontext[None]):
         return {(layer or "", None)}
 
 
-def _place(path: str, node: fx.Node, known: Modules) -> tuple[str, Site | None]:
-    site: Site | None = node.meta.get(SITE)
-    return named_below(path, site.layer if site else module_of(node, known)), site
+def _place(path: str, node: fx.Node, known: Modules) -> tuple[str, Decision | None]:
+    decision: Decision | None = node.meta.get(DECISION)
+    return named_below(path, decision.layer if decision else module_of(node, known)), decision
 
 
 def counted_products(
@@ -109,7 +109,7 @@ def counted_products(
             counter.mod_tracker = _Where(model, transformed_in(model))  # type: ignore[assignment]
             run_aside(model, args, kwargs)
     counts: Any = counter.flop_counts
-    found = [CountedProduct(layer, sum(flops.values()), site) for (layer, site), flops in counts.items()]
+    found = [CountedProduct(layer, sum(flops.values()), decision) for (layer, decision), flops in counts.items()]
     order = [] if transformed else [name for name, _ in model.named_modules()]
     return sorted(found, key=lambda product: order.index(product.layer)) if order else found
 

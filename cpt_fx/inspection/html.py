@@ -114,11 +114,11 @@ def _facts(item: Item) -> list[tuple[str, str]]:
 
 def follows(view: QuantizerView) -> str:
     """Say which width of the schedule a quantizer follows."""
-    dial = view.dial
-    if dial.fixed is not None:
-        return f"fixed at {dial.fixed}"
-    source = "" if dial.schedule is None else f" of {dial.schedule!r}"
-    return f"{dial.role} bits{source}{f' {dial.offset:+d}' if dial.offset else ''}"
+    width_source = view.width_source
+    if width_source.fixed is not None:
+        return f"fixed at {width_source.fixed}"
+    source = "" if width_source.schedule is None else f" of {width_source.schedule!r}"
+    return f"{width_source.role} bits{source}{f' {width_source.offset:+d}' if width_source.offset else ''}"
 
 
 def _uncovered(inspection: Inspection) -> str:

@@ -21,7 +21,7 @@ from cpt_fx.common.resources import OWN
 from cpt_fx.integer.ops import INTEGER_PRODUCTS
 from cpt_fx.ir.contexts import TRANSFORMED
 from cpt_fx.ir.layer_names import frames_of
-from cpt_fx.ir.meta import LEFT, SITE, Site, get_attribute, module_path
+from cpt_fx.ir.meta import DECISION, LEFT, Decision, get_attribute, module_path
 from cpt_fx.ir.result import PART
 from cpt_fx.ir.subgraphs import AUTHORS_OWN
 from cpt_fx.operators import form_of
@@ -36,7 +36,7 @@ _LISTING = ("net.py", "call")
 class PlaceKind(Enum):
     """What is known about the place of a product."""
 
-    SITE = "a node with quantizers"
+    DECISION = "a node with quantizers"
     LEFT = "a node that is listed as left"
     OUTSIDE = "a module outside of what was transformed"
     BACKWARD = "the backward pass of an operator"
@@ -62,9 +62,9 @@ class Place:
     """Whether it is inside a `torch.autograd.Function`, which then has the latest autograd sequence number."""
 
     @property
-    def site(self) -> Site | None:
+    def decision(self) -> Decision | None:
         """The quantization decision for the node."""
-        return None if self.node is None else self.node.meta.get(SITE)
+        return None if self.node is None else self.node.meta.get(DECISION)
 
     @property
     def op(self) -> str:
@@ -91,7 +91,7 @@ class ProductPlaces:
             if PART in module.__dict__:
                 self._inside |= {id(part) for part in module.modules()}
         self._lines: dict[CodeType, dict[int, fx.Node]] = {}
-        self._left_bodies: dict[int, fx.Node] = {}
+        self._left_subgraphs: dict[int, fx.Node] = {}
 
     def now(self) -> Place:
         """Return the place of the calling code; inside a backward pass, only frames since its start count."""
@@ -104,7 +104,7 @@ class ProductPlaces:
                 found = self._node(frame)
                 place = None if found is None else self._of_node(found, frame, backward)
                 # Foreign code that runs inside an operator (a mode, a hook) is not part of the operator.
-                if place is not None and not (line and place.kind is PlaceKind.SITE and not place.is_registered):
+                if place is not None and not (line and place.kind is PlaceKind.DECISION and not place.is_registered):
                     return place
                 if found is not None and not line:
                     line = _line_of(found)
@@ -140,8 +140,8 @@ class ProductPlaces:
         return Place(PlaceKind.NOWHERE, ", ".join(filter(None, (name, line))), recomputes=again)
 
     def _of_node(self, node: fx.Node, frame: FrameType, backward: bool) -> Place | None:
-        if SITE in node.meta:
-            return Place(PlaceKind.SITE, node.meta[SITE].layer, node, frame, recomputes=backward)
+        if DECISION in node.meta:
+            return Place(PlaceKind.DECISION, node.meta[DECISION].layer, node, frame, recomputes=backward)
         if LEFT in node.meta:
             transformed = node.meta[LEFT] == TRANSFORMED
             return Place(PlaceKind.LEFT, module_path(node)[0], node, transformed=transformed, recomputes=backward)
@@ -155,18 +155,18 @@ class ProductPlaces:
             lines = self._lines[frame.f_code] = {}
             if isinstance(module, fx.GraphModule):
                 lines |= nodes_by_line(module)
-                self._note_bodies(module)
-            if id(module) in self._left_bodies:
-                lines |= dict.fromkeys(lines, self._left_bodies[id(module)])
+                self._note_subgraphs(module)
+            if id(module) in self._left_subgraphs:
+                lines |= dict.fromkeys(lines, self._left_subgraphs[id(module)])
         return lines.get(frame.f_lineno)
 
-    def _note_bodies(self, module: fx.GraphModule) -> None:
+    def _note_subgraphs(self, module: fx.GraphModule) -> None:
         for node in module.graph.nodes:
             if node.target in AUTHORS_OWN and LEFT in node.meta:
                 for read in node.all_input_nodes:
-                    body = get_attribute(module, str(read.target)) if read.op == "get_attr" else None
-                    if isinstance(body, fx.GraphModule):
-                        self._left_bodies[id(body)] = node
+                    subgraph = get_attribute(module, str(read.target)) if read.op == "get_attr" else None
+                    if isinstance(subgraph, fx.GraphModule):
+                        self._left_subgraphs[id(subgraph)] = node
 
 
 def _line_of(node: fx.Node) -> str:
@@ -204,12 +204,12 @@ def nodes_by_line(module: fx.GraphModule) -> dict[int, fx.Node]:
 
 def operands_at(place: Place) -> list[Any]:
     """Return the values of a node's quantized factors while it runs."""
-    site, node = place.site, place.node
-    assert site is not None and node is not None and place.frame is not None
+    decision, node = place.decision, place.node
+    assert decision is not None and node is not None and place.frame is not None
     values = place.frame.f_locals
     lowered = node.target in INTEGER_PRODUCTS
     found = []
-    for number, operand in enumerate(item for item in site.operands if item.role != "bias" and not item.node):
+    for number, operand in enumerate(item for item in decision.operands if item.role != "bias" and not item.node):
         value = node.args[2 * number] if lowered else operand.value(node)
         found.append(values.get(value.name) if isinstance(value, fx.Node) else value)
     return found

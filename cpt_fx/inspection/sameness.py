@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpt_fx.capture.base import MODULE_OWN
-from cpt_fx.capture.dry_run import called, eager_model, tensors_in, trial
+from cpt_fx.capture.dry_run import called, dry_run, eager_model, tensors_in
 from cpt_fx.capture.tree import plain_tree
 from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.inspection.asking import GRADIENTS, TRAINING, asked
@@ -135,11 +135,11 @@ def _judged(
     close = close_in(found, *came)
     if found.keys() - close.keys():
         close |= echoed_in(found, *came, _moved(source, call, modes), source.parameters())
-    opened = any(report.name == "open" and report.changed for report in known.reports)
-    if opened and found.keys() - close.keys():
+    decomposed = any(report.name == "decompose" and report.changed for report in known.reports)
+    if decomposed and found.keys() - close.keys():
         close |= close_in(found, *came, _coarsest(source, call, modes))
     if close:
-        if not opened:
+        if not decomposed:
             alone = _alone(source, call, modes) if "dynamo" in known.frontend else theirs
             close = _without(close, _differences(alone, ours))
         found = _without(found, close)
@@ -183,7 +183,7 @@ def _runs_of_plain(
     Until it raises, a backward pass recomputes checkpointed layers, which updates their buffers. How many it recomputes
     differs between the plain model and the result.
     """
-    with trial(source):
+    with dry_run(source):
         runs = _runs(source, call, modes, needed=needed)
     stuck = {run.mode: run.stuck for run in runs if run.stuck is not None}
     if stuck.keys() <= call.stuck.keys():
@@ -196,7 +196,7 @@ def _runs_of_result(model: nn.Module, call: Inputs, modes: list[Mode], is_dynamo
 
     Queries are not recorded under Dynamo: its guards query whatever the plain code does, and its tracing everything.
     """
-    with trial(model), ExitStack() as stack:
+    with dry_run(model), ExitStack() as stack:
         for _, part in sessions_in(model):
             stack.enter_context(part.state.at(FULL_PRECISION))
         return _runs(model, call, modes, watched=not is_dynamos)
@@ -210,7 +210,7 @@ def _moved(source: nn.Module, call: Inputs, modes: list[Mode]) -> list[list[dict
         given = _copied(call)
         copied = [one for one in tensors_in(given[:2]) if id(one) not in as_given]
         trained = [*source.parameters(), *(one for one in copied if one.requires_grad)]
-        with trial(source):
+        with dry_run(source):
             scaled(trained or copied, turn)
             moved.append([run.found for run in _runs(source, given, modes)])
     return moved
@@ -218,7 +218,7 @@ def _moved(source: nn.Module, call: Inputs, modes: list[Mode]) -> list[list[dict
 
 def _coarsest(source: nn.Module, call: Inputs, modes: list[Mode]) -> float:
     """Return the eps of the coarsest half-precision type in which the plain model computes; 0 if there is none."""
-    with trial(source), _Types() as types:
+    with dry_run(source), _Types() as types:
         _runs(source, call, modes)
     return max((torch.finfo(kind).eps for kind in types.halves), default=0.0)
 
@@ -243,7 +243,7 @@ class _Types(TorchDispatchMode):
 
 
 def _again(source: nn.Module, call: Inputs, modes: list[Mode]) -> list[dict[str, Any]]:
-    with trial(source):
+    with dry_run(source):
         return [run.found for run in _runs(source, call, modes)]
 
 
@@ -251,7 +251,7 @@ def _alone(source: nn.Module, call: Inputs, modes: list[Mode]) -> list[RunResult
     """Run the plain model under Dynamo: some code computes in another order when it is compiled."""
     from cpt_fx.capture.dynamo.engine import default_stance  # torch's compiler is slow to import
 
-    with trial(source), default_stance():
+    with dry_run(source), default_stance():
         source.compile(backend="eager")
         return _runs(source, call, modes)
 

@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from cpt_fx.inspection.views import QuantizerView
 from cpt_fx.ir.layer_state import is_range
-from cpt_fx.ir.meta import PASS, SITE, STATE, get_attribute, module_path
+from cpt_fx.ir.meta import DECISION, PASS, STATE, get_attribute, module_path
 
 Modules = dict[str, nn.Module]
 
@@ -147,9 +147,9 @@ def _leaf(
         if node.op == "call_module":
             title, subtitle = path.rpartition(".")[2], _class_name(known, str(node.target))
         facts["calls"] = name
-        site: Any = node.meta.get(SITE)
-        if site is not None:
-            facts["layer"] = site.layer
+        decision: Any = node.meta.get(DECISION)
+        if decision is not None:
+            facts["layer"] = decision.layer
         if view is not None:
             # An integer product, which quantizes the gradient of its result itself.
             subtitle = facts["gradient"] = f"gradient {view.bits} bits"
@@ -220,14 +220,14 @@ def digraph(modules: list[fx.GraphModule], views: tuple[QuantizerView, ...]) -> 
         prefix = f"{index}/" if len(modules) > 1 else ""
         known = dict(module.named_modules(remove_duplicate=False))
         for node in module.graph.nodes:
-            view, site = by_node.get((index, node.name)), node.meta.get(SITE)
+            view, decision = by_node.get((index, node.name)), node.meta.get(DECISION)
             graph.add_node(
                 prefix + node.name,
                 op=node.op,
                 target=target_name(node),
                 kind=kind_of(module, node, view),
                 role=view.role if view else "",
-                layer=view.layer if view else site.layer if site else "",
+                layer=view.layer if view else decision.layer if decision else "",
                 bits=view.bits if view else None,
                 module=module_of(node, known),
                 made_by=node.meta.get(PASS, ""),
@@ -246,7 +246,7 @@ def target_name(node: fx.Node) -> str:
 
 def kind_of(module: fx.GraphModule, node: fx.Node, view: QuantizerView | None) -> str:
     """Return `quantizer`, `operator`, `parameter`, `buffer`, `constant`, `input`, `output`, or `state` (our own)."""
-    if view is not None and SITE not in node.meta:
+    if view is not None and DECISION not in node.meta:
         return "quantizer"
     if node.op == "placeholder":
         return "input"
@@ -281,8 +281,8 @@ def module_of(node: fx.Node, known: Modules) -> str:
         return str(node.target)
     if node.op == "get_attr" and not _is_ours(node):
         return str(node.target).rpartition(".")[0]
-    site, quantizer = node.meta.get(SITE), node.meta.get("cpt_fx_quantizer")
-    layer = site.layer if site else quantizer.layers[0] if quantizer else ""
+    decision, quantizer = node.meta.get(DECISION), node.meta.get("cpt_fx_quantizer")
+    layer = decision.layer if decision else quantizer.layers[0] if quantizer else ""
     while layer and layer not in known:
         layer = layer.rpartition(".")[0]
     return str(layer)

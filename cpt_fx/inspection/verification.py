@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from cpt_fx.api import graphs, history_of
 from cpt_fx.capture.captured import WHOLE
-from cpt_fx.capture.dry_run import eager_model, is_sharded, trial
+from cpt_fx.capture.dry_run import dry_run, eager_model, is_sharded
 from cpt_fx.capture.proof import Proof, resting
 from cpt_fx.capture.session import Session
 from cpt_fx.capture.standalone import Standalone, transformed_in
@@ -53,7 +53,7 @@ class Verification:
     """Widths at which levels were counted."""
     largest_ratio: float
     """The largest number of levels seen, as a share of the 2^b allowed."""
-    unwitnessed: tuple[str, ...] = ()
+    uncounted: tuple[str, ...] = ()
     """Quantizers that ran, but whose levels were not counted."""
     idle: tuple[str, ...] = ()
     """Quantizers that were not expected to run: those that the inputs do not reach, and gradient quantizers where
@@ -81,8 +81,8 @@ class Verification:
         inputs = [view.node for view in self.views if view.role == "activation"]
         if self.quantizers == len(self.idle) or (inputs and not set(inputs) - set(self.idle)):
             return "no quantizer of an input had anything to do"
-        if self.unwitnessed:
-            return f"nobody counted the levels of {len(self.unwitnessed)} quantizers"
+        if self.uncounted:
+            return f"the levels were not counted of {len(self.uncounted)} quantizers"
         return "" if self.widths else "no quantizer has rounded anything yet"
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ class Verification:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the proof as plain data."""
-        return fields(self, "proven", "quantizers", "runs", "widths", "largest_ratio", "unwitnessed", "idle",
+        return fields(self, "proven", "quantizers", "runs", "widths", "largest_ratio", "uncounted", "idle",
                       "products", "outside", "compared", "unproven", "notes")  # fmt: skip
 
 
@@ -144,7 +144,7 @@ def verify(
         runs=sum(view.times_run for view in views),
         widths=tuple(sorted({bits for view in working for bits in view.levels})),
         largest_ratio=max(ratios, default=0.0),
-        unwitnessed=blind,
+        uncounted=blind,
         idle=tuple(sorted(view.node for view in (*idle, *unreached))),
         products=seen.products,
         outside=seen.outside,
@@ -187,10 +187,10 @@ def _try(
     multiplies instead.
     """
     inner, modules = eager_model(model), graphs(model)
-    with trial(model), resting(modules) as rested:
+    with dry_run(model), resting(modules) as rested:
         for module in modules:
             for _, quantizer in quantizer_nodes(module.graph):
-                get_attribute(module, quantizer.record).zero_()
+                get_attribute(module, quantizer.counters).zero_()
         with ExitStack() as stack:
             for _, part in transformed_in(model):
                 stack.enter_context(part.state.at(PROBE))
@@ -214,7 +214,7 @@ def _try(
 def _without_values(module: fx.GraphModule, seen: Seen) -> Iterator[str]:
     """Yield the quantizers that ran on empty tensors only, such as those of an expert that no token is routed to."""
     for node, quantizer in quantizer_nodes(module.graph):
-        if seen.values.get(id(get_attribute(module, quantizer.record))) == 0:
+        if seen.values.get(id(get_attribute(module, quantizer.counters))) == 0:
             yield node.name
 
 
@@ -240,7 +240,7 @@ def _undriven(model: nn.Module) -> Iterator[str]:
     """Yield the parts whose widths `schedule.step()` does not change."""
     for path, part in transformed_in(model):
         state, where = part.state, f"{part.kind} at {path}" if path else part.kind
-        if not state.dials or state.forced is not None:  # forced by `at_bits`, which a note reports
+        if not state.width_sources or state.forced is not None:  # forced by `at_bits`, which a note reports
             continue
         if state.schedule is None:
             yield f"no schedule drives {where}: no pass binds one, and its widths stay at 32; schedule.bind(model) does"
@@ -262,7 +262,7 @@ def _faults(modules: list[fx.GraphModule], views: Views, asked: int | None = Non
         others = [bits for bits in view.levels if bits != asked]
         if asked is None and state.schedule is not None and state.forced is None:
             # Compare the width that each reads with its bit-width source at the schedule's position.
-            expected = state.width(view.dial, training=state.root.training)
+            expected = state.width(view.width_source, training=state.root.training)
             mode = f"{'training' if state.root.training else 'evaluation'} at step {state.schedule.position}"
             if expected != view.bits:
                 yield f"{view} is at {view.bits} bits; for {mode} it should be at {expected}"
@@ -323,7 +323,7 @@ def _notes(working: Views, idle: Views, unreached: Views, blind: tuple[str, ...]
     if blind:
         named = ", ".join(blind[:3]) + ", ..." * (len(blind) > 3)
         yield (
-            f"levels were not witnessed for {len(blind)} quantizers ({named}): "
+            f"levels were not counted for {len(blind)} quantizers ({named}): "
             "they ran, but compiled, on another device than the CPU, or on values that are not finite"
         )
     if not widths and not blind:

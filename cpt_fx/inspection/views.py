@@ -18,7 +18,7 @@ from cpt_fx.formats import FULL_PRECISION, Format
 from cpt_fx.integer.counts import COUNTS, DIRECTIONS, RATIO, REASONS, ProductOutcome
 from cpt_fx.integer.ops import INTEGER_PRODUCTS
 from cpt_fx.ir.layer_state import PARTS, has_value
-from cpt_fx.ir.meta import QUANTIZER, SIMULATED, SITE, STATE, Dial, Quantizer, Site, get_attribute
+from cpt_fx.ir.meta import DECISION, QUANTIZER, SIMULATED, STATE, Decision, Quantizer, WidthSource, get_attribute
 from cpt_fx.ir.subgraphs import outermost, state_of
 from cpt_fx.operators import MULTIPLY
 from cpt_fx.quantizers.counters import ARMED, DIFFERENTIATED, SKIPPED, SPARSE
@@ -48,7 +48,7 @@ class QuantizerView:
     """The granularity, which elements share a range: `tensor`, `channel`, ..."""
     bits: int
     """The current width."""
-    dial: Dial
+    width_source: WidthSource
     """The bit-width source: which width of the schedule it follows, and how."""
     times_run: int
     levels: dict[int, int]
@@ -143,7 +143,7 @@ def views_in(model: nn.Module, rested: Set[int] = frozenset()) -> tuple[Quantize
     found: dict[Any, QuantizerView] = {}
     for path, index, module in _graphs_in(model, rested):
         for node, quantizer in quantizer_nodes(module.graph):
-            key = id(state_of(module)), quantizer.record
+            key = id(state_of(module)), quantizer.counters
             if key not in found:
                 found[key] = _view(path, index, module, node, quantizer)
     return tuple(found.values())
@@ -164,9 +164,9 @@ def named_below(path: str, layer: str) -> str:
 
 def _view(path: str, index: int, module: fx.GraphModule, node: fx.Node, quantizer: Quantizer) -> QuantizerView:
     layers = tuple(named_below(path, layer) for layer in quantizer.layers)
-    record = _record(module, quantizer)
-    levels = {bits: record[bits] for bits in range(1, FULL_PRECISION) if record[bits]}
-    waited = record[ARMED] if quantizer.role == "gradient" else 0
+    counters = _counters(module, quantizer)
+    levels = {bits: counters[bits] for bits in range(1, FULL_PRECISION) if counters[bits]}
+    waited = counters[ARMED] if quantizer.role == "gradient" else 0
     return QuantizerView(
         node=node.name,
         layer=layers[0],
@@ -177,13 +177,13 @@ def _view(path: str, index: int, module: fx.GraphModule, node: fx.Node, quantize
         format=quantizer.format,
         group=quantizer.format.group.value,
         bits=width_read_by(module, node, quantizer),
-        dial=quantizer.dial,
-        times_run=record[0],
+        width_source=quantizer.width_source,
+        times_run=counters[0],
         waited=waited,
-        skipped=record[SKIPPED] % -SPARSE,
-        left=SPARSE_OPERAND if record[SKIPPED] < 0 else OF_A_SECOND if waited == DIFFERENTIATED else "",
+        skipped=counters[SKIPPED] % -SPARSE,
+        left=SPARSE_OPERAND if counters[SKIPPED] < 0 else OF_A_SECOND if waited == DIFFERENTIATED else "",
         levels=levels,
-        error={bits: record[FULL_PRECISION + bits] / 1e9 for bits in levels},
+        error={bits: counters[FULL_PRECISION + bits] / 1e9 for bits in levels},
         range=_range(module, quantizer),
         graph=index,
     )
@@ -196,13 +196,13 @@ def width_read_by(module: fx.GraphModule, node: fx.Node, quantizer: Quantizer) -
         name = str(read.target).removeprefix(f"{STATE}.bits.")
         now = state_of(module).now()
         return now[name] if name in now else int(get_attribute(module, str(read.target)))
-    return state_of(module).now()[quantizer.dial.name]
+    return state_of(module).now()[quantizer.width_source.name]
 
 
-def _record(module: fx.GraphModule, quantizer: Quantizer) -> list[int]:
-    record = get_attribute(module, quantizer.record)
-    assert isinstance(record, torch.Tensor)
-    return record.tolist() if has_value(record) else [0] * record.numel()
+def _counters(module: fx.GraphModule, quantizer: Quantizer) -> list[int]:
+    counters = get_attribute(module, quantizer.counters)
+    assert isinstance(counters, torch.Tensor)
+    return counters.tolist() if has_value(counters) else [0] * counters.numel()
 
 
 def _range(module: fx.GraphModule, quantizer: Quantizer) -> tuple[float, float] | None:
@@ -227,22 +227,23 @@ def products_in(model: nn.Module) -> tuple[ProductView, ...]:
     found: dict[Any, ProductView] = {}
     for path, index, module in _graphs_in(model):
         for node in module.graph.nodes:
-            if SITE not in node.meta or node.meta[SITE].family not in MULTIPLY:
+            if DECISION not in node.meta or node.meta[DECISION].family not in MULTIPLY:
                 continue
             counts: Any = node.kwargs.get("counts") if node.target in INTEGER_PRODUCTS else None
-            key = id(state_of(module)), counts.target if counts is not None else (node.meta[SITE].layer, node.target)
+            own = (node.meta[DECISION].layer, node.target) if counts is None else counts.target
+            key = id(state_of(module)), own
             if key not in found:
                 found[key] = _product(path, index, module, node, counts)
     return tuple(found.values())
 
 
 def _product(path: str, index: int, module: fx.GraphModule, node: fx.Node, counts: fx.Node | None) -> ProductView:
-    site: Site = node.meta[SITE]
-    layer = named_below(path, site.layer)
+    decision: Decision = node.meta[DECISION]
+    layer = named_below(path, decision.layer)
     static = [node.meta[SIMULATED]] if SIMULATED in node.meta else []
     if counts is None:
         reasons = static or ["the model was transformed with execution='simulated'"]
-        return ProductView(layer, site.op, node.name, reasons=tuple(reasons), graph=index)
+        return ProductView(layer, decision.op, node.name, reasons=tuple(reasons), graph=index)
     counted = get_attribute(module, str(counts.target))
     table = (counted if has_value(counted) else torch.zeros(COUNTS, dtype=torch.int64)).tolist()
     ran = [sum(row[:RATIO]) for row in table]
@@ -255,7 +256,7 @@ def _product(path: str, index: int, module: fx.GraphModule, node: fx.Node, count
     ]
     return ProductView(
         layer=layer,
-        op=site.op,
+        op=decision.op,
         node=node.name,
         integer=tuple(row[ProductOutcome.INTEGER] for row in table),
         floating=tuple(total - row[ProductOutcome.INTEGER] for total, row in zip(ran, table, strict=True)),

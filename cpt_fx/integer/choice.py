@@ -43,7 +43,7 @@ _MOST = 1 << 29
 _rule: str | None = None
 
 
-class Decision(NamedTuple):
+class Choice(NamedTuple):
     """How many times as fast a product is on integers as in floating point: measured, or set by a rule."""
 
     ratio: float
@@ -55,10 +55,10 @@ class Decision(NamedTuple):
         return self.ratio > 1
 
 
-_RULED = {"always": Decision(math.inf, measured=False), "never": Decision(0, measured=False)}
+_RULED = {"always": Choice(math.inf, measured=False), "never": Choice(0, measured=False)}
 
 
-def decide(kind: str, a: Sequence[int], b: Sequence[int], call: Options) -> Decision:
+def decide(kind: str, a: Sequence[int], b: Sequence[int], call: Options) -> Choice:
     """Decide whether a product of factors of two shapes runs on integers, by speed on this machine or by a rule."""
     rule = _rule or check_choice("CPT_FX_INTEGER", os.environ.get("CPT_FX_INTEGER", "measured"), _RULES)
     if rule in _RULED:
@@ -79,7 +79,7 @@ def chosen(rule: str) -> Iterator[None]:
 
 
 @cache
-def _decided(kind: str, sizes: tuple[int, ...], threads: int, surroundings: str) -> Decision:
+def _decided(kind: str, sizes: tuple[int, ...], threads: int, surroundings: str) -> Choice:
     key = f"{kind} {sizes} {threads} {surroundings}"
     ratio = _read().get(key)
     if ratio is None:
@@ -88,7 +88,7 @@ def _decided(kind: str, sizes: tuple[int, ...], threads: int, surroundings: str)
             ratio = round(_measure(kind, sizes), 3)
         _write(_read() | {key: ratio})
     _LOG.debug("integer products: %s: %s times as fast", key, ratio)
-    return Decision(ratio)
+    return Choice(ratio)
 
 
 @cache

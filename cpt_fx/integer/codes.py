@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cpt_fx.formats import Rounding
 from cpt_fx.quantizers import kernels as simulate
-from cpt_fx.quantizers.numerics import Grid, extent_of, reduced_dims, symmetric_codes, working_dtype
+from cpt_fx.quantizers.numerics import Grid, range_of, reduced_dims, symmetric_codes, working_dtype
 
 _is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
 WIDEST = 8
@@ -67,8 +67,8 @@ def quantize_codes(x: Tensor, bits: int, grid: Grid, seed: Tensor | None = None)
     if simulate.serves(x, grid, as_stored=True):
         return Codes(simulate.quantize(x, bits, grid, seed=seed, scales=scales).values, scales)
     width, values = torch.tensor(bits, device=x.device), x.to(working_dtype(x))
-    extent = extent_of(x, grid.keep, grid.over)
-    codes, half, scale = symmetric_codes(values, width, grid.rounding, extent, seed)
+    value_range = range_of(x, grid.keep, grid.over)
+    codes, half, scale = symmetric_codes(values, width, grid.rounding, value_range, seed)
     if bits == 1:
         # The values are half a step off the codes: twice the codes plus one are whole, and so the scale is halved.
         codes, scale = codes.mul_(2).add_(1), scale * half

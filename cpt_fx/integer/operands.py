@@ -24,7 +24,7 @@ from cpt_fx.integer.codes import WIDEST, Codes, quantize_codes, scale_shape
 from cpt_fx.integer.counts import RATIO, ProductOutcome
 from cpt_fx.integer.kernels import Geometry
 from cpt_fx.integer.products import PRODUCTS, Options, Product, bias_grad
-from cpt_fx.quantizers.counters import LOOKING, show, witness
+from cpt_fx.quantizers.counters import LOOKING, count_levels, show
 from cpt_fx.quantizers.noise import new_seed
 from cpt_fx.quantizers.numerics import Grid
 from cpt_fx.quantizers.ops import FAKE_QUANTIZE, LIBRARY, define
@@ -70,15 +70,15 @@ def has_no_codes(x: Tensor, bits: Tensor) -> bool:
     return not is_supported(x) or (width is not None and not _has_codes(x, width))
 
 
-def quantized(x: Tensor, bits: Tensor, grid: Grid, record: Tensor | None) -> Operand:
+def quantized(x: Tensor, bits: Tensor, grid: Grid, counters: Tensor | None) -> Operand:
     """Quantize a tensor at its bit-width: to codes, or, if it cannot have them, as in simulated execution."""
     if has_no_codes(x, bits):
-        return (_simulated(x, bits, grid, record),)
+        return (_simulated(x, bits, grid, counters),)
     width = host_value(bits)
     if width is None:
         seed = new_seed(x.device) if grid.rounding is Rounding.STOCHASTIC else None
-        return QUANTIZE(x, bits, seed, grid.keep, grid.over, grid.rounding.value, record)
-    codes = _codes(x, width, grid, None, record)
+        return QUANTIZE(x, bits, seed, grid.keep, grid.over, grid.rounding.value, counters)
+    codes = _codes(x, width, grid, None, counters)
     if isinstance(x, torch.nn.Parameter) and grid.rounding is Rounding.NEAREST:
         setattr(codes.values, _WEIGHT, Weight(x.detach(), x._version, width, grid))
     return codes
@@ -106,19 +106,19 @@ def weight_of(operand: Operand) -> Weight | None:
     return getattr(operand[0], _WEIGHT, None)
 
 
-def _simulated(x: Tensor, bits: Tensor, grid: Grid, record: Tensor | None) -> Tensor:
-    result: Tensor = FAKE_QUANTIZE(x, bits, **grid.keywords(), record=record)
+def _simulated(x: Tensor, bits: Tensor, grid: Grid, counters: Tensor | None) -> Tensor:
+    result: Tensor = FAKE_QUANTIZE(x, bits, **grid.keywords(), counters=counters)
     return result
 
 
-def _codes(x: Tensor, width: int, grid: Grid, seed: Tensor | None, record: Tensor | None) -> Codes:
+def _codes(x: Tensor, width: int, grid: Grid, seed: Tensor | None, counters: Tensor | None) -> Codes:
     codes = quantize_codes(x, width, grid, seed)
-    if record is not None:
-        record[0].add_(1)
-        if is_free(record) and not int(record[width]):
-            witness(record, x, codes.dequantized(), width, grid.keep, grid.over, 0)
+    if counters is not None:
+        counters[0].add_(1)
+        if is_free(counters) and not int(counters[width]):
+            count_levels(counters, x, codes.dequantized(), width, grid.keep, grid.over, 0)
     if LOOKING:
-        show(codes.values, width, grid, record)
+        show(codes.values, width, grid, counters)
     return codes
 
 
@@ -134,15 +134,15 @@ def blank(shape: torch.Size, device: torch.device) -> Tensor:
 
 def _quantize_at_run_time(
     x: Tensor, bits: Tensor, seed: Tensor | None, keep: list[int], over: list[int] | None, rounding: str,
-    record: Tensor | None,
+    counters: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     grid = symmetric({"keep": keep, "over": over}, rounding)
     width = int(bits)
     if _has_codes(x, width):
-        codes, scale = _codes(x, width, grid, seed, record)
+        codes, scale = _codes(x, width, grid, seed, counters)
         return codes.contiguous(), scale, blank(x.shape, x.device)
     # A copy if nothing was rounded: an operator must not return one of its arguments.
-    wide = _simulated(x, bits, grid, record).to(torch.float32).contiguous()
+    wide = _simulated(x, bits, grid, counters).to(torch.float32).contiguous()
     wide = wide.clone() if wide.data_ptr() == x.data_ptr() else wide
     scale = x.new_full(scale_shape(grid, x.shape), _NOT_CODES, dtype=torch.float32)
     # Never written, so that it takes no memory on a CPU.
@@ -151,7 +151,7 @@ def _quantize_at_run_time(
 
 def _quantize_shapes(
     x: Tensor, bits: Tensor, seed: Tensor | None, keep: list[int], over: list[int] | None, rounding: str,
-    record: Tensor | None,
+    counters: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     grid = symmetric({"keep": keep, "over": over}, rounding)
     codes, wide = (torch.empty(x.shape, dtype=dtype, device=x.device) for dtype in (torch.int8, _RAW))
@@ -255,7 +255,7 @@ def _opaque(schema: str, run: Callable[..., R], shapes: Callable[..., Any]) -> C
 
 
 QUANTIZE = _opaque(
-    "_quantize(Tensor x, Tensor bits, Tensor? seed, int[] keep, int[]? over, str rounding, Tensor(a!)? record) "
+    "_quantize(Tensor x, Tensor bits, Tensor? seed, int[] keep, int[]? over, str rounding, Tensor(a!)? counters) "
     "-> (Tensor codes, Tensor scale, Tensor wide)",
     _quantize_at_run_time,
     _quantize_shapes,

@@ -32,7 +32,7 @@ from cpt_fx.quantizers.ops import FAKE_QUANTIZE, QUANTIZE_GRADIENT, define
 from cpt_fx.quantizers.straight_through import Identity, arm
 
 _GRID = "int[] keep=[], int[]? over=None, str rounding='{rounding}'"
-_PRODUCT = _GRID.format(rounding="stochastic") + ", Tensor(a!)? record=None, Tensor(b!)? counts=None) -> Tensor"
+_PRODUCT = _GRID.format(rounding="stochastic") + ", Tensor(a!)? counters=None, Tensor(b!)? counts=None) -> Tensor"
 _STILL = Geometry()
 """The geometry of products that are no convolutions, and of the added height of a convolution in one dim."""
 
@@ -105,8 +105,8 @@ class _Quantize(torch.autograd.Function):
     """Quantize an operand of a product; the gradient of the first output is the gradient of the tensor."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bits: Tensor, grid: Grid, record: Tensor | None) -> tuple[Tensor, ...]:
-        operand = operands.quantized(x, bits, grid, record)
+    def forward(ctx: Any, x: Tensor, bits: Tensor, grid: Grid, counters: Tensor | None) -> tuple[Tensor, ...]:
+        operand = operands.quantized(x, bits, grid, counters)
         ctx.mark_non_differentiable(*operand)
         ctx.set_materialize_grads(False)
         # Not the tensor itself: its autograd node changes if it is overwritten later.
@@ -117,11 +117,11 @@ class _Quantize(torch.autograd.Function):
         return gradients[0], None, None, None
 
 
-def _to_integer(x: Tensor, bits: Tensor, *, record: Tensor | None = None, **options: Any) -> list[Tensor]:
+def _to_integer(x: Tensor, bits: Tensor, *, counters: Tensor | None = None, **options: Any) -> list[Tensor]:
     grid = operands.symmetric(options, "nearest")
     if operands.has_no_codes(x, bits):
-        return [FAKE_QUANTIZE(x, bits, **grid.keywords(), record=record)]
-    return list(_Quantize.apply(x, bits, grid, record))  # type: ignore[no-untyped-call]
+        return [FAKE_QUANTIZE(x, bits, **grid.keywords(), counters=counters)]
+    return list(_Quantize.apply(x, bits, grid, counters))  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class _Job:
     geometry: Geometry
     bits: Tensor | None
     grid: Grid
-    record: Tensor | None
+    counters: Tensor | None
     counts: Tensor | None
     dtype: torch.dtype
     """Of the result."""
@@ -180,7 +180,7 @@ class _Multiply(torch.autograd.Function):
         else:
             factor = (gradient,)
             if job.bits is not None:
-                factor = operands.quantized(gradient, job.bits, job.grid, job.record)
+                factor = operands.quantized(gradient, job.bits, job.grid, job.counters)
             found = _gradients(ctx, factor, left, right, gradient.dtype)
         bias = None
         if ctx.needs_input_grad[2]:
@@ -224,9 +224,9 @@ def _differentiable(
     """Return the gradients as simulated execution computes them, so that they can be differentiated again."""
     job: _Job = ctx.job
     if job.bits is not None:
-        if job.record is not None:
-            arm(job.record, DIFFERENTIATED)
-        gradient = FAKE_QUANTIZE(gradient, job.bits, **job.grid.keywords(), record=job.record)
+        if job.counters is not None:
+            arm(job.counters, DIFFERENTIATED)
+        gradient = FAKE_QUANTIZE(gradient, job.bits, **job.grid.keywords(), counters=job.counters)
     values = []
     for edge, operand in zip(ctx.edges, (left, right), strict=True):
         # An operand that was not saved is in no gradient that is asked for.
@@ -264,7 +264,7 @@ for _function in (_Quantize, _Multiply):
 
 def _product(
     kind: _Kind, left: list[Tensor], bits: Tensor | None, right: list[Tensor], bias: Tensor | None = None,
-    geometry: Geometry = _STILL, *, record: Tensor | None = None, counts: Tensor | None = None, **options: Any,
+    geometry: Geometry = _STILL, *, counters: Tensor | None = None, counts: Tensor | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
     edges = left[0], right[0]
     simulated = len(left) == len(right) == 1
@@ -272,13 +272,13 @@ def _product(
     device = edges[0].device.type
     autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else edges[0].dtype
-    job = _Job(kind, geometry, bits, operands.symmetric(options, "stochastic"), record, counts, dtype)
+    job = _Job(kind, geometry, bits, operands.symmetric(options, "stochastic"), counters, counts, dtype)
     if simulated or not supported or (edges[0].dtype != edges[1].dtype and not autocast):
         values = [part[0] if len(part) == 1 else _Dequantize.apply(part[0], _operand(part)) for part in (left, right)]  # type: ignore[no-untyped-call]
         return _simulated(job, values, bias)
     result: Tensor = _Multiply.apply(*edges, bias, _operand(left), _operand(right), job)  # type: ignore[no-untyped-call]
-    if record is not None:
-        arm(record, 1 + result.requires_grad)
+    if counters is not None:
+        arm(counters, 1 + result.requires_grad)
     return result
 
 
@@ -302,7 +302,7 @@ def _simulated(job: _Job, values: list[Tensor], bias: Tensor | None) -> Tensor:
             result.register_hook(lambda gradient: _count(counts, needed, outcome))
     if job.bits is None:
         return result
-    quantized: Tensor = QUANTIZE_GRADIENT(result, job.bits, **job.grid.keywords(), record=job.record)
+    quantized: Tensor = QUANTIZE_GRADIENT(result, job.bits, **job.grid.keywords(), counters=job.counters)
     return quantized
 
 
@@ -320,7 +320,7 @@ def _integer_conv(
 
 
 TO_INTEGER = define(
-    f"to_integer(Tensor x, Tensor bits, *, {_GRID.format(rounding='nearest')}, Tensor(a!)? record=None) -> Tensor[]",
+    f"to_integer(Tensor x, Tensor bits, *, {_GRID.format(rounding='nearest')}, Tensor(a!)? counters=None) -> Tensor[]",
     _to_integer,
 )
 INTEGER_LINEAR = define(

@@ -122,9 +122,9 @@ class Versions:
 
     def _overwritten(self, node: fx.Node) -> list[fx.Node]:
         """Return what a node overwrites; opaque code, and a subgraph that writes, overwrite all their inputs."""
-        bodies = [graph for call in calls_of(self._module, node) for graph in graphs_of(call.body)]
-        unseen = CALLED in node.meta or (node.op == "call_function" and not bodies and is_opaque(node.target))
-        if unseen or any(overwritten(inner, {}) for body in bodies for inner in body.graph.nodes):
+        subgraphs = [graph for call in calls_of(self._module, node) for graph in graphs_of(call.subgraph)]
+        unseen = CALLED in node.meta or (node.op == "call_function" and not subgraphs and is_opaque(node.target))
+        if unseen or any(overwritten(inner, {}) for subgraph in subgraphs for inner in subgraph.graph.nodes):
             return node.all_input_nodes
         return overwritten(node, self._modules)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from cpt_fx.errors import TransformError
-from cpt_fx.ir.meta import QUANTIZER, SIMULATED, SITE, Uncovered
+from cpt_fx.ir.meta import DECISION, QUANTIZER, SIMULATED, Uncovered
 from cpt_fx.ir.pass_base import Report, unique
 from cpt_fx.operators import MULTIPLY
 
@@ -64,8 +64,8 @@ def check_coverage(history: History, graphs: Sequence[fx.GraphModule], *, strict
     If the graphs are not `complete`, finding nothing to quantize is only a warning.
     """
     nodes = [node for module in graphs for node in module.graph.nodes]
-    sites = {node.meta[SITE].layer for node in nodes if SITE in node.meta}
-    quantizers = {node.meta[QUANTIZER].record for node in nodes if QUANTIZER in node.meta}
+    decisions = {node.meta[DECISION].layer for node in nodes if DECISION in node.meta}
+    quantizers = {node.meta[QUANTIZER].counters for node in nodes if QUANTIZER in node.meta}
     name = history.kind
     left = [item for item in history.uncovered if not item.by_choice]
     if not quantizers:
@@ -78,9 +78,9 @@ def check_coverage(history: History, graphs: Sequence[fx.GraphModule], *, strict
         shown = "".join(f"\n  {item}" for item in left)
         raise TransformError(f"strict=True, but {len(left)} operators or operands stay in full precision:{shown}")
     simulated = unique(
-        f"{node.meta[SITE].layer}: {node.meta[SITE].op}: {node.meta[SIMULATED]}"
+        f"{node.meta[DECISION].layer}: {node.meta[DECISION].op}: {node.meta[SIMULATED]}"
         for node in nodes
-        if SIMULATED in node.meta and node.meta[SITE].family in MULTIPLY
+        if SIMULATED in node.meta and node.meta[DECISION].family in MULTIPLY
     )
     if strict and simulated:
         shown = "".join(f"\n  {item}" for item in simulated)
@@ -88,8 +88,8 @@ def check_coverage(history: History, graphs: Sequence[fx.GraphModule], *, strict
     places = {(item.layer, item.op) for item in history.uncovered if not item.operand}
     chosen = {(item.layer, item.op) for item in history.uncovered if item.by_choice and not item.operand}
     LOGGER.info(
-        "%s: %d sites found, %d quantized by %d quantizers, %d excluded, %d uncovered, %d %s, %d %s (%s)",
-        name, len(sites) + len(places), len(sites), len(quantizers), len(chosen), len(left),
+        "%s: %d operators found, %d quantized by %d quantizers, %d excluded, %d uncovered, %d %s, %d %s (%s)",
+        name, len(decisions) + len(places), len(decisions), len(quantizers), len(chosen), len(left),
         len(graphs), "graph" if len(graphs) == 1 else "graphs",
         len(history.breaks), "break" if len(history.breaks) == 1 else "breaks", history.frontend,
     )  # fmt: skip

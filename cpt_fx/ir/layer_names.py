@@ -14,7 +14,7 @@ from cpt_fx.operators import HIDING, OPERATOR_OF
 NAMES = "cpt_fx_names"
 """Key in `GraphModule.meta` of the `Names` that all captures of one model share."""
 
-NTH = "cpt_fx_nth"
+OCCURRENCE = "cpt_fx_occurrence"
 """On a node of a graph that holds one operator only: its occurrence index at its place."""
 
 Frame = tuple[str, int, str]
@@ -70,7 +70,8 @@ class NamesOfOneGraph:
         frames = () if layer else frames_of(node.meta.get("stack_trace"))
         key = (call, op, frames)
         # A plain layer has one operator per call, whichever code calls it.
-        count = 0 if kind is not None and OPERATOR_OF.get(kind) == op else node.meta.get(NTH, self._counts.get(key, 0))
+        is_plain = kind is not None and OPERATOR_OF.get(kind) == op
+        count = 0 if is_plain else node.meta.get(OCCURRENCE, self._counts.get(key, 0))
         self._counts[key] = count + 1
         return self._names.name(path, op, (frames, count), whole=layer and NAME not in node.meta)
 

@@ -14,8 +14,8 @@ from cpt_fx.formats import Format
 from cpt_fx.operators.row import Index
 from cpt_fx.schedules.base import Schedule
 
-SITE = "cpt_fx_site"
-"""On an operator: the quantization decision of annotate, a `Site`."""
+DECISION = "cpt_fx_decision"
+"""On an operator: the quantization decision of annotate, a `Decision`."""
 LEFT = "cpt_fx_left"
 """On an operator of the table that is not quantized: the reason. One with neither key has not been annotated."""
 BY_DECISION = "annotate left it as it is"
@@ -63,7 +63,7 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Dial:
+class WidthSource:
     """A bit-width source: the role of the schedule that a quantizer follows, with an offset or a fixed width.
 
     `with_forward` switches the gradient quantizer off while the forward width is 0, as published convolutions do.
@@ -83,7 +83,7 @@ class Dial:
         if self.schedule is not None and not self.label:
             object.__setattr__(self, "label", label_of(self.schedule))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Dial:
+    def __deepcopy__(self, memo: dict[int, Any]) -> WidthSource:
         """Return this object itself: a copy of the schedule need not equal the original."""
         return self
 
@@ -105,7 +105,7 @@ def label_of(schedule: Schedule) -> str:
 
 
 @dataclass(frozen=True)
-class Site:
+class Decision:
     """A quantization decision for one operator: its layer, operands, gradient format and bit-width sources."""
 
     layer: str
@@ -113,17 +113,17 @@ class Site:
     family: str
     operands: tuple[Operand, ...]
     gradient: Format | None
-    dials: tuple[tuple[str, Dial], ...]
+    width_sources: tuple[tuple[str, WidthSource], ...]
     gradient_name: str = ""
     """Name of the node whose output gradient is quantized: the operator, or what completes it (a bias, a sum)."""
     return_quantized: bool = False
     in_turn: bool = False
     """Whether it multiplies more than two operands one after the other: its intermediate products are not quantized."""
 
-    def dial(self, role: str) -> Dial:
+    def width_source(self, role: str) -> WidthSource:
         """Return the bit-width source of a role; a bias without its own follows the weight."""
-        dials = dict(self.dials)
-        return dials["weight"] if role == "bias" and role not in dials else dials[role]
+        sources = dict(self.width_sources)
+        return sources["weight"] if role == "bias" and role not in sources else sources[role]
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,8 @@ class Quantizer:
     operand: str
     role: str
     format: Format
-    dial: Dial
-    record: str
+    width_source: WidthSource
+    counters: str
     ranges: str = ""
     """Path of the running or learned range from the root of the model, for formats that have one."""
 

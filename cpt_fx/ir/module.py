@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from cpt_fx.ir.meta import FAMILY, LEFT, NAME, PASS, QUANTIZER, SIMULATED, SITE, WEIGHT
+from cpt_fx.ir.meta import DECISION, FAMILY, LEFT, NAME, PASS, QUANTIZER, SIMULATED, WEIGHT
 
 _GRAPH_ATTRIBUTES = ("_graph", "_code", "_lineno_map", "_prologue_start", "_codegen")
 STATE_DICT_HOOKS = (
@@ -17,7 +17,7 @@ STATE_DICT_HOOKS = (
 )  # fmt: skip
 ROOT = "_cpt_fx_root"
 """Attribute of a graph that is part of a result: the root module of the model, whose tensors it reads."""
-_KEPT_META = (SITE, LEFT, QUANTIZER, SIMULATED, PASS, FAMILY, NAME, WEIGHT)
+_KEPT_META = (DECISION, LEFT, QUANTIZER, SIMULATED, PASS, FAMILY, NAME, WEIGHT)
 
 
 def take_tensors(target: nn.Module, source: nn.Module) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.integer.counts import COUNTS
 from cpt_fx.ir.layer_state import alike, has_value, holder_of, home_of, moved, zeros
-from cpt_fx.ir.meta import STATE, Dial
-from cpt_fx.quantizers.counters import RECORD_LENGTH, SKIPPED, SPARSE
+from cpt_fx.ir.meta import STATE, WidthSource
+from cpt_fx.quantizers.counters import COUNTER_LENGTH, SKIPPED, SPARSE
 from cpt_fx.quantizers.recompute import widths_of_pass
 from cpt_fx.quantizers.widths import host_value, width_tensor
 from cpt_fx.schedules import Bits
@@ -71,12 +71,12 @@ class Precision(_State):
     def __init__(self, root: nn.Module | None = None) -> None:
         super().__init__()
         self.__dict__["root"] = root if root is not None else self
-        self.records = _State()
+        self.counters = _State()
         self.products = _State()
         self.constants = _State()
         self.layers: dict[str, str] = {}
         """The layer of each counter tensor, which lies on the layer's device."""
-        self.dials: dict[str, Dial] = {}
+        self.width_sources: dict[str, WidthSource] = {}
         self.schedule: Schedule | None = None
         self.forced: Bits | int | None = None
         """Replaces the schedule: the widths of `at_bits`, or one width for all sources."""
@@ -101,10 +101,10 @@ class Precision(_State):
     def hand(self) -> None:
         """Set the state that compiled code reads in one pass: its widths, and counters its backward pass may keep."""
         self.__dict__["handed"] = self.bits
-        for holder in (self.records, self.products):
-            for name, record in holder._buffers.items():
-                assert record is not None
-                holder._buffers[name] = record.data
+        for holder in (self.counters, self.products):
+            for name, tensor in holder._buffers.items():
+                assert tensor is not None
+                holder._buffers[name] = tensor.data
 
     def ready(self) -> None:
         """Compute the widths of a copy, whose model is complete by now."""
@@ -115,16 +115,16 @@ class Precision(_State):
         """Return the current widths as numbers."""
         return dict(self.bits.values)
 
-    def add_dial(self, dial: Dial) -> str:
+    def add_width_source(self, source: WidthSource) -> str:
         """Make sure a bit-width source has a tensor; return its path from the model."""
-        if dial.name not in self.dials:
-            self.dials[dial.name] = dial
+        if source.name not in self.width_sources:
+            self.width_sources[source.name] = source
             self.update()
-        return f"{STATE}.bits.{dial.name}"
+        return f"{STATE}.bits.{source.name}"
 
-    def add_record(self, name: str, layer: str = "") -> str:
+    def add_counters(self, name: str, layer: str = "") -> str:
         """Make sure a quantizer of a layer has counters; return their path from the model."""
-        return self._add("records", name, layer, (RECORD_LENGTH,))
+        return self._add("counters", name, layer, (COUNTER_LENGTH,))
 
     def add_counts(self, name: str, layer: str = "") -> str:
         """Make sure a product that may run on integers has counts; return their path from the model."""
@@ -142,13 +142,13 @@ class Precision(_State):
 
     def pin(self) -> None:
         """Keep all current counters: a captured graph writes them, whatever later graphs merge."""
-        self.pinned = frozenset(self.records._buffers)
+        self.pinned = frozenset(self.counters._buffers)
 
-    def drop_record(self, name: str) -> None:
+    def drop_counters(self, name: str) -> None:
         """Remove the counters of a quantizer that was removed, unless they are pinned."""
         if name not in self.pinned:
-            delattr(self.records, name)
-            del self.layers[f"records.{name}"]
+            delattr(self.counters, name)
+            del self.layers[f"counters.{name}"]
 
     def attach(self, schedule: Schedule) -> None:
         """Follow a schedule from now on (called by `schedule.bind`)."""
@@ -200,13 +200,13 @@ class Precision(_State):
 
     def look(self, step: int) -> None:
         """Raise if a running range met a batch that was not finite and the recipe says so; one device read for all."""
-        records = {name: one for name, one in self.records.named_buffers() if self.raises and has_value(one)}
-        if not records:
+        counters = {name: one for name, one in self.counters.named_buffers() if self.raises and has_value(one)}
+        if not counters:
             return
-        places = [one[SKIPPED].to(self.device) for one in records.values()]
+        places = [one[SKIPPED].to(self.device) for one in counters.values()]
         counts = [count % -SPARSE for count in torch.stack(places).tolist()]
-        before, self.skipped = self.skipped, dict(zip(records, counts, strict=True))
-        found = [self.layers[f"records.{name}"] for name, now in self.skipped.items() if now > before.get(name, 0)]
+        before, self.skipped = self.skipped, dict(zip(counters, counts, strict=True))
+        found = [self.layers[f"counters.{name}"] for name, now in self.skipped.items() if now > before.get(name, 0)]
         if found:
             layers = ", ".join(map(repr, dict.fromkeys(found)))
             raise FloatingPointError(
@@ -215,18 +215,19 @@ class Precision(_State):
             )
 
     def _widths(self, *, training: bool) -> Widths:
-        return Widths({name: self.width(dial, training=training) for name, dial in self.dials.items()}, self.device)
+        sources = self.width_sources.items()
+        return Widths({name: self.width(source, training=training) for name, source in sources}, self.device)
 
-    def width(self, dial: Dial, *, training: bool) -> int:
+    def width(self, source: WidthSource, *, training: bool) -> int:
         """Return the width of a source at the schedule's position."""
         forced, schedule = self.forced, self.schedule
         if isinstance(forced, int):
             return forced
-        if forced is not None and dial.schedule is None:
+        if forced is not None and source.schedule is None:
             if forced.gradient == AS_SCHEDULED:
                 forced = forced._replace(gradient=FULL_PRECISION if schedule is None else schedule.current.gradient)
-            return dial_width(dial, forced)
-        return FULL_PRECISION if schedule is None else width_of(dial, schedule, schedule.position, training)
+            return width_from(source, forced)
+        return FULL_PRECISION if schedule is None else width_of(source, schedule, schedule.position, training)
 
     @contextmanager
     def at(self, bits: Bits | int) -> Iterator[None]:
@@ -278,21 +279,21 @@ _COPIED = "copied"
 _DERIVED = ("in_training", "in_evaluation", "handed")
 
 
-def width_of(dial: Dial, schedule: Schedule, position: int, training: bool) -> int:
+def width_of(source: WidthSource, schedule: Schedule, position: int, training: bool) -> int:
     """Return the width of a source at a position of the model's schedule, or of the source's own if it has one."""
-    followed = schedule if dial.schedule is None else dial.schedule
-    return dial_width(dial, followed.bits(position) if training else followed.evaluation_bits(position))
+    followed = schedule if source.schedule is None else source.schedule
+    return width_from(source, followed.bits(position) if training else followed.evaluation_bits(position))
 
 
-def dial_width(dial: Dial, bits: Bits) -> int:
+def width_from(source: WidthSource, bits: Bits) -> int:
     """Return the width of a source for the bits that it follows; no offset applies to 0 (off) and full precision."""
-    if dial.with_forward and bits.activation == 0:
+    if source.with_forward and bits.activation == 0:
         return 0
-    if dial.fixed is not None:
-        return dial.fixed
-    width = int(getattr(bits, dial.role))
-    if dial.offset and 0 < width < FULL_PRECISION:
-        width = min(max(width + dial.offset, 1), FULL_PRECISION)
+    if source.fixed is not None:
+        return source.fixed
+    width = int(getattr(bits, source.role))
+    if source.offset and 0 < width < FULL_PRECISION:
+        width = min(max(width + source.offset, 1), FULL_PRECISION)
     return width
 
 
@@ -312,7 +313,7 @@ class Held(Precision):
     def now(self) -> dict[str, int]:
         """Return the current widths as numbers."""
         return {
-            name: int(width) if has_value(width) else self.width(self.dials[name], training=self.training)
+            name: int(width) if has_value(width) else self.width(self.width_sources[name], training=self.training)
             for name, width in self.bits.named_buffers()
         }
 
@@ -321,8 +322,8 @@ class Held(Precision):
 
     def update(self) -> None:
         """Write the widths at the schedule's position."""
-        for name, dial in self.dials.items():
-            width, held = self.width(dial, training=self.training), self.bits._buffers.get(name)
+        for name, source in self.width_sources.items():
+            width, held = self.width(source, training=self.training), self.bits._buffers.get(name)
             if held is None:
                 self.bits.register_buffer(name, torch.tensor(width, dtype=torch.int64, device=self.device))
             elif host_value(held) != width:

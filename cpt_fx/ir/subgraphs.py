@@ -44,7 +44,7 @@ class SubgraphCall:
 
     node: fx.Node
     read: fx.Node
-    body: fx.GraphModule
+    subgraph: fx.GraphModule
     given: dict[fx.Node, fx.Node]
 
     @property
@@ -53,7 +53,7 @@ class SubgraphCall:
         return self.node.target is scan
 
 
-def body_of(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
+def subgraph_of(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
     """Return the subgraph that a node reads, if it is one that passes may change."""
     if node.op != "get_attr" or str(node.target).startswith(_STATE):
         return None
@@ -71,13 +71,13 @@ def body_of(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
     return None if node.users and all(user.target in AUTHORS_OWN for user in node.users) else value
 
 
-def bodies(module: fx.GraphModule) -> list[tuple[str, fx.GraphModule]]:
+def subgraphs(module: fx.GraphModule) -> list[tuple[str, fx.GraphModule]]:
     """Return the subgraphs that nodes of this graph itself run, each once, with the path it is read from."""
     found: dict[int, tuple[str, fx.GraphModule]] = {}
     for node in module.graph.find_nodes(op="get_attr"):
-        body = body_of(module, node)
-        if body is not None:
-            found.setdefault(id(body), (str(node.target), body))
+        subgraph = subgraph_of(module, node)
+        if subgraph is not None:
+            found.setdefault(id(subgraph), (str(node.target), subgraph))
     return list(found.values())
 
 
@@ -89,12 +89,12 @@ def graphs_of(module: fx.GraphModule) -> list[fx.GraphModule]:
 
 
 def _collect(module: fx.GraphModule, found: dict[int, fx.GraphModule]) -> None:
-    for _, body in bodies(module):
-        if id(body) not in found:
+    for _, subgraph in subgraphs(module):
+        if id(subgraph) not in found:
             # Not as a submodule: the two modules would contain each other.
-            body.__dict__[OUTER] = module
-            found[id(body)] = body
-            _collect(body, found)
+            subgraph.__dict__[OUTER] = module
+            found[id(subgraph)] = subgraph
+            _collect(subgraph, found)
 
 
 def nodes_of(module: fx.GraphModule) -> Iterator[fx.Node]:
@@ -121,10 +121,10 @@ def calls_of(module: fx.GraphModule, node: fx.Node) -> list[SubgraphCall]:
         return []
     found = []
     for read in node.all_input_nodes:
-        body = body_of(module, read)
-        if body is not None:
-            inputs = [item for item in body.graph.nodes if item.op == "placeholder"]
-            found.append(SubgraphCall(node, read, body, _given(node, read, inputs)))
+        subgraph = subgraph_of(module, read)
+        if subgraph is not None:
+            inputs = [item for item in subgraph.graph.nodes if item.op == "placeholder"]
+            found.append(SubgraphCall(node, read, subgraph, _given(node, read, inputs)))
     return found
 
 
@@ -143,11 +143,11 @@ def _given(node: fx.Node, read: fx.Node, inputs: list[fx.Node]) -> dict[fx.Node,
     return {given: value for given, value in pairs if isinstance(value, fx.Node)}
 
 
-def given_quantized(body: fx.GraphModule) -> dict[fx.Node, fx.Node]:
+def given_quantized(subgraph: fx.GraphModule) -> dict[fx.Node, fx.Node]:
     """Map each input of a subgraph that every call passes a quantized value to its quantizer in the outer graph."""
-    outer = body.__dict__.get(OUTER)
+    outer = subgraph.__dict__.get(OUTER)
     calls = [] if outer is None else [call for node in outer.graph.nodes for call in calls_of(outer, node)]
-    first, *others = [call.given for call in calls if call.body is body] or [{}]
+    first, *others = [call.given for call in calls if call.subgraph is subgraph] or [{}]
     return {
         given: value
         for given, value in first.items()
@@ -183,18 +183,18 @@ def state_of(module: fx.GraphModule) -> Precision:
     return state
 
 
-def new_body(graph: fx.Graph) -> QuantizedGraphModule:
+def new_subgraph(graph: fx.Graph) -> QuantizedGraphModule:
     """Return a module for a subgraph that a pass creates; it holds no attributes, so all it needs is passed in."""
-    body = blank()
-    body.graph = graph
-    return body
+    subgraph = blank()
+    subgraph.graph = graph
+    return subgraph
 
 
-def add_body(module: fx.GraphModule, name: str, body: fx.GraphModule) -> str:
+def add_subgraph(module: fx.GraphModule, name: str, subgraph: fx.GraphModule) -> str:
     """Attach a subgraph as a plain attribute, outside the module's submodules and state_dict; return its name."""
     free = free_name(name, module)
-    module.__dict__[free] = body
-    body.__dict__[OUTER] = module
+    module.__dict__[free] = subgraph
+    subgraph.__dict__[OUTER] = module
     return free
 
 

@@ -17,21 +17,21 @@ from cpt_fx.errors import TransformError
 from cpt_fx.integer.ops import INTEGER_PRODUCTS, TO_INTEGER
 from cpt_fx.ir.meta import (
     CALLED,
+    DECISION,
     LEFT,
     QUANTIZER,
     SIMULATED,
-    SITE,
     STATE,
+    Decision,
     Operand,
     Quantizer,
-    Site,
     attribute_or_none,
     get_attribute,
 )
 from cpt_fx.ir.pass_base import STAGES
 from cpt_fx.ir.state import Precision
 from cpt_fx.ir.subgraphs import given_quantized, graphs_of
-from cpt_fx.operators import OPENED, form_of, row_of
+from cpt_fx.operators import INLINED, form_of, row_of
 from cpt_fx.operators.groups import gradient_groups
 from cpt_fx.operators.table import writes
 from cpt_fx.quantizers.numerics import Grid, keywords_of
@@ -89,7 +89,7 @@ def _normalized(module: fx.GraphModule) -> Violations:
     for node in module.graph.nodes:
         if node.op == "call_module":
             layer = module.get_submodule(str(node.target))
-            if isinstance(layer, OPENED) and CALLED not in node.meta:
+            if isinstance(layer, INLINED) and CALLED not in node.meta:
                 yield f"{node.name} still calls the layer {node.target} ({type(layer).__name__})"
         elif node.op in ("call_function", "call_method") and (form := form_of(node.target)) is not None:
             stays = form.first or writes(form, node.kwargs)
@@ -108,12 +108,12 @@ def _annotated(module: fx.GraphModule) -> Violations:
     """Check that every operator of the table has a decision or a reason, and that decided operands exist."""
     nodes = {node.name: node for node in module.graph.nodes}
     for node in module.graph.nodes:
-        site: Site | None = node.meta.get(SITE)
-        if site is None and LEFT not in node.meta and row_of(node):
+        decision: Decision | None = node.meta.get(DECISION)
+        if decision is None and LEFT not in node.meta and row_of(node):
             yield f"{node.name} came after annotate: nobody decided about it, it would stay in full precision unnoticed"
-        for operand in site.operands if site else ():
+        for operand in decision.operands if decision else ():
             if _value(nodes.get(operand.node, node), operand) is None:
-                yield f"{node.name} ({site.layer if site else ''}) has no operand {operand.name}"
+                yield f"{node.name} ({decision.layer if decision else ''}) has no operand {operand.name}"
 
 
 def _inserted(module: fx.GraphModule) -> Violations:
@@ -122,9 +122,9 @@ def _inserted(module: fx.GraphModule) -> Violations:
     # Inputs of a subgraph may have been quantized in the graph around it.
     given = given_quantized(module)
     for node in module.graph.nodes:
-        site: Site | None = node.meta.get(SITE)
-        if site is not None:
-            yield from _site(node, site, nodes, given)
+        decision: Decision | None = node.meta.get(DECISION)
+        if decision is not None:
+            yield from _check_decision(node, decision, nodes, given)
         quantizer: Quantizer | None = node.meta.get(QUANTIZER)
         if quantizer is None and node.op == "call_function" and node.target in QUANTIZERS:
             yield f"{node.name} is a quantize op that no pass accounts for"
@@ -132,35 +132,38 @@ def _inserted(module: fx.GraphModule) -> Violations:
             yield f"{node.name} quantizes the {quantizer.role} of {quantizer.layers[0]}, but nothing reads it"
 
 
-def _site(node: fx.Node, site: Site, nodes: dict[str, fx.Node], given: dict[fx.Node, fx.Node]) -> Violations:
-    for operand in site.operands:
+def _check_decision(
+    node: fx.Node, decision: Decision, nodes: dict[str, fx.Node], given: dict[fx.Node, fx.Node]
+) -> Violations:
+    for operand in decision.operands:
         value = _value(nodes.get(operand.node, node), operand)
         value = given.get(value, value) if value is not None else None
         quantizer = value.meta.get(QUANTIZER) if value is not None else None
         if value is None or quantizer is None or not _makes(value, operand, node):
-            yield f"{site.layer}: operand {operand.name} of {node.name} is not quantized"
+            yield f"{decision.layer}: operand {operand.name} of {node.name} is not quantized"
         elif quantizer.format != operand.format:
-            yield f"{site.layer}: operand {operand.name} has format {quantizer.format}, not {operand.format}"
-        elif quantizer.dial != site.dial(operand.role):
-            wanted_dial = site.dial(operand.role)
-            yield f"{site.layer}: operand {operand.name} follows {quantizer.dial.name}, not {wanted_dial.name}"
+            yield f"{decision.layer}: operand {operand.name} has format {quantizer.format}, not {operand.format}"
+        elif quantizer.width_source != decision.width_source(operand.role):
+            wanted = decision.width_source(operand.role)
+            yield f"{decision.layer}: operand {operand.name} follows {quantizer.width_source.name}, not {wanted.name}"
         elif value.target is not TO_INTEGER and not _is_grid(
             value, keywords_of(operand.format, (operand.keep, operand.over))
         ):
-            yield f"{site.layer}: operand {operand.name} is rounded on another grid than that of {operand.format}"
+            yield f"{decision.layer}: operand {operand.name} is rounded on another grid than that of {operand.format}"
     quantizer = node.meta.get(QUANTIZER)
-    if site.gradient is None or (node.target in INTEGER_PRODUCTS and quantizer and quantizer.role == "gradient"):
+    if decision.gradient is None or (node.target in INTEGER_PRODUCTS and quantizer and quantizer.role == "gradient"):
         return
-    output = nodes.get(site.gradient_name)
+    output = nodes.get(decision.gradient_name)
     users = [user for user in output.users if user.target is QUANTIZE_GRADIENT] if output is not None else []
     if not users or output is None:
-        yield f"{site.layer}: the gradient of {site.gradient_name} is not quantized"
+        yield f"{decision.layer}: the gradient of {decision.gradient_name} is not quantized"
     elif len(output.users) > 1:
         others = [user.name for user in output.users if user not in users]
         who = ", ".join(others) or "a second quantizer"
-        yield f"{site.layer}: {who} bypasses the gradient quantizer of {output.name}"
-    elif not _is_grid(users[0], keywords_of(site.gradient, gradient_groups(site.gradient))):
-        yield f"{site.layer}: the gradient of {output.name} is rounded on another grid than that of {site.gradient}"
+        yield f"{decision.layer}: {who} bypasses the gradient quantizer of {output.name}"
+    elif not _is_grid(users[0], keywords_of(decision.gradient, gradient_groups(decision.gradient))):
+        what = f"{decision.layer}: the gradient of {output.name}"
+        yield f"{what} is rounded on another grid than that of {decision.gradient}"
 
 
 def _makes(quantizer: fx.Node, operand: Operand, product: fx.Node) -> bool:
@@ -187,7 +190,7 @@ def _bound(module: fx.GraphModule) -> Violations:
         return
     for node in quantizers:
         quantizer: Quantizer = node.meta[QUANTIZER]
-        path = f"{STATE}.bits.{quantizer.dial.name}"
+        path = f"{STATE}.bits.{quantizer.width_source.name}"
         width = node.args[1]
         if not isinstance(width, fx.Node) or width.op != "get_attr" or width.target != path:
             yield f"{node.name} reads its width from {width}, not from {path}"
@@ -199,19 +202,19 @@ def _bound(module: fx.GraphModule) -> Violations:
 def _lowered(module: fx.GraphModule) -> Violations:
     """Check that every operator with a decision runs on integers, or has a reason why it does not."""
     for node in module.graph.nodes:
-        if SITE in node.meta and node.target not in INTEGER_PRODUCTS and SIMULATED not in node.meta:
+        if DECISION in node.meta and node.target not in INTEGER_PRODUCTS and SIMULATED not in node.meta:
             yield f"{node.name} came after lower: it is simulated, and nothing says why"
 
 
 def _one_record_each(graphs: list[fx.GraphModule]) -> list[str]:
     """Check that every quantizer has counters of its own; return the violations."""
-    records: dict[str, str] = {}
+    writers: dict[str, str] = {}
     found = []
     for node in (node for graph in graphs for node in graph.graph.nodes if QUANTIZER in node.meta):
-        record = str(getattr(node.kwargs.get("record"), "target", None))
-        if record in records:
-            found.append(f"{node.name} and {records[record]} write the same record {record}")
-        records[record] = node.name
+        counters = str(getattr(node.kwargs.get("counters"), "target", None))
+        if counters in writers:
+            found.append(f"{node.name} and {writers[counters]} write the same counters, {counters}")
+        writers[counters] = node.name
     return found
 
 

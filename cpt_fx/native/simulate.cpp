@@ -92,12 +92,12 @@ inline float code_of(float x, const Grid& grid, uint32_t place, Seed seed) {
 constexpr int kLanes = 32;
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
-struct Extent {
+struct Range {
   float low = std::numeric_limits<float>::infinity();
   float high = -std::numeric_limits<float>::infinity();
   bool poisoned = false;
 
-  void add(const Extent& other) {
+  void add(const Range& other) {
     low = std::min(low, other.low);
     high = std::max(high, other.high);
     poisoned = poisoned || other.poisoned;
@@ -105,7 +105,7 @@ struct Extent {
 };
 
 // The comparisons ignore NaN, which is tracked separately. In lanes, since a single running minimum is sequential.
-Extent measure(const float* x, int64_t count) {
+Range measure(const float* x, int64_t count) {
   float low[kLanes], high[kLanes];
   int32_t poisoned[kLanes] = {};
   std::fill(low, low + kLanes, std::numeric_limits<float>::infinity());
@@ -120,10 +120,10 @@ Extent measure(const float* x, int64_t count) {
       poisoned[lane] |= value != value;
     }
   }
-  Extent extent;
-  for (; i < count; ++i) extent.add({x[i], x[i], x[i] != x[i]});
-  for (int lane = 0; lane < kLanes; ++lane) extent.add({low[lane], high[lane], poisoned[lane] != 0});
-  return extent;
+  Range values;
+  for (; i < count; ++i) values.add({x[i], x[i], x[i] != x[i]});
+  for (int lane = 0; lane < kLanes; ++lane) values.add({low[lane], high[lane], poisoned[lane] != 0});
+  return values;
 }
 
 template <int scheme, bool stochastic>
@@ -162,14 +162,14 @@ extern "C" {
 
 // Ranges are given (three arrays of one number per group: minimum, width, maximum) or measured, and then written there.
 // `running` (minimum, width, weight) is updated by the measured range of a single group if `momentum` is not negative,
-// and if that range is finite; if not, `record` counts it.
+// and if that range is finite; if not, `counters` counts it.
 // With `scales`, one for every group, `out` gets codes of the symmetric grid. A range that is not finite has no
 // scale and no codes: NaN and zeros.
-// Rounds stochastically if `seed` is given. Counts the run in `record`, if there is one, and returns whether that has
+// Rounds stochastically if `seed` is given. Counts the run in `counters`, if there is one, and returns whether that has
 // no levels for this bit-width yet.
 int cpt_fx_quantize(const float* x, void* out, float* scales, int64_t outer, int64_t groups, int64_t inner, int scheme,
-                    int bits, const int32_t* seed, float* extents, int given, float* zero_point, float* width,
-                    float* weight, double momentum, int64_t* record, int threads) {
+                    int bits, const int32_t* seed, float* ranges, int given, float* zero_point, float* width,
+                    float* weight, double momentum, int64_t* counters, int threads) {
   const Kernel kernel = kKernels[scheme == kAffineFloored ? kAffine : scheme][seed != nullptr];
   const Seed noise(seed);
   const auto write = [=](int64_t group, int64_t begin, int64_t count, const Grid& grid) {
@@ -185,15 +185,15 @@ int cpt_fx_quantize(const float* x, void* out, float* scales, int64_t outer, int
       (seed ? encode<true> : encode<false>)(x + begin, codes, count, grid, place, noise);
   };
   threads = std::max(1, std::min(threads, kMostThreads));
-  float *low = extents, *range = extents + groups, *high = extents + 2 * groups;
-  const auto note = [=](int64_t group, const Extent& extent) {
-    low[group] = extent.poisoned ? kNaN : extent.low;
-    high[group] = extent.poisoned ? kNaN : extent.high;
+  float *low = ranges, *range = ranges + groups, *high = ranges + 2 * groups;
+  const auto note = [=](int64_t group, const Range& values) {
+    low[group] = values.poisoned ? kNaN : values.low;
+    high[group] = values.poisoned ? kNaN : values.high;
     range[group] = high[group] - low[group];
   };
   if (groups == 1) {
     const int64_t count = outer * inner;
-    Extent parts[kMostThreads];
+    Range parts[kMostThreads];
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
       const int part = omp_get_thread_num(), all = omp_get_num_threads();
@@ -204,7 +204,7 @@ int cpt_fx_quantize(const float* x, void* out, float* scales, int64_t outer, int
 #pragma omp barrier
 #pragma omp single
         {
-          Extent whole;
+          Range whole;
           for (int i = 0; i < all; ++i) whole.add(parts[i]);
           note(0, whole);
         }
@@ -217,7 +217,7 @@ int cpt_fx_quantize(const float* x, void* out, float* scales, int64_t outer, int
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
     for (int64_t group = 0; group < groups; ++group) {
       if (!given) {
-        Extent whole;
+        Range whole;
         for (int64_t row = 0; row < outer; ++row) whole.add(measure(x + (row * groups + group) * inner, inner));
         note(group, whole);
       }
@@ -230,7 +230,7 @@ int cpt_fx_quantize(const float* x, void* out, float* scales, int64_t outer, int
   }
   const bool learns = zero_point && momentum >= 0;
   const bool finite = std::fabs(low[0] + range[0]) <= std::numeric_limits<float>::max();
-  if (learns && !finite && record) ++record[kSkipped];
+  if (learns && !finite && counters) ++counters[kSkipped];
   if (learns && finite) {
     // The published expression, in its order: state * momentum + value * (1 - momentum).
     const float kept = static_cast<float>(momentum), taken = static_cast<float>(1 - momentum);
@@ -238,8 +238,8 @@ int cpt_fx_quantize(const float* x, void* out, float* scales, int64_t outer, int
     *width = *width * kept + range[0] * taken;
     *weight = *weight * kept + 1.0f * taken;
   }
-  if (!record) return 0;
-  ++*record;
-  return record[bits] == 0;
+  if (!counters) return 0;
+  ++*counters;
+  return counters[bits] == 0;
 }
 }

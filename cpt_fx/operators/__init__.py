@@ -32,7 +32,7 @@ from cpt_fx.operators.table import (
 )
 
 __all__ = [
-    "FLOPS", "FORMS", "HIDING", "MULTIPLY", "OPENED", "OPERATOR_OF", "ROWS", "Groups", "Index", "Registration", "Row",
+    "FLOPS", "FORMS", "HIDING", "INLINED", "MULTIPLY", "OPERATOR_OF", "ROWS", "Groups", "Index", "Registration", "Row",
     "Target", "factors", "form_of", "is_opaque", "multiplies", "register", "respelled", "returns_one_tensor", "row_for",
     "row_of", "whole", "why_left",
 ]  # fmt: skip
@@ -44,7 +44,7 @@ for _family in (convolutions, linear, products, attention, recurrent, embeddings
 OPERATOR_OF: dict[type[nn.Module], str] = {kind: row.name for row in ROWS for kind in row.modules if not row.left}
 """The one operator of a layer of torch, by its name in the table."""
 
-OPENED: tuple[type[nn.Module], ...] = tuple(OPERATOR_OF)
+INLINED: tuple[type[nn.Module], ...] = tuple(OPERATOR_OF)
 """Layers that normalize replaces by the function they call, with the weight as an explicit value."""
 
 HIDING: tuple[type[nn.Module], ...] = tuple(kind for row in ROWS for kind in row.modules)

@@ -12,10 +12,10 @@ from typing import Any
 
 from cpt_fx.common.files import digest
 from cpt_fx.errors import ExportError
-from cpt_fx.ir.meta import Dial
+from cpt_fx.ir.meta import WidthSource
 
 NAME = "manifest.json"
-VERSION = 4
+VERSION = 5
 GRADIENTS, CLIPPING, FIRST_UPDATE, UPDATE = "gradients.onnx", "clipping.onnx", "first_update.onnx", "update.onnx"
 EVALUATION, VALUES, DATA = "evaluation.onnx", "values.onnx", "values.data"
 SEEDS = "seeds"
@@ -83,7 +83,7 @@ class Manifest:
     targets: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     """Outputs of the evaluation graph after the loss, which is called `loss` in both graphs."""
-    dials: dict[str, Dial]
+    width_sources: dict[str, WidthSource]
     """Inputs that hold a bit-width (int64, 0-dim) -> the source that it follows."""
     seeds: int
     """Rows of the gradient graph's input `seeds` (int32, rows x 2), drawn anew for each step; 0 if it has none."""

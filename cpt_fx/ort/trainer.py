@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from cpt_fx.common.arrays import Array
 from cpt_fx.errors import ExportError, check_int
-from cpt_fx.ir.state import dial_width
+from cpt_fx.ir.state import width_from
 from cpt_fx.ort import manifest as files
 from cpt_fx.ort import transfer
 from cpt_fx.ort.engine import CPU, BoundSession, Memory, session_providers
@@ -170,7 +170,8 @@ class Trainer:
         self.schedule.step()
 
     def _widths(self, bits: Bits) -> dict[str, Array]:
-        return {name: np.array(dial_width(dial, bits), np.int64) for name, dial in self.manifest.dials.items()}
+        sources = self.manifest.width_sources.items()
+        return {name: np.array(width_from(source, bits), np.int64) for name, source in sources}
 
     def _require_gradients(self, name: str) -> None:
         if not self.pending:

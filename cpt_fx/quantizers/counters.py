@@ -1,11 +1,11 @@
 """Counters that prove that a quantizer ran: a small integer tensor per quantizer, written while the model runs.
 
-`record[0]` counts runs. `record[b]`, b = 1..32, holds the number of distinct levels seen at bit-width b, and
-`record[32 + b]` the relative rounding error seen there, in parts per billion. Levels and error are measured on a
+`counters[0]` counts runs. `counters[b]`, b = 1..32, holds the number of distinct levels seen at bit-width b, and
+`counters[32 + b]` the relative rounding error seen there, in parts per billion. Levels and error are measured on a
 sample, the first time a quantizer runs at a bit-width, and only where that needs no synchronisation with a device.
-At 32 bits there is no error. Its place, `record[ARMED]`, says of a gradient quantizer whether a forward pass went
+At 32 bits there is no error. Its place, `counters[ARMED]`, says of a gradient quantizer whether a forward pass went
 through it: 1 if no gradient was to be expected, 2 if one was, `DIFFERENTIATED` once that came with a graph of its own.
-`record[SKIPPED]` counts batches that were not finite, which running ranges ignore; it is negative where a sparse
+`counters[SKIPPED]` counts batches that were not finite, which running ranges ignore; it is negative where a sparse
 tensor was passed on unquantized.
 """
 
@@ -23,12 +23,12 @@ from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.quantizers.numerics import Grid, reduced_dims
 from cpt_fx.quantizers.widths import is_free
 
-RECORD_LENGTH = 2 + 2 * FULL_PRECISION
+COUNTER_LENGTH = 2 + 2 * FULL_PRECISION
 ARMED = 2 * FULL_PRECISION
 SKIPPED = ARMED + 1
 DIFFERENTIATED = 3
 SPARSE = -(2**32)
-"""Added to `record[SKIPPED]` for each sparse tensor: more than batches will ever be counted."""
+"""Added to `counters[SKIPPED]` for each sparse tensor: more than batches will ever be counted."""
 SAMPLE = 8192
 """Size of the sample: far more than 2**8 levels, so an unquantized tensor cannot pass for an 8-bit one."""
 
@@ -38,9 +38,9 @@ LOOKING: list[Look] = []
 """Functions that get each result of a quantizer, with its bit-width if known, grid and counters: a census adds one."""
 
 
-def new_record() -> Tensor:
+def new_counters() -> Tensor:
     """Return counters that are all zero."""
-    return torch.zeros(RECORD_LENGTH, dtype=torch.int64)
+    return torch.zeros(COUNTER_LENGTH, dtype=torch.int64)
 
 
 def sample_group(x: Tensor, keep: tuple[int, ...], over: tuple[int, ...] | None, block: int = 0) -> _Sample:
@@ -56,18 +56,20 @@ def sample_group(x: Tensor, keep: tuple[int, ...], over: tuple[int, ...] | None,
     return torch.from_numpy(sample).view(x.dtype).double().numpy() if is_bfloat16 else sample.astype(np.float64)
 
 
-def show(result: Tensor, bits: int | None, grid: Grid, record: Tensor | None = None) -> None:
+def show(result: Tensor, bits: int | None, grid: Grid, counters: Tensor | None = None) -> None:
     """Pass the result of a quantizer to everything in `LOOKING`."""
     for look in LOOKING:
-        look(result, bits, grid, record)
+        look(result, bits, grid, counters)
 
 
-def witness(record: Tensor, x: Tensor, result: Tensor, bits: int, keep: tuple[int, ...], over: tuple[int, ...] | None,
-            block: int) -> None:  # fmt: skip
+def count_levels(
+    counters: Tensor, x: Tensor, result: Tensor, bits: int, keep: tuple[int, ...], over: tuple[int, ...] | None,
+    block: int,
+) -> None:  # fmt: skip
     """Count the levels of `result` and measure its distance from `x`, unless that was done at this bit-width before."""
-    if not 0 < bits < FULL_PRECISION or not (is_free(record) and is_free(x)):
+    if not 0 < bits < FULL_PRECISION or not (is_free(counters) and is_free(x)):
         return
-    notes = record.numpy()
+    notes = counters.numpy()
     if notes[bits]:
         return
     seen = _measured(sample_group(x, keep, over, block), sample_group(result, keep, over, block))

@@ -14,7 +14,7 @@ from cpt_fx import native
 from cpt_fx.formats import Rounding, Scheme
 from cpt_fx.native import address
 from cpt_fx.quantizers.noise import new_seed
-from cpt_fx.quantizers.numerics import Extent, Grid, reduced_dims
+from cpt_fx.quantizers.numerics import Grid, ValueRange, reduced_dims
 
 _SCHEMES = {Scheme.AFFINE: 0, Scheme.AFFINE_INTEGER: 1, Scheme.SYMMETRIC: 2}
 _AFFINE_FLOORED = 3
@@ -39,7 +39,7 @@ class Quantized(NamedTuple):
     """The result of a kernel, and all that it takes to compute it again."""
 
     values: Tensor
-    extents: Tensor
+    value_ranges: Tensor
     seed: Tensor | None
     is_new: bool
     """Whether the quantizer's counters have no levels for this bit-width yet."""
@@ -59,8 +59,8 @@ def serves(x: Tensor, grid: Grid, *, as_stored: bool = False) -> bool:
 
 
 def quantize(
-    x: Tensor, bits: int, grid: Grid, extents: Tensor | None = None, seed: Tensor | None = None,
-    learner: Running | None = None, record: Tensor | None = None, scales: Tensor | None = None,
+    x: Tensor, bits: int, grid: Grid, value_ranges: Tensor | None = None, seed: Tensor | None = None,
+    learner: Running | None = None, counters: Tensor | None = None, scales: Tensor | None = None,
 ) -> Quantized:  # fmt: skip
     """Quantize a tensor that `serves` accepts, over given ranges (as `laid_out` returns them) or measured ones.
 
@@ -71,9 +71,9 @@ def quantize(
     scheme, outer, groups, inner = layout
     if seed is None and grid.rounding is Rounding.STOCHASTIC:
         seed = new_seed(x.device)
-    given = extents is not None
-    if extents is None:
-        extents = torch.empty(3 * groups)
+    given = value_ranges is not None
+    if value_ranges is None:
+        value_ranges = torch.empty(3 * groups)
     out = new_like(x) if scales is None else torch.empty_like(x, dtype=torch.int8)
     running: tuple[int | None, int | None, int | None, float] = (None, None, None, -1.0)
     if learner is not None:
@@ -82,14 +82,14 @@ def quantize(
     assert library is not None
     is_new = library.cpt_fx_quantize(
         x.data_ptr(), out.data_ptr(), address(scales), outer, groups, inner, scheme, bits, address(seed),
-        extents.data_ptr(), given, *running, address(record), native.threads(outer * groups * inner),
+        value_ranges.data_ptr(), given, *running, address(counters), native.threads(outer * groups * inner),
     )  # fmt: skip
-    return Quantized(out, extents, seed, bool(is_new))
+    return Quantized(out, value_ranges, seed, bool(is_new))
 
 
-def laid_out(extent: Extent) -> Tensor | None:
+def laid_out(value_range: ValueRange) -> Tensor | None:
     """Return a given range of a whole tensor in the kernel's layout; None for any other range."""
-    parts = (extent.zero_point, extent.range, extent.maximum())
+    parts = (value_range.zero_point, value_range.range, value_range.maximum())
     if any(part.numel() != 1 or part.dtype != torch.float32 or part.device.type != "cpu" for part in parts):
         return None
     return torch.cat([part.reshape(1) for part in parts])

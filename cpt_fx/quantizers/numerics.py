@@ -53,7 +53,7 @@ def keywords_of(format: Format, groups: tuple[tuple[int, ...], tuple[int, ...] |
     return grid.keywords()
 
 
-class Extent(NamedTuple):
+class ValueRange(NamedTuple):
     """The ranges of a tensor: minimum (the zero point) and size, broadcastable to the tensor.
 
     `top` is the maximum if it was measured: zero_point + range may differ from it in the last bit.
@@ -86,7 +86,7 @@ def reduced_dims(ndim: int, keep: tuple[int, ...], over: tuple[int, ...] | None)
     return tuple(dim for dim in range(ndim) if (dim in dims) is (over is not None))
 
 
-def extent_of(x: Tensor, keep: tuple[int, ...], over: tuple[int, ...] | None) -> Extent:
+def range_of(x: Tensor, keep: tuple[int, ...], over: tuple[int, ...] | None) -> ValueRange:
     """Measure the ranges of a tensor. A NaN makes its range NaN."""
     x = x.detach()
     dims = reduced_dims(x.ndim, keep, over)
@@ -104,7 +104,7 @@ def extent_of(x: Tensor, keep: tuple[int, ...], over: tuple[int, ...] | None) ->
     return _between(low, high)
 
 
-def percentile_extent(x: Tensor, percentile: float) -> Extent:
+def percentile_range(x: Tensor, percentile: float) -> ValueRange:
     """Measure the range of the central `percentile` percent of a tensor's elements."""
     values = x.detach().flatten()
     # kthvalue, since torch.quantile refuses tensors of more than 2**24 elements.
@@ -115,34 +115,34 @@ def percentile_extent(x: Tensor, percentile: float) -> Extent:
     return _between(low + poison, high + poison)
 
 
-def _between(low: Tensor, high: Tensor) -> Extent:
+def _between(low: Tensor, high: Tensor) -> ValueRange:
     low, high = low.to(working_dtype(low)), high.to(working_dtype(high))
-    return Extent(low, high - low, high)
+    return ValueRange(low, high - low, high)
 
 
-def quantize(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None = None) -> Tensor:
+def quantize(x: Tensor, bits: Tensor, grid: Grid, value_range: ValueRange | None = None) -> Tensor:
     """Round `x` to the grid of its bit-width, in the working dtype. Return a new tensor of the dtype of `x`."""
     if grid.block:
         blocks, back = in_blocks(x, grid)
-        return back(on_grid(blocks, bits, grid, extent_of(blocks, (), (-1,))))
-    return on_grid(x, bits, grid, extent or extent_of(x, grid.keep, grid.over))
+        return back(on_grid(blocks, bits, grid, range_of(blocks, (), (-1,))))
+    return on_grid(x, bits, grid, value_range or range_of(x, grid.keep, grid.over))
 
 
-def on_grid(x: Tensor, bits: Tensor, grid: Grid, extent: Extent) -> Tensor:
+def on_grid(x: Tensor, bits: Tensor, grid: Grid, value_range: ValueRange) -> Tensor:
     """Round `x` to the grid over given ranges, which broadcast to it; blocks already have a dim of their own."""
     values = x.to(working_dtype(x))
     if grid.scheme is not Scheme.FLOAT:
-        return _UNIFORM[grid.scheme](values, bits, grid, extent).to(x.dtype)
+        return _UNIFORM[grid.scheme](values, bits, grid, value_range).to(x.dtype)
     largest = float_maximum(bits, grid, values.dtype)
-    ends = (amplitude(extent), largest)
+    ends = (amplitude(value_range), largest)
     # A block's scale maps its largest power of two to that of the format: the largest values may saturate.
     reach, top = map(floor_to_power_of_two, ends) if grid.block else ends
     return _floating(values, bits, grid, reach / top, largest).to(x.dtype)
 
 
-def quantize_or_pass(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None = None) -> Tensor:
+def quantize_or_pass(x: Tensor, bits: Tensor, grid: Grid, value_range: ValueRange | None = None) -> Tensor:
     """Return `quantize`, or `x` itself at bit-widths 0 and 32, decided at run time without a branch."""
-    return torch.where(_once(passes(bits)), x, quantize(x, bits, grid, extent))
+    return torch.where(_once(passes(bits)), x, quantize(x, bits, grid, value_range))
 
 
 def passes(bits: Tensor) -> Tensor:
@@ -150,9 +150,9 @@ def passes(bits: Tensor) -> Tensor:
     return (bits >= FULL_PRECISION) | (bits <= 0)
 
 
-def amplitude(extent: Extent) -> Tensor:
+def amplitude(value_range: ValueRange) -> Tensor:
     """Return the largest magnitude inside the range, for the schemes that are symmetric around zero."""
-    return torch.maximum(-extent.zero_point, extent.maximum()).clamp_min(0)
+    return torch.maximum(-value_range.zero_point, value_range.maximum()).clamp_min(0)
 
 
 def power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
@@ -223,18 +223,18 @@ def divisor(scale: Tensor) -> Tensor:
     return scale.clamp_min(torch.finfo(scale.dtype).tiny)
 
 
-def _affine(x: Tensor, bits: Tensor, grid: Grid, extent: Extent) -> Tensor:
+def _affine(x: Tensor, bits: Tensor, grid: Grid, value_range: ValueRange) -> Tensor:
     levels = levels_of(bits, x.dtype)
-    scale = _once(affine_scale(extent.range, levels, floored=grid.floored))
-    zero_point = _once(extent.zero_point)
+    scale = _once(affine_scale(value_range.range, levels, floored=grid.floored))
+    zero_point = _once(value_range.zero_point)
     codes = (x - zero_point).div_(_once(divisor(scale)))
     return _round_(codes, grid.rounding, torch.zeros_like(levels), _once(levels)).mul_(scale).add_(zero_point)
 
 
-def _affine_integer(x: Tensor, bits: Tensor, grid: Grid, extent: Extent) -> Tensor:
+def _affine_integer(x: Tensor, bits: Tensor, grid: Grid, value_range: ValueRange) -> Tensor:
     levels = levels_of(bits, x.dtype)
-    low = extent.zero_point.clamp_max(0)
-    high = extent.maximum().clamp_min(0)
+    low = value_range.zero_point.clamp_max(0)
+    high = value_range.maximum().clamp_min(0)
     scale = _once((high - low) / levels)
     step = _once(divisor(scale))
     # NaN survives minimum and clamp, so a range that is NaN stays visible.
@@ -245,19 +245,19 @@ def _affine_integer(x: Tensor, bits: Tensor, grid: Grid, extent: Extent) -> Tens
 
 
 def symmetric_codes(
-    x: Tensor, bits: Tensor, rounding: Rounding, extent: Extent, seed: Tensor | None = None
+    x: Tensor, bits: Tensor, rounding: Rounding, value_range: ValueRange, seed: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes, the offset of their values in steps (half a step at one bit), and the step."""
     # At one bit the only symmetric grid of two levels is -a, +a: the values are half a step off the codes.
     half = _once((bits == 1).to(x.dtype) * 0.5)
     reach = torch.bitwise_left_shift(torch.ones_like(bits), (bits - 1).clamp(0, FULL_PRECISION)).to(x.dtype) - 1
-    scale = _once(amplitude(extent) / (reach + half))
+    scale = _once(amplitude(value_range) / (reach + half))
     codes = (x / _once(divisor(scale))).sub_(half)
     return _round_(codes, rounding, _once(-reach - 2 * half), _once(reach), seed), half, scale
 
 
-def _symmetric(x: Tensor, bits: Tensor, grid: Grid, extent: Extent) -> Tensor:
-    codes, half, scale = symmetric_codes(x, bits, grid.rounding, extent)
+def _symmetric(x: Tensor, bits: Tensor, grid: Grid, value_range: ValueRange) -> Tensor:
+    codes, half, scale = symmetric_codes(x, bits, grid.rounding, value_range)
     return codes.add_(half).mul_(scale)
 
 

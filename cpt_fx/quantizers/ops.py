@@ -21,7 +21,7 @@ from cpt_fx.formats import Range
 from cpt_fx.quantizers import numerics
 from cpt_fx.quantizers.counters import DIFFERENTIATED, SKIPPED, SPARSE
 from cpt_fx.quantizers.kernels import Running
-from cpt_fx.quantizers.numerics import Extent, Grid, extent_of, percentile_extent
+from cpt_fx.quantizers.numerics import Grid, ValueRange, percentile_range, range_of
 from cpt_fx.quantizers.recompute import is_recomputing, keep_sources
 from cpt_fx.quantizers.straight_through import Identity, arm, by_kernel, count, grid_of, note, passes, straight_through
 from cpt_fx.quantizers.widths import host_value, on_device
@@ -64,9 +64,9 @@ def _for_any_tensor(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(kernel)
     def run(x: Tensor, bits: Tensor, *args: Any, **options: Any) -> Tensor:
         if x.layout is not torch.strided:
-            if options.get("record") is not None:
-                count(options["record"])
-                count(options["record"], SKIPPED, SPARSE)
+            if options.get("counters") is not None:
+                count(options["counters"])
+                count(options["counters"], SKIPPED, SPARSE)
             return x
         bits = on_device(bits, x.device)
         if args and args[0].device != x.device:
@@ -107,35 +107,35 @@ def _with_parts(options: dict[str, Any], ndim: int) -> dict[str, Any]:
 @_for_any_tensor
 def _fake_quantize(
     x: Tensor, bits: Tensor, *, zero_point: Tensor | None = None, range: Tensor | None = None,
-    record: Tensor | None = None, **options: Any,
+    counters: Tensor | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
-    extent = None if zero_point is None or range is None else Extent(zero_point, range)
-    return straight_through(x, bits, grid_of(options, "nearest"), extent, record)
+    value_range = None if zero_point is None or range is None else ValueRange(zero_point, range)
+    return straight_through(x, bits, grid_of(options, "nearest"), value_range, counters)
 
 
-def _quantized_gradient(bits: Tensor, grid: Grid, record: Tensor | None, gradient: Tensor) -> Tensor:
+def _quantized_gradient(bits: Tensor, grid: Grid, counters: Tensor | None, gradient: Tensor) -> Tensor:
     """Quantize a gradient in the backward pass."""
-    if record is not None and torch.is_grad_enabled() and (plain(gradient).requires_grad or not is_transformed()):
-        arm(record, DIFFERENTIATED)
+    if counters is not None and torch.is_grad_enabled() and (plain(gradient).requires_grad or not is_transformed()):
+        arm(counters, DIFFERENTIATED)
     if gradient.layout is not torch.strided:
         return gradient
     if are_gradients(gradient):
-        whole: Tensor = each(partial(_quantized_gradient, bits, grid, record), gradient)
+        whole: Tensor = each(partial(_quantized_gradient, bits, grid, counters), gradient)
         return whole
     parts = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
-    quantized = straight_through(parts, bits, grid, None, record)
+    quantized = straight_through(parts, bits, grid, None, counters)
     return torch.view_as_complex(quantized) if gradient.is_complex() else quantized
 
 
-def _quantize_gradient(x: Tensor, bits: Tensor, *, record: Tensor | None = None, **options: Any) -> Tensor:
-    if record is not None:
-        arm(record, 1 + x.requires_grad)
+def _quantize_gradient(x: Tensor, bits: Tensor, *, counters: Tensor | None = None, **options: Any) -> Tensor:
+    if counters is not None:
+        arm(counters, 1 + x.requires_grad)
     if not (x.requires_grad or is_transformed()):
         return x
     bits = on_device(bits, x.device)
     grid = grid_of(options | _with_parts(options, x.ndim) if x.is_complex() else options, "stochastic")
 
-    hook = partial(_quantized_gradient, bits, grid, record)
+    hook = partial(_quantized_gradient, bits, grid, counters)
     if is_transformed():
         transformed: Tensor = _GradientThrough.apply(x, hook)  # type: ignore[no-untyped-call]
         return transformed
@@ -158,12 +158,12 @@ def _quantize_gradient(x: Tensor, bits: Tensor, *, record: Tensor | None = None,
 def _fake_quantize_observed(
     x: Tensor, bits: Tensor, zero_point: Tensor, range: Tensor, weight: Tensor, training: bool, *,
     momentum: float = 0.9, corrected: bool = True, when_off: bool = False, percentile: float = 100.0,
-    trains: Tensor | None = None, record: Tensor | None = None, **options: Any,
+    trains: Tensor | None = None, counters: Tensor | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
     running = Running(zero_point, range, weight, momentum)
     if trains is not None and (known := host_value(trains)) is not None:
         training, trains = bool(known), None
-    learn = partial(_learn, x, bits, running, when_off, percentile, record)
+    learn = partial(_learn, x, bits, running, when_off, percentile, counters)
     grid = grid_of(options, "nearest")
     if trains is not None:
         # First, since `learn` overwrites the running range.
@@ -172,27 +172,27 @@ def _fake_quantize_observed(
     elif training:
         if percentile >= 100:
             running = running._replace(momentum=-1.0 if is_recomputing() else momentum)
-            served = by_kernel(x, bits, grid, None, record, running)
+            served = by_kernel(x, bits, grid, None, counters, running)
             if served is not None:
                 return served
         used = learn()
     else:
         used = _recall(x, running, corrected, percentile)
-    return straight_through(x, bits, grid, used, record)
+    return straight_through(x, bits, grid, used, counters)
 
 
 @torch.no_grad()
 def _learn(
-    x: Tensor, bits: Tensor, running: Running, when_off: bool, percentile: float, record: Tensor | None,
+    x: Tensor, bits: Tensor, running: Running, when_off: bool, percentile: float, counters: Tensor | None,
     trains: Tensor | None = None,
-) -> Extent:  # fmt: skip
+) -> ValueRange:  # fmt: skip
     """Return the batch's own range, and update the running range with it; with `trains`, only where that is True.
 
     A batch that is not finite is ignored: the training loop skips it, too.
     """
     if x.numel() == 0:
-        return Extent(running.zero_point, running.range)
-    batch = _extent(x, percentile)
+        return ValueRange(running.zero_point, running.range)
+    batch = _value_range(x, percentile)
     if is_recomputing():
         return batch
     on = torch.ones_like(bits, dtype=torch.bool) if when_off else bits > 0
@@ -206,40 +206,40 @@ def _learn(
         # The published expression, in its order: float addition is not associative.
         updated = state * momentum + value * (1 - momentum)
         write(state, torch.where(on & finite, updated, state), "a running range")
-    if record is not None:
-        count(record, SKIPPED, on & finite.logical_not())
+    if counters is not None:
+        count(counters, SKIPPED, on & finite.logical_not())
     return batch
 
 
 @torch.no_grad()
-def _recall(x: Tensor, running: Running, corrected: bool, percentile: float) -> Extent:
+def _recall(x: Tensor, running: Running, corrected: bool, percentile: float) -> ValueRange:
     """Return the running range; before any training there is none, and the tensor's own range is used."""
     zero_point, range, weight, _ = running
     if x.numel() == 0:
-        return Extent(zero_point.clone(), range.clone())
+        return ValueRange(zero_point.clone(), range.clone())
     share = weight if corrected else torch.ones_like(weight)
     learned = host_value(weight > 0)
     if learned:
-        return Extent(zero_point / share, range / share)
-    batch = _extent(x, percentile)
+        return ValueRange(zero_point / share, range / share)
+    batch = _value_range(x, percentile)
     if learned is not None:
         return batch
     dtype = zero_point.dtype
-    own = Extent(batch.zero_point.to(dtype), batch.range.to(dtype), batch.maximum().to(dtype))
-    return _by_mode(weight > 0, Extent(zero_point / share, range / share), own)
+    own = ValueRange(batch.zero_point.to(dtype), batch.range.to(dtype), batch.maximum().to(dtype))
+    return _by_mode(weight > 0, ValueRange(zero_point / share, range / share), own)
 
 
-def _by_mode(first: Tensor, one: Extent, other: Extent) -> Extent:
+def _by_mode(first: Tensor, one: ValueRange, other: ValueRange) -> ValueRange:
     """Return one of two ranges, chosen by a tensor."""
-    return Extent(
+    return ValueRange(
         torch.where(first, one.zero_point, other.zero_point),
         torch.where(first, one.range, other.range),
         torch.where(first, one.maximum(), other.maximum()),
     )
 
 
-def _extent(x: Tensor, percentile: float) -> Extent:
-    return extent_of(x, (), None) if percentile >= 100 else percentile_extent(x, percentile)
+def _value_range(x: Tensor, percentile: float) -> ValueRange:
+    return range_of(x, (), None) if percentile >= 100 else percentile_range(x, percentile)
 
 
 class LearnedRange(torch.autograd.Function):
@@ -258,7 +258,7 @@ class LearnedRange(torch.autograd.Function):
             # The layout is kept, for the last bits of products. A view must not be written in place, as addmm_ does.
             copied = torch.empty_like(x)
             return copied.copy_(x) if copied.stride() == x.stride() else x.view_as(x)
-        return numerics.quantize_or_pass(x, bits.to(torch.int64), grid, Extent(zero_point, range))
+        return numerics.quantize_or_pass(x, bits.to(torch.int64), grid, ValueRange(zero_point, range))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -293,16 +293,16 @@ class LearnedRange(torch.autograd.Function):
 @_for_any_tensor
 def _fake_quantize_learned(
     x: Tensor, bits: Tensor, zero_point: Tensor, range: Tensor, weight: Tensor, training: bool, *,
-    trains: Tensor | None = None, record: Tensor | None = None, **options: Any,
+    trains: Tensor | None = None, counters: Tensor | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
     grid = grid_of(options | {"floored": False}, "nearest")
     if x.numel():
         # The first finite tensor initializes the range.
-        _learn(x, bits, Running(zero_point, range, weight, 0.0), True, 100.0, record, weight <= 0)
+        _learn(x, bits, Running(zero_point, range, weight, 0.0), True, 100.0, counters, weight <= 0)
         known = torch.where(weight > 0, 0.0, torch.nan).to(range.dtype)
         range = range + known  # NaN while there is none: tensors that are not finite stay visible
     result: Tensor = LearnedRange.apply(x, zero_point, range, bits, grid)  # type: ignore[no-untyped-call]
-    note(record, x, result, bits, grid)
+    note(counters, x, result, bits, grid)
     return result
 
 
@@ -332,21 +332,21 @@ def define(schema: str, kernel: Callable[..., Any], *keys: str) -> Callable[...,
 
 FAKE_QUANTIZE = define(
     f"fake_quantize(Tensor x, Tensor bits, *, {_GRID.format(rounding='nearest')}, Tensor? zero_point=None, "
-    "Tensor? range=None, Tensor(a!)? record=None) -> Tensor",
+    "Tensor? range=None, Tensor(a!)? counters=None) -> Tensor",
     _fake_quantize,
 )
 QUANTIZE_GRADIENT = define(
-    f"quantize_gradient(Tensor(a) x, Tensor bits, *, {_GRID.format(rounding='stochastic')}, Tensor? record=None) "
+    f"quantize_gradient(Tensor(a) x, Tensor bits, *, {_GRID.format(rounding='stochastic')}, Tensor? counters=None) "
     "-> Tensor(a)",
     _quantize_gradient,
 )
 FAKE_QUANTIZE_OBSERVED = define(
     f"fake_quantize_observed{_RUNNING}float momentum=0.9, bool corrected=True, bool when_off=False, "
-    "float percentile=100., Tensor? trains=None, Tensor(d!)? record=None) -> Tensor",
+    "float percentile=100., Tensor? trains=None, Tensor(d!)? counters=None) -> Tensor",
     _fake_quantize_observed,
 )
 FAKE_QUANTIZE_LEARNED = define(
-    f"fake_quantize_learned{_RUNNING}Tensor? trains=None, Tensor(d!)? record=None) -> Tensor", _fake_quantize_learned
+    f"fake_quantize_learned{_RUNNING}Tensor? trains=None, Tensor(d!)? counters=None) -> Tensor", _fake_quantize_learned
 )
 QUANTIZERS = (FAKE_QUANTIZE, FAKE_QUANTIZE_OBSERVED, FAKE_QUANTIZE_LEARNED, QUANTIZE_GRADIENT)
 """Every op that quantizes."""

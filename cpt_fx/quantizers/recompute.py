@@ -40,7 +40,7 @@ class Source(NamedTuple):
     x: Tensor
     width: int
     grid: Grid
-    extents: Tensor
+    value_ranges: Tensor
     seed: Tensor | None
 
 
@@ -139,10 +139,10 @@ class _Kept(NamedTuple):
         return self._made_of(self.x)
 
     def _made_of(self, x: Tensor) -> Tensor:
-        width, grid, extents, seed = self.source.width, self.source.grid, self.source.extents, self.source.seed
-        made = simulate.quantize(x, width, grid, extents, seed)
+        source, grid = self.source, self.source.grid
+        made = simulate.quantize(x, source.width, grid, source.value_ranges, source.seed)
         if LOOKING:
-            show(made.values, width, grid)
+            show(made.values, source.width, grid)
         return made.values.as_strided(self.size, self.stride, self.offset)
 
 

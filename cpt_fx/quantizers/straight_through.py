@@ -20,9 +20,9 @@ from cpt_fx.common.compilers import skip_frame
 from cpt_fx.common.functorch import is_batched, is_transformed, outside, plain
 from cpt_fx.formats import FULL_PRECISION, Rounding, Scheme, Specials
 from cpt_fx.quantizers import kernels as simulate
-from cpt_fx.quantizers.counters import ARMED, LOOKING, show, witness
+from cpt_fx.quantizers.counters import ARMED, LOOKING, count_levels, show
 from cpt_fx.quantizers.kernels import Running
-from cpt_fx.quantizers.numerics import Extent, Grid, extent_of, quantize, quantize_or_pass
+from cpt_fx.quantizers.numerics import Grid, ValueRange, quantize, quantize_or_pass, range_of
 from cpt_fx.quantizers.recompute import Source, computed_again, mark
 from cpt_fx.quantizers.widths import host_value
 
@@ -40,35 +40,42 @@ def grid_of(options: dict[str, Any], rounding: str) -> Grid:
     return _grid(*((name, tuple(option) if isinstance(option, list) else option) for name, option in options.items()))
 
 
-def straight_through(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None, record: Tensor | None) -> Tensor:
+def straight_through(
+    x: Tensor, bits: Tensor, grid: Grid, value_range: ValueRange | None, counters: Tensor | None
+) -> Tensor:
     """Quantize with the identity as gradient. If the bit-width is known to be full precision, return the tensor itself.
 
     Without another node in the autograd graph, gradients of a tensor with several readers are added in the original's
     order, so that the last bit is the same.
     """
-    served = by_kernel(x, bits, grid, extent, record)
+    served = by_kernel(x, bits, grid, value_range, counters)
     if served is not None:
         return served
     # Under torch.func, counters can only be written inside an autograd function.
     if not is_transformed() and passes(bits):
-        if record is not None:
-            count(record)
+        if counters is not None:
+            count(counters)
         return x
-    zero_point, range, top = extent or (None, None, None)
+    zero_point, range, top = value_range or (None, None, None)
     # A grid is a tuple, and torch.func flattens tuples among the arguments.
-    result: Tensor = _ByTorch.apply(x, bits, lambda: grid, zero_point, range, top, record)  # type: ignore[no-untyped-call]
+    result: Tensor = _ByTorch.apply(x, bits, lambda: grid, zero_point, range, top, counters)  # type: ignore[no-untyped-call]
     return result
 
 
 def by_kernel(
-    x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None, record: Tensor | None, learner: Running | None = None
+    x: Tensor,
+    bits: Tensor,
+    grid: Grid,
+    value_range: ValueRange | None,
+    counters: Tensor | None,
+    learner: Running | None = None,
 ) -> Tensor | None:
     """Quantize by the kernel, in eager code on CPU at a bit-width that quantizes; otherwise return None."""
     if (
         is_transformed()
         or is_batched(x)
         or forward_ad._current_level >= 0
-        or (record is not None and not record.is_cpu)
+        or (counters is not None and not counters.is_cpu)
     ):
         return None
     width = host_value(bits)
@@ -77,13 +84,13 @@ def by_kernel(
     if not simulate.serves(x, grid) or not (learner is None or learner.fits()):
         return None
     given = None
-    if extent is not None:
-        given = simulate.laid_out(extent)
+    if value_range is not None:
+        given = simulate.laid_out(value_range)
         if given is None:
             return None
         # The given range is that of the whole tensor, whatever the granularity.
         grid = grid._replace(keep=(), over=None)
-    how = (width, grid, given, record, learner)
+    how = (width, grid, given, counters, learner)
     if torch.is_grad_enabled() and x.requires_grad:
         result: Tensor = _ByKernel.apply(x, *how)  # type: ignore[no-untyped-call]
         return result
@@ -91,17 +98,17 @@ def by_kernel(
 
 
 def _by_kernel(
-    x: Tensor, width: int, grid: Grid, extents: Tensor | None, record: Tensor | None, learner: Running | None, *,
+    x: Tensor, width: int, grid: Grid, value_ranges: Tensor | None, counters: Tensor | None, learner: Running | None, *,
     marked: bool,
 ) -> Tensor:  # fmt: skip
     """Quantize by the kernel; if `marked`, attach the source, since an operator may want to save the result."""
-    made = simulate.quantize(x, width, grid, extents, None, learner, record)
-    if made.is_new and record is not None:
-        witness(record, x.detach(), made.values, width, grid.keep, grid.over, grid.block)
+    made = simulate.quantize(x, width, grid, value_ranges, None, learner, counters)
+    if made.is_new and counters is not None:
+        count_levels(counters, x.detach(), made.values, width, grid.keep, grid.over, grid.block)
     if LOOKING:
-        show(made.values, width, grid, record)
+        show(made.values, width, grid, counters)
     if marked:
-        mark(made.values, Source(x, width, grid, made.extents, made.seed))
+        mark(made.values, Source(x, width, grid, made.value_ranges, made.seed))
     return made.values
 
 
@@ -122,10 +129,10 @@ class Identity(torch.autograd.Function):
 class _ByKernel(Identity):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, width: int, grid: Grid, extents: Tensor | None, record: Tensor | None,
+        ctx: Any, x: Tensor, width: int, grid: Grid, value_ranges: Tensor | None, counters: Tensor | None,
         learner: Running | None,
     ) -> Tensor:  # fmt: skip
-        return _by_kernel(x, width, grid, extents, record, learner, marked=True)
+        return _by_kernel(x, width, grid, value_ranges, counters, learner, marked=True)
 
 
 class _ByTorch(Identity):
@@ -134,10 +141,10 @@ class _ByTorch(Identity):
     @staticmethod
     def forward(
         x: Tensor, bits: Tensor, grid: Callable[[], Grid], zero_point: Tensor | None, range: Tensor | None,
-        top: Tensor | None, record: Tensor | None,
+        top: Tensor | None, counters: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        extent = None if zero_point is None or range is None else Extent(zero_point, range, top)
-        return _by_torch(x, bits, grid(), extent, record)
+        value_range = None if zero_point is None or range is None else ValueRange(zero_point, range, top)
+        return _by_torch(x, bits, grid(), value_range, counters)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -150,18 +157,18 @@ _ByTorch.forward.__signature__ = inspect.signature(_ByTorch.forward)  # type: ig
 skip_frame(Identity.backward.__code__, inside=True)
 
 
-def _by_torch(x: Tensor, bits: Tensor, grid: Grid, extent: Extent | None, record: Tensor | None) -> Tensor:
+def _by_torch(x: Tensor, bits: Tensor, grid: Grid, value_range: ValueRange | None, counters: Tensor | None) -> Tensor:
     """Return `x` on the grid of its bit-width, as a new tensor."""
     if x.numel() == 0 or passes(bits):
         result = x.clone()
     elif host_value(bits) is None:
         # Outside the block below: a range is a few numbers, and may be saved.
-        extent = extent or (None if grid.block else extent_of(x, grid.keep, grid.over))
+        value_range = value_range or (None if grid.block else range_of(x, grid.keep, grid.over))
         with nullcontext() if grid.rounding is Rounding.STOCHASTIC else computed_again():
-            result = quantize_or_pass(x, bits.to(torch.int64), grid, extent)
+            result = quantize_or_pass(x, bits.to(torch.int64), grid, value_range)
     else:
-        result = quantize(x, bits.to(torch.int64), grid, extent)
-    note(record, x, result, bits, grid)
+        result = quantize(x, bits.to(torch.int64), grid, value_range)
+    note(counters, x, result, bits, grid)
     return result
 
 
@@ -171,26 +178,26 @@ def passes(bits: Tensor) -> bool:
     return width is not None and not 0 < width < FULL_PRECISION
 
 
-def note(record: Tensor | None, x: Tensor, result: Tensor, bits: Tensor, grid: Grid) -> None:
+def note(counters: Tensor | None, x: Tensor, result: Tensor, bits: Tensor, grid: Grid) -> None:
     """Count a run, measure its result where that is free, and pass it to everything in `LOOKING`."""
     width = host_value(bits)
-    if record is not None:
-        count(record)
+    if counters is not None:
+        count(counters)
         # Under vmap every element of the batch has a sample of its own, and nothing can be counted.
         if width is not None and x.numel() and not is_transformed():
-            witness(record, x, result, width, grid.keep, grid.over, grid.block)
+            count_levels(counters, x, result, width, grid.keep, grid.over, grid.block)
     if LOOKING and not passes(bits):
-        show(result, width, grid, record)
+        show(result, width, grid, counters)
 
 
-def count(record: Tensor, place: int = 0, more: Tensor | int = 1) -> None:
+def count(counters: Tensor, place: int = 0, more: Tensor | int = 1) -> None:
     """Count a run, or add to another counter."""
     with outside() if is_transformed() else nullcontext():
-        # The same as `record[place]`, by an operator that fake tensors support.
-        plain(record).select(0, place).add_(plain(more).sum() if isinstance(more, Tensor) else more)
+        # The same as `counters[place]`, by an operator that fake tensors support.
+        plain(counters).select(0, place).add_(plain(more).sum() if isinstance(more, Tensor) else more)
 
 
-def arm(record: Tensor, state: int) -> None:
+def arm(counters: Tensor, state: int) -> None:
     """Raise the state of a gradient quantizer to `state`: see `ARMED`."""
     with outside() if is_transformed() else nullcontext():
-        plain(record).select(0, ARMED).clamp_(min=state)
+        plain(counters).select(0, ARMED).clamp_(min=state)

@@ -19,7 +19,7 @@ def is_watched() -> bool:
     return depth > 0 and not all(hasattr(torch._C._get_dispatch_stack_at(place), LOOKS_ON) for place in range(depth))
 
 
-def width_tensor(width: int, device: torch.device, dial: str = "") -> Tensor:
+def width_tensor(width: int, device: torch.device, source: str = "") -> Tensor:
     """Return the tensor of a bit-width on a device; it is shared and never written.
 
     Each bit-width source has its own, also at equal bit-widths: compiled graphs guard which inputs are the same tensor.
@@ -27,7 +27,7 @@ def width_tensor(width: int, device: torch.device, dial: str = "") -> Tensor:
     if is_watched():
         # Tensors made under a mode are the mode's own: a fake one must not be cached.
         return torch.tensor(width, dtype=torch.int64, device=device)
-    key = (width, device, dial)
+    key = (width, device, source)
     if key not in _KEPT:
         with torch.inference_mode(False):
             _KEPT[key] = torch.tensor(width, dtype=torch.int64).to(device)

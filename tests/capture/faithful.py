@@ -15,8 +15,8 @@ from cpt_fx.schedules import Schedule, Sequence, Static
 from tests.training import Equal, Step, check_same, check_same_output, fresh, same, snapshot, tensors_in, train_step
 from tests.zoo.any_model import Entry, seed_everything
 
-OPENED = 1e-5
-"""How far numbers may be from the original's, relative to the largest, where a fused operator had to be opened."""
+DECOMPOSED = 1e-5
+"""How far numbers may be from the original's, relative to the largest, where a fused operator had to be decomposed."""
 
 
 def first_exact_then_four_bits() -> Schedule:
@@ -74,8 +74,10 @@ def evaluate(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def comparison(result: nn.Module, expected: Step, *, rounding: bool) -> Equal:
-    """To the last bit, or to rounding where the report says that an operator was opened."""
-    if not rounding and not any(report.name == "open" and report.changed for report in cpt_fx.inspect(result).passes):
+    """To the last bit, or to rounding where the report says that an operator was decomposed."""
+    if not rounding and not any(
+        report.name == "decompose" and report.changed for report in cpt_fx.inspect(result).passes
+    ):
         return same
     # Some gradients are nothing but rounding, such as that of a key's bias: they are measured by the larger ones.
     largest = max(float(gradient.abs().max()) for gradient in expected.gradients.values() if gradient is not None)
@@ -91,7 +93,7 @@ def close(ours: Tensor | None, theirs: Tensor | None, floor: float) -> bool:
     if not ours.is_floating_point():
         return torch.equal(ours, theirs)
     scale = max(float(theirs.detach().abs().max()), floor) if theirs.numel() else floor
-    return bool(((ours - theirs).abs() <= OPENED * scale).all())
+    return bool(((ours - theirs).abs() <= DECOMPOSED * scale).all())
 
 
 def _check_refusal(expected: str, model: nn.Module, schedule: Schedule, options: dict[str, Any]) -> None:

@@ -75,7 +75,7 @@ def test_auto_is_right_and_says_why(name: str) -> None:
     capture = cpt_fx.inspect(result).capture
     assert capture.frontend == "dynamo"
     assert any("not captured by torch.fx" in note and re.search(PLACE, note) for note in capture.notes), capture.notes
-    if name != "by_result_that_is_none":  # whose attention is opened, equal to rounding
+    if name != "by_result_that_is_none":  # whose attention is decomposed, equal to rounding
         compared(result, reference, case, evaluated=False)
         assert cpt_fx.inspect(result).quantizers
 

@@ -20,7 +20,7 @@ from cpt_fx.formats import Format, Group, Scheme
 from cpt_fx.recipes import Recipe, Rule
 from cpt_fx.schedules import Bits, Custom, Static, named
 from tests.capture.programs import PROGRAM, taken
-from tests.training import check_same, records, same, train_step
+from tests.training import check_same, counters, same, train_step
 from tests.zoo import ZOO
 
 
@@ -56,7 +56,7 @@ def test_every_width_without_compiling_again() -> None:
             assert same(ours.gradients[f"_orig_mod.{name}"], gradient), (plan.position, name)
         plan.step()
     assert counter.frame_count == 1
-    for name, record in records(traced).items():
+    for name, record in counters(traced).items():
         assert int(record[0]) == 32, name
     ranges = {key: value for key, value in eager.state_dict().items() if "cpt_fx_" in key and "_range_" in key}
     assert ranges and all(same(traced.state_dict()[key], value) for key, value in ranges.items())
@@ -105,7 +105,7 @@ def test_inductor() -> None:
 
 
 class Attending(nn.Module):
-    """Fused attention, which is opened."""
+    """Fused attention, which is decomposed."""
 
     def __init__(self) -> None:
         super().__init__()

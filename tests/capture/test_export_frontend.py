@@ -17,7 +17,7 @@ from cpt_fx import CaptureError
 from cpt_fx.schedules import Static
 from tests.capture.faithful import stages
 from tests.capture.test_symbolic import model_of
-from tests.training import check_same, records, snapshot, train_step
+from tests.training import check_same, counters, snapshot, train_step
 from tests.zoo import ANY_MODEL
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
@@ -201,7 +201,7 @@ def test_the_graph_is_there_at_once() -> None:
     assert len(cpt_fx.graphs(result)) == 1
     assert len(cpt_fx.inspect(result).quantizers) == 8
     train_step(result, (X,), {})
-    assert all(int(record[0]) == 1 and 0 < int(record[4]) <= 2**4 for record in records(result).values())
+    assert all(int(record[0]) == 1 and 0 < int(record[4]) <= 2**4 for record in counters(result).values())
     assert cpt_fx.inspect(result).capture.notes == ('one graph for the example inputs, as capture="export" asks',)
 
 

@@ -14,8 +14,8 @@ from cpt_fx.schedules import Schedule, Static, named
 from tests.training import (
     check_same,
     check_same_output,
+    counters,
     fresh,
-    records,
     same,
     snapshot,
     tensors_in,
@@ -143,7 +143,7 @@ def test_four_bits_are_four_bits(build: Build, recipe: str) -> None:
     assert any(name.startswith("output") for name in changed)
     assert any("gradient" in name for name in changed)
     assert all(bool(torch.isfinite(tensor).all()) for tensor in ours.tensors().values() if tensor is not None)
-    noted = records(result)
+    noted = counters(result)
     assert noted
     for name, record in noted.items():
         assert int(record[0]) > 0, name
@@ -158,7 +158,7 @@ def test_three_steps_of_a_cycle(build: Build) -> None:
         bits = schedule.bits(step).weight
         ours = train_step(result, args, kwargs, seed=step)
         assert all(bool(torch.isfinite(tensor).all()) for tensor in ours.tensors().values() if tensor is not None)
-        forward = [record for name, record in records(result).items() if "gradient" not in name]
+        forward = [record for name, record in counters(result).items() if "gradient" not in name]
         assert all(0 < int(record[bits]) <= 2**bits for record in forward)
         schedule.step()
     evaluated = list(tensors_in(evaluate(result, args, kwargs)))

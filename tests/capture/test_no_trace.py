@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import cpt_fx
-from cpt_fx.capture.dry_run import trial
+from cpt_fx.capture.dry_run import dry_run
 from cpt_fx.capture.side_effects import unchanged
 from cpt_fx.common.arrays import array_of
 from cpt_fx.schedules import Static
@@ -406,7 +406,7 @@ def test_an_error_leaves_nothing_either() -> None:
 
     model = made(Failing)
     before = world(model)
-    with pytest.raises(RuntimeError, match="too late"), trial(model):
+    with pytest.raises(RuntimeError, match="too late"), dry_run(model):
         model(x())
     assert world(model) == before
     for capture in CAPTURES:

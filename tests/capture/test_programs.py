@@ -15,13 +15,13 @@ from torch.export import ExportedProgram
 import cpt_fx
 from cpt_fx import CaptureError
 from cpt_fx.capture.program import program_module
-from cpt_fx.ir.meta import SITE
+from cpt_fx.ir.meta import DECISION
 from cpt_fx.recipes import paper
 from cpt_fx.schedules import Static
 from tests.capture.programs import program_of
 from tests.capture.test_identity import NOT_BATCHED, evaluate
 from tests.capture.test_symbolic import model_of
-from tests.training import Equal, check_same, check_same_output, records, same, train_step
+from tests.training import Equal, check_same, check_same_output, counters, same, train_step
 from tests.zoo import ZOO
 
 UNREGISTERED = {"dataclass_output"}
@@ -71,7 +71,7 @@ def parity(model: nn.Module, *args: Any, **kwargs: Any) -> fx.GraphModule:
 
 
 def parity_where_opened(model: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """The converted program is the model to the last bit; its attention or recurrent layers are opened later."""
+    """The converted program is the model to the last bit; its attention or recurrent layers are decomposed later."""
     plain, again = copy.deepcopy(model), copy.deepcopy(model)
     check_parity(program_module(program_of(plain, *args, **kwargs))[0], copy.deepcopy(model), args, kwargs)
     check_parity(exported(again, *args, **kwargs), copy.deepcopy(model), args, kwargs, close)
@@ -111,8 +111,8 @@ def test_layers_have_the_names_of_the_symbolic_frontend(name: str) -> None:
     model, args, kwargs = ZOO[name]()
     symbolic = cpt_fx.transform(model, Static(32), capture="symbolic")
     result = exported(ZOO[name]()[0], *args, **kwargs)
-    found = [[node.meta[SITE].layer for graph in cpt_fx.graphs(one) for node in graph.graph.nodes if SITE in node.meta]
-             for one in (symbolic, result)]  # fmt: skip
+    nodes = [[node for graph in cpt_fx.graphs(one) for node in graph.graph.nodes] for one in (symbolic, result)]
+    found = [[node.meta[DECISION].layer for node in one if DECISION in node.meta] for one in nodes]
     assert found[0] and found[0] == found[1]
 
 
@@ -121,7 +121,7 @@ def test_four_bits_are_four_bits(name: str) -> None:
     model, args, kwargs = ZOO[name]()
     result = transformed(program_of(model, *args, **kwargs), bits=4)
     train_step(result, args, kwargs)
-    noted = records(result)
+    noted = counters(result)
     assert noted
     assert all(int(record[0]) > 0 and 0 < int(record[4]) <= 2**4 for record in noted.values())
 
@@ -269,7 +269,7 @@ def test_regions_are_in_the_graph() -> None:
     with torch.no_grad():
         assert not result(x)[0].requires_grad
         assert not torch.is_grad_enabled()
-    assert [node.meta[SITE].layer for node in result.graph.nodes if SITE in node.meta] == ["a", "b", "b"]
+    assert [node.meta[DECISION].layer for node in result.graph.nodes if DECISION in node.meta] == ["a", "b", "b"]
 
 
 # Programs as they come.
@@ -339,7 +339,7 @@ def test_a_decomposed_program() -> None:
     plain = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
     program = torch.export.export(plain, (x,)).run_decompositions()
     result = transformed(program)
-    assert [node.target for node in result.graph.nodes if SITE in node.meta] == [torch.addmm, torch.addmm]
+    assert [node.target for node in result.graph.nodes if DECISION in node.meta] == [torch.addmm, torch.addmm]
     assert torch.equal(result(x), plain(x))
     with pytest.raises(CaptureError, match=r"this program was decomposed: .*before run_decompositions"):
         transformed(torch.export.export(network().train(), (x,)).run_decompositions())
@@ -366,4 +366,4 @@ def test_the_paper_recipe_sees_the_same_places() -> None:
         family = "graph" if name in ("gat", "sage") else "dense"
         symbolic = cpt_fx.transform(model, Static(4), recipe=paper(family=family), capture="symbolic")
         result = transformed(program_of(ZOO[name]()[0], *args, **kwargs), 4, recipe=paper(family=family))
-        assert records(symbolic).keys() == records(result).keys()
+        assert counters(symbolic).keys() == counters(result).keys()

@@ -168,10 +168,10 @@ def test_training_needs_what_writes_files(tmp_path: Path) -> None:
     assert (code, problem) == (1, "writing ONNX files needs onnxscript 0.5 or newer: 0.1.0 is there")
 
 
-def doctor(site: Path, *words: str) -> tuple[int, str]:
-    environment = {**os.environ, "PYTHONPATH": f"{site}:{ROOT}"}
+def doctor(decision: Path, *words: str) -> tuple[int, str]:
+    environment = {**os.environ, "PYTHONPATH": f"{decision}:{ROOT}"}
     command = [sys.executable, "-m", "cpt_fx", "export", "doctor", *([] if words else ["--json"])]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=site)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=decision)
     assert "Traceback" not in run.stderr
     return run.returncode, run.stdout
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from cpt_fx.ir.module import QuantizedGraphModule, blank
-from cpt_fx.passes import Normalize, Open, Verify
+from cpt_fx.passes import Decompose, Normalize, Verify
 
 Made = tuple[QuantizedGraphModule, fx.Graph]
 
@@ -94,10 +94,10 @@ def multi_head(layer: nn.MultiheadAttention, *, same: bool = True, masks: tuple[
     return make.finish(result)
 
 
-def opened(module: QuantizedGraphModule) -> QuantizedGraphModule:
-    """A copy of a graph, opened; the parameters are copies too."""
+def decomposed(module: QuantizedGraphModule) -> QuantizedGraphModule:
+    """A copy of a graph, decomposed; the parameters are copies too."""
     result = copy.deepcopy(module)
-    for step in (Normalize(), Open()):
+    for step in (Normalize(), Decompose()):
         step(result)
         Verify(step.name)(result)
     return result

@@ -1,4 +1,4 @@
-"""Attention, opened: the numbers of the fused operators."""
+"""Attention, decomposed: the numbers of the fused operators."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cpt_fx.operators import why_left
 from cpt_fx.pipeline import Pipeline
 from cpt_fx.recipes import paper
 from cpt_fx.schedules import Bits, Static
-from tests.decompose.fused_graphs import GraphMaker, assert_close, multi_head, opened, results
+from tests.decompose.fused_graphs import GraphMaker, assert_close, decomposed, multi_head, results
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -42,7 +42,7 @@ def heads(length: int = 5, source: int = 5, *, batch: tuple[int, ...] = (2, 4), 
 
 
 def compare(plain: QuantizedGraphModule, *inputs: Tensor, tolerance: float = 1e-5) -> None:
-    ours = opened(plain)
+    ours = decomposed(plain)
     assert not any(why_left(node.target) for node in ours.graph.nodes)
     assert_close(results(ours, *inputs), results(plain, *inputs), tolerance)
 
@@ -58,7 +58,7 @@ def test_they_are_those_of_the_math_kernel_to_the_bit(case: str) -> None:
     inputs = heads(4, 6)
     with sdpa_kernel(SDPBackend.MATH):
         plain = attention(**CASES[case])
-        for mine, other in zip(results(opened(plain), *inputs), results(plain, *inputs), strict=True):
+        for mine, other in zip(results(decomposed(plain), *inputs), results(plain, *inputs), strict=True):
             torch.testing.assert_close(mine, other, rtol=0, atol=1e-7)
 
 
@@ -82,7 +82,7 @@ def test_rows_that_attend_to_nothing_are_zero(dtype: torch.dtype) -> None:
         # The gradient of an added -inf is not a number anyone asks for.
         inputs[3].requires_grad_(False)
     plain = attention(masked=True)
-    got = [y for y in results(opened(plain), *inputs[:3], mask)[:4]]
+    got = [y for y in results(decomposed(plain), *inputs[:3], mask)[:4]]
     assert_close(got, results(plain, *inputs[:3], mask)[:4])
     assert not got[0][..., 1, :].any()
     assert all(value.isfinite().all() for value in got)
@@ -114,12 +114,12 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
 
 def test_half_precision_does_not_overflow() -> None:
     inputs = [(60 * torch.ones_like(x)).to(torch.float16) for x in heads(width=64)]
-    assert opened(attention())(*inputs).isfinite().all()
+    assert decomposed(attention())(*inputs).isfinite().all()
 
 
 def test_a_mask_and_a_causal_one_are_refused_as_by_torch() -> None:
     with pytest.raises(RuntimeError, match="not both"):
-        opened(attention(masked=True, is_causal=True))(*heads(), torch.ones(5, 5, dtype=torch.bool))
+        decomposed(attention(masked=True, is_causal=True))(*heads(), torch.ones(5, 5, dtype=torch.bool))
 
 
 def test_flags_that_are_known_at_run_time_only() -> None:
@@ -127,7 +127,7 @@ def test_flags_that_are_known_at_run_time_only() -> None:
     make = GraphMaker()
     q, k, v, p = make.inputs("q", "k", "v", "p")
     module = make.finish(make.call(F.scaled_dot_product_attention, q, k, v, None, p))
-    ours = opened(module)
+    ours = decomposed(module)
     inputs = heads()
     for probability in (0.0, 0.5):
         found = []
@@ -150,7 +150,9 @@ def test_a_symbolic_graph_is_opened() -> None:
     model = Model()
     module = fx.symbolic_trace(copy.deepcopy(model))
     reports = Pipeline.standard(recipe=paper(), schedule=Static(Bits(4, 4, 8))).run(module)
-    assert reports[1].notes == ("(root): scaled_dot_product_attention opened into 2 products: equal to float rounding",)
+    assert reports[1].notes == (
+        "(root): scaled_dot_product_attention decomposed into 2 products: equal to float rounding",
+    )
     assert [item for report in reports for item in report.uncovered] == []
     quantizers = {node.name for node in module.graph.nodes if QUANTIZER in node.meta}
     assert {"scores_input_q", "scores_other_q", "scores_gradient_q", "context_input_q", "context_other_q",
@@ -270,7 +272,7 @@ def test_inference_kernel(mask_type: int | None, options: dict[str, Any]) -> Non
     mask = [] if mask_type is None else [(torch.rand(MASKS[mask_type]) > 0.6).index_fill(-1, torch.tensor([0]), False)]
     plain = fast(layer, mask_type, **options)
     with torch.no_grad():
-        ours, theirs = opened(plain)(x, *mask), plain(x, *mask)
+        ours, theirs = decomposed(plain)(x, *mask), plain(x, *mask)
     assert (ours[1] is None) == (theirs[1] is None)
     assert_close([y for y in ours if y is not None], [y for y in theirs if y is not None])
 
@@ -301,9 +303,9 @@ def test_encoder_layer_kernel(gelu: bool, norm_first: bool, mask_type: int | Non
     x_value = torch.randn(3, 5, 8)
     mask = [] if mask_type is None else [(torch.rand(MASKS[mask_type]) > 0.6).index_fill(-1, torch.tensor([0]), False)]
     with torch.no_grad():
-        assert_close([opened(plain)(x_value, *mask)], [plain(x_value, *mask)])
+        assert_close([decomposed(plain)(x_value, *mask)], [plain(x_value, *mask)])
         with torch.autocast("cpu", torch.bfloat16):  # torch.nn takes this kernel under autocast of a CPU, too
-            ours, theirs = opened(plain)(x_value, *mask), plain(x_value, *mask)
+            ours, theirs = decomposed(plain)(x_value, *mask), plain(x_value, *mask)
         assert ours.dtype is theirs.dtype is torch.bfloat16
         torch.testing.assert_close(ours, theirs, rtol=0.0, atol=0.05 * float(theirs.abs().max()))
         Pipeline.standard(recipe=paper(), schedule=Static(4)).run(plain)

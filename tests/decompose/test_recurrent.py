@@ -1,4 +1,4 @@
-"""Recurrent layers, opened: the numbers of the fused kernels."""
+"""Recurrent layers, decomposed: the numbers of the fused kernels."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from cpt_fx.ir import recurrence as parts
-from cpt_fx.ir.meta import QUANTIZER, SITE
-from cpt_fx.ir.subgraphs import bodies, nodes_of, state_of
+from cpt_fx.ir.meta import DECISION, QUANTIZER
+from cpt_fx.ir.subgraphs import nodes_of, state_of, subgraphs
 from cpt_fx.pipeline import Pipeline
 from cpt_fx.recipes import Recipe, paper
 from cpt_fx.schedules import Bits, Static
-from tests.decompose.fused_graphs import assert_close, cell, opened, recurrent, results
+from tests.decompose.fused_graphs import assert_close, cell, decomposed, recurrent, results
 from tests.passes import set_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
@@ -50,7 +50,7 @@ def test_the_numbers_are_those_of_the_fused_kernel(kind: str, shape: str) -> Non
     build, options = KINDS[kind]
     layer = build(3, 4, **options, **SHAPES[shape])
     plain = recurrent(layer)
-    ours = opened(plain)
+    ours = decomposed(plain)
     for time, batch in ((5, 2), (1, 3), (7, 1)):
         sizes = (batch, time) if layer.batch_first else (time, batch)
         inputs = (torch.randn(*sizes, 3), *states(layer, batch))
@@ -63,7 +63,7 @@ def test_packed_sequences(kind: str, both: bool) -> None:
     build, options = KINDS[kind]
     layer = build(3, 4, **options, num_layers=2, bidirectional=both)
     plain = recurrent(layer, packed=True)
-    ours = opened(plain)
+    ours = decomposed(plain)
     for lengths in ([5, 3, 3, 1], [2, 2], [4]):
         packed = pack_padded_sequence(torch.randn(max(lengths), len(lengths), 3), lengths)
         inputs = (packed.data, packed.batch_sizes, *states(layer, len(lengths)))
@@ -80,9 +80,9 @@ def test_dropout_between_layers_draws_the_same_numbers(kind: str, packed: bool) 
     if packed:
         sequence = pack_padded_sequence(inputs[0], [5, 2])
         inputs[:1] = [sequence.data, sequence.batch_sizes]
-    assert_close(results(opened(plain), *inputs), results(plain, *inputs))
+    assert_close(results(decomposed(plain), *inputs), results(plain, *inputs))
     plain = recurrent(layer.eval(), packed=packed)
-    assert_close(results(opened(plain), *inputs), results(plain, *inputs))
+    assert_close(results(decomposed(plain), *inputs), results(plain, *inputs))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -96,7 +96,7 @@ def test_under_autocast_results_have_the_dtype_of_the_fused_kernel(kind: str, pa
         sequence = pack_padded_sequence(inputs[0], [5, 2])
         inputs[:1] = [sequence.data, sequence.batch_sizes]
     with torch.autocast("cpu", torch.bfloat16):
-        ours, theirs = opened(plain)(*inputs), plain(*inputs)
+        ours, theirs = decomposed(plain)(*inputs), plain(*inputs)
     assert [y.dtype for y in ours] == [y.dtype for y in theirs]
     assert_close([y.detach().float() for y in ours], [y.detach().float() for y in theirs], 0.03)
 
@@ -109,7 +109,7 @@ CELLS = [nn.LSTMCell(3, 4), nn.GRUCell(3, 4), nn.RNNCell(3, 4), nn.RNNCell(3, 4,
 def test_cells(layer: nn.RNNCellBase) -> None:
     plain = cell(layer)
     inputs = [torch.randn(2, 3), *(torch.randn(2, 4) for _ in range(2 if isinstance(layer, nn.LSTMCell) else 1))]
-    assert_close(results(opened(plain), *inputs), results(plain, *inputs))
+    assert_close(results(decomposed(plain), *inputs), results(plain, *inputs))
 
 
 def quantized(layer: nn.RNNBase, bits: int, **options: Any) -> Any:
@@ -139,7 +139,7 @@ def test_everything_runs_at_low_precision_and_weights_are_quantized_once_per_cal
     layer = nn.LSTM(3, 4)
     module = quantized(layer, 4)
     results(module, torch.randn(6, 2, 3), *states(layer, 2))
-    runs = {name: int(value[0]) for name, value in module._cpt_fx.records.named_buffers()}
+    runs = {name: int(value[0]) for name, value in module._cpt_fx.counters.named_buffers()}
     assert runs == {
         "rnn_ih_l0_input_q": 1, "rnn_ih_l0_weight_q": 1, "rnn_ih_l0_bias_q": 1, "rnn_ih_l0_gradient_q": 1,
         "rnn_hh_l0_input_q": 6, "rnn_hh_l0_weight_q": 1, "rnn_hh_l0_bias_q": 1, "rnn_hh_l0_gradient_q": 6,
@@ -152,9 +152,9 @@ def test_all_products_are_of_their_family(build: Callable[[], Any]) -> None:
     rule = paper().recurrent
     reports = Pipeline.standard(recipe=Recipe(name="only", recurrent=rule), schedule=Static(4)).run(module)
     assert [item for report in reports for item in report.uncovered] == []
-    sites = [node.meta[SITE] for node in nodes_of(module) if SITE in node.meta]
-    assert {site.family for site in sites} == {"recurrent"}
-    assert [site.layer.partition("_")[0] for site in sites][:2] == ["rnn.ih", "rnn.hh"]
+    decisions = [node.meta[DECISION] for node in nodes_of(module) if DECISION in node.meta]
+    assert {decision.family for decision in decisions} == {"recurrent"}
+    assert [decision.layer.partition("_")[0] for decision in decisions][:2] == ["rnn.ih", "rnn.hh"]
 
 
 def test_without_sharing_the_numbers_are_the_same() -> None:
@@ -175,25 +175,25 @@ def test_the_state_is_that_of_the_model_and_nothing_else() -> None:
     module = quantized(nn.LSTM(3, 4), 4)
     assert [name for name in module.state_dict() if "step" in name] == []
     assert {name.split(".")[0] for name in module.state_dict()} == {"rnn", "_cpt_fx"}
-    ((_, body),) = bodies(module)
-    assert state_of(body) is module._cpt_fx
+    ((_, subgraph),) = subgraphs(module)
+    assert state_of(subgraph) is module._cpt_fx
 
 
 def test_an_empty_sequence_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one time step"):
-        opened(recurrent(nn.GRU(3, 4)))(torch.randn(0, 2, 3), torch.randn(1, 2, 4))
+        decomposed(recurrent(nn.GRU(3, 4)))(torch.randn(0, 2, 3), torch.randn(1, 2, 4))
 
 
 def test_a_step_sees_only_sequences_that_are_still_running() -> None:
     seen: list[int] = []
 
-    def body(x: Tensor, state: Tensor) -> tuple[Tensor]:
+    def subgraph(x: Tensor, state: Tensor) -> tuple[Tensor]:
         assert x.shape[0] == state.shape[0]
         seen.append(x.shape[0])
         return (state + x,)
 
     data, sizes = torch.ones(6, 1), torch.tensor([3, 2, 1])
-    _, last = parts.scan(body, data, [torch.zeros(3, 1)], [], batch_sizes=sizes)
+    _, last = parts.scan(subgraph, data, [torch.zeros(3, 1)], [], batch_sizes=sizes)
     assert (seen, last.flatten().tolist()) == ([3, 2, 1], [3, 2, 1])
-    _, last = parts.scan(body, data, [torch.zeros(3, 1)], [], batch_sizes=sizes, reverse=True)
+    _, last = parts.scan(subgraph, data, [torch.zeros(3, 1)], [], batch_sizes=sizes, reverse=True)
     assert (seen[3:], last.flatten().tolist()) == ([1, 2, 3], [3, 2, 1])

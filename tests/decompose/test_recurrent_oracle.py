@@ -265,7 +265,7 @@ def test_the_fused_kernel_stays_where_nothing_is_quantized(build: Callable[[int,
 
 
 def test_models_of_the_same_code_may_have_other_numbers_of_layers() -> None:
-    """Dynamo makes a symbol of a number that it has seen to differ: the layer must be opened all the same."""
+    """Dynamo makes a symbol of a number that it has seen to differ: the layer must be decomposed all the same."""
     for layers in (1, 2, 3, 1):
         layer = nn.GRU(6, 8, num_layers=layers)
         model = quantized(Net(layer))

@@ -118,7 +118,7 @@ def _differences(case: Case) -> dict[str, float]:
     seeds = torch.randint(-(2**31), 2**31, (max(graph.draws, 1), 2), dtype=torch.int32)
     feed = {
         **dict(zip((*graph.inputs, *graph.targets), (*inputs, *targets), strict=True)),
-        **{name: torch.tensor(32) for name in graph.dials},
+        **{name: torch.tensor(32) for name in graph.width_sources},
         **parameters,
         **program.states_of(module),
         **{name + manifest.GRADIENT: torch.zeros_like(value) for name, value in parameters.items()},

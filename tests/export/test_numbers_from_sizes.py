@@ -121,7 +121,7 @@ def test_names_that_stand_for_two_things(tmp_path: Path) -> None:
     result = cpt_fx.transform(Taken(), Static(8))
     manifest = cpt_fx.export.ort_training(result, (torch.rand(2, 4),), tmp_path / "t", loss="mse", optimizer="sgd")
     assert [tensor.name for tensor in manifest.inputs] == ["x_input"]
-    assert set(manifest.dials) == {f"_cpt_fx.bits.{name}" for name in ("weight", "activation", "gradient")}
+    assert set(manifest.width_sources) == {f"_cpt_fx.bits.{name}" for name in ("weight", "activation", "gradient")}
     net = nn.Linear(4, 4)
     net.register_parameter("seeds", nn.Parameter(torch.rand(4)))
     result = cpt_fx.transform(net, Static(8))

@@ -104,7 +104,7 @@ def test_quantizer_nodes_are_bit_equal(bits: int, tmp_path: Path) -> None:
         given = torch.from_numpy(values[node.input[0]].copy())
         rest = [get_attribute(graph, str(value.target)) for value in torch_node.args[1:] if hasattr(value, "target")]
         training = [] if len(torch_node.args) < 6 else [False]
-        options = {key: value for key, value in torch_node.kwargs.items() if key not in ("record", "trains")}
+        options = {key: value for key, value in torch_node.kwargs.items() if key not in ("counters", "trains")}
         expected = torch_node.target(given, *rest[:4], *training, **options).detach().numpy()
         assert np.array_equal(values[node.output[0]], expected), node.name
 

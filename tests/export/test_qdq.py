@@ -437,7 +437,7 @@ def test_a_quantizer_of_several_constants_has_one_grid() -> None:
     first, second = torch.tensor([[-1.0, 0.5]]), torch.tensor([[0.0, 2.0]])
     for value in (first, first, second, first):
         item.see(FAKE_QUANTIZE, {"x": value}, value)
-        assert item.constant == (item.call is not None) == (float(item.extent.maximum()) < 2)
+        assert item.constant == (item.call is not None) == (float(item.value_range.maximum()) < 2)
     plan = qdq_module.formats.plan_of(item)
     assert plan.status == "converted"
     assert torch.allclose(plan.values(first), first, atol=0.02)

@@ -20,7 +20,7 @@ from tests.fuzz.scope import Unfit
 
 Seen = dict[str, Tensor | None]
 KINDS = ("training", "evaluation", "training without gradients", "evaluation without gradients")
-OPENED = 1e-5
+DECOMPOSED = 1e-5
 UNITS = 8
 """How many roundings of its type a number may be off in half precision, where one operator was computed in several."""
 ECHOED = 5

@@ -22,7 +22,7 @@ from cpt_fx.formats import FULL_PRECISION, Format, Scheme
 from cpt_fx.integer import choice
 from cpt_fx.recipes import FAMILIES, Recipe, integer, resolve
 from cpt_fx.schedules import Bits, Schedule, Static
-from tests.fuzz.case import OPENED, UNITS, Case, Seen, Wrong, differences, loss_of, run
+from tests.fuzz.case import DECOMPOSED, UNITS, Case, Seen, Wrong, differences, loss_of, run
 from tests.fuzz.census import BITS, Census
 from tests.fuzz.options import nearest
 
@@ -58,7 +58,7 @@ class Trial:
             self.plain = self._export()
         self.result = self.transformed(self.schedule)
         self.shaky = False
-        """Whether rounding moved it further than numbers may be off where an operator was opened."""
+        """Whether rounding moved it further than numbers may be off where an operator was decomposed."""
 
     def _export(self) -> dict[str, Seen]:
         """Export the model, run the program itself for comparison, and put its state back."""
@@ -131,16 +131,16 @@ class Trial:
             return run(model, self.case, kind, seed)
 
     def within(self) -> float:
-        """How far numbers may be off: not at all, unless a fused operator was opened.
+        """How far numbers may be off: not at all, unless a fused operator was decomposed.
 
-        What is opened in half precision rounds there what the fused operator keeps in single precision. That is in
+        What is decomposed in half precision rounds there what the fused operator keeps in single precision. That is in
         all gradients before it, whatever type they have.
         """
         reports = cpt_fx.inspect(self.result).passes
-        if not any(report.name == "open" and report.changed for report in reports):
+        if not any(report.name == "decompose" and report.changed for report in reports):
             return 0.0
         half = next((torch.finfo(dtype).eps for dtype, text in _HALF if re.search(text, self.case.source)), 0.0)
-        return max(OPENED, UNITS * half)
+        return max(DECOMPOSED, UNITS * half)
 
     def recipe(self) -> Recipe:
         """Return the recipe."""
@@ -197,7 +197,7 @@ def widths(t: Trial) -> None:
                 if any(fnmatch.fnmatchcase(name, f"{pattern}*") for pattern in patterns for name in view.layers):
                     continue
                 width = getattr(planned, "weight" if view.role == "bias" else view.role)
-                if view.dial.with_forward and planned.activation == 0:
+                if view.width_source.with_forward and planned.activation == 0:
                     width = 0
                 seen = ran.setdefault(f"{view.graph} {view.node}", {BITS, FULL_PRECISION})
                 seen.add(width)

@@ -17,13 +17,13 @@ from torch.utils.checkpoint import checkpoint
 
 import cpt_fx
 from cpt_fx import native
-from cpt_fx.capture.dry_run import trial
+from cpt_fx.capture.dry_run import dry_run
 from cpt_fx.inspection.census import Seen, census
 from cpt_fx.inspection.levels import holds, levels_in, ranges_of
 from cpt_fx.inspection.sameness import Inputs, Mode, run_in
 from cpt_fx.inspection.verification import VerificationError
 from cpt_fx.inspection.views import OF_A_SECOND
-from cpt_fx.ir.meta import LEFT, QUANTIZER, SITE
+from cpt_fx.ir.meta import DECISION, LEFT, QUANTIZER
 from cpt_fx.ir.subgraphs import state_of
 from cpt_fx.quantizers.numerics import Grid
 from cpt_fx.quantizers.ops import FAKE_QUANTIZE, QUANTIZERS
@@ -36,7 +36,7 @@ from tests.zoo import ZOO
 
 def looked_at(model: nn.Module, *args: Any, gradients: bool = True, **kwargs: Any) -> Seen:
     """Return what a census sees in a run at 2 bits."""
-    with trial(model), ExitStack() as stack:
+    with dry_run(model), ExitStack() as stack:
         for state in {id(found): found for found in map(state_of, cpt_fx.graphs(model))}.values():
             stack.enter_context(state.at(2))
         with census(model) as seen:
@@ -96,19 +96,21 @@ def test_integers_and_operators_of_others_are_listed(kind: str) -> None:
 
 def _take_away(module: torch.fx.GraphModule, what: str) -> None:
     """Take one decision about the last layer away, and the quantizer with it."""
-    sites = [node for node in module.graph.nodes if SITE in node.meta]
-    site = sites[-1].meta[SITE]
+    decisions = [node for node in module.graph.nodes if DECISION in node.meta]
+    decision = decisions[-1].meta[DECISION]
     for node in [node for node in module.graph.nodes if QUANTIZER in node.meta]:
         quantizer = node.meta[QUANTIZER]
-        if quantizer.layers == (site.layer,) and what in (quantizer.role, "layer"):
+        if quantizer.layers == (decision.layer,) and what in (quantizer.role, "layer"):
             _without(node)
     if what == "layer":
-        sites[-1].meta[LEFT] = "a pass of mine"
-        del sites[-1].meta[SITE]
+        decisions[-1].meta[LEFT] = "a pass of mine"
+        del decisions[-1].meta[DECISION]
     elif what == "gradient":
-        sites[-1].meta[SITE] = replace(site, gradient=None)
+        decisions[-1].meta[DECISION] = replace(decision, gradient=None)
     else:
-        sites[-1].meta[SITE] = replace(site, operands=tuple(one for one in site.operands if one.role != what))
+        decisions[-1].meta[DECISION] = replace(
+            decision, operands=tuple(one for one in decision.operands if one.role != what)
+        )
     module.recompile()
 
 

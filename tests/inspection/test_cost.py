@@ -196,13 +196,13 @@ def test_widths_of_a_layer_are_those_the_dials_show() -> None:
     schedule = named("CT", q_min=3, q_max=8, total_steps=40, cycles=4)
     model = cpt_fx.transform(Net(), schedule, overrides={"head": "-1", "stem": 7}, recipe="paper")
     expected = dict.fromkeys(("head", "stem", "blocks.0.conv1"), 0.0)
-    dials = {"head": "minus_1", "stem": "fixed_7"}
+    sources = {"head": "minus_1", "stem": "fixed_7"}
     flops = {layer.name: layer.flops for layer in covered(model, schedule).layers}
     for _ in range(40):
         widths = precision_of(model).now()
         for name in expected:
-            width = {role: next((bits for dial, bits in widths.items()
-                                 if dial.startswith(role) and dial.endswith(dials.get(name, role))), widths[role])
+            width = {role: next((bits for source, bits in widths.items()
+                                 if source.startswith(role) and source.endswith(sources.get(name, role))), widths[role])
                      for role in ("weight", "activation")}  # fmt: skip
             expected[name] += flops[name] * width["weight"] * width["activation"] / 1024
         schedule.step()

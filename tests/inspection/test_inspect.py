@@ -34,7 +34,7 @@ def test_a_view_tells_what_the_quantizer_is() -> None:
     assert (weight.bits, weight.times_run) == (3, 0)
     assert (weight.levels, weight.error, weight.range, weight.graph) == ({}, {}, None, 0)
     assert views["head_weight_q"].bits == 5
-    assert views["head_weight_q"].dial.fixed == 5
+    assert views["head_weight_q"].width_source.fixed == 5
 
 
 def test_a_view_tells_what_the_quantizer_did() -> None:
@@ -84,7 +84,14 @@ def test_a_shared_quantizer_names_every_layer() -> None:
 def test_uncovered_passes_and_capture() -> None:
     inspection = cpt_fx.inspect(transformed(exclude=["head"]))
     assert [(item.layer, item.op, item.by_choice) for item in inspection.uncovered] == [("head", "linear", True)]
-    assert [report.name for report in inspection.passes] == ["normalize", "open", "annotate", "insert", "share", "bind"]
+    assert [report.name for report in inspection.passes] == [
+        "normalize",
+        "decompose",
+        "annotate",
+        "insert",
+        "share",
+        "bind",
+    ]
     assert inspection.capture.frontend == "symbolic"
     assert str(inspection.capture).startswith("symbolic")
 

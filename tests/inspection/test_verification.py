@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import cpt_fx
-from cpt_fx.capture.dry_run import eager_model, tensors_in, trial
+from cpt_fx.capture.dry_run import dry_run, eager_model, tensors_in
 from cpt_fx.formats import Format, Scheme
 from cpt_fx.inspection import Verification, VerificationError
 from cpt_fx.inspection.census import census
@@ -19,12 +19,12 @@ from cpt_fx.quantizers import kernels as simulate
 from cpt_fx.recipes import default
 from cpt_fx.schedules import Static
 from tests.inspection.models import Net, cyclic, images, train_step, trained, transformed
-from tests.training import records, show_widths, widths
+from tests.training import counters, show_widths, widths
 from tests.zoo import ZOO, Build
 
 
 def record(model: nn.Module, name: str) -> Tensor:
-    return records(model)[name]
+    return counters(model)[name]
 
 
 def test_a_trained_model_is_proven() -> None:
@@ -218,13 +218,13 @@ def test_full_precision_claims_nothing() -> None:
     assert "nothing was rounded" in str(proof)
 
 
-def test_a_compiled_model_is_counted_but_not_witnessed() -> None:
+def test_a_compiled_model_is_counted_but_its_levels_are_not() -> None:
     model = cpt_fx.transform(nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)), cyclic())
     compiled: Any = torch.compile(model, backend="aot_eager")
     compiled(torch.randn(4, 6)).square().sum().backward()
     proof = cpt_fx.inspect(compiled).verify()
     assert not proof.proven
-    assert "levels were not witnessed for" in str(proof)
+    assert "levels were not counted for" in str(proof)
     assert cpt_fx.inspect(compiled).verify(torch.randn(4, 6)).proven
 
 
@@ -280,7 +280,7 @@ def test_inputs_that_do_not_fit_are_told_in_a_sentence(
 def snapshot(model: nn.Module) -> list[Any]:
     state = [(name, tensor.clone()) for name, tensor in (*model.named_parameters(), *model.named_buffers())]
     gradients = [(name, None if p.grad is None else p.grad.clone()) for name, p in model.named_parameters()]
-    ours = [*records(model).items(), *widths(model).items()]
+    ours = [*counters(model).items(), *widths(model).items()]
     ours = [(name, value.clone() if isinstance(value, Tensor) else value) for name, value in ours]
     return [state, ours, gradients, [module.training for module in model.modules()], torch.get_rng_state()]
 
@@ -361,7 +361,7 @@ def test_parameters_written_by_forward_get_their_values_back() -> None:
 
     model = Renormed()
     before = model.weight.detach().clone()
-    with trial(model):
+    with dry_run(model):
         model(torch.arange(8))
         assert not torch.equal(model.weight, before)
     assert torch.equal(model.weight, before)

@@ -169,12 +169,12 @@ def test_the_operators_keep_the_rules_of_torch() -> None:
     """Schemas say what is written, shapes are known before the run: `torch.library.opcheck` looks."""
     check: Any = torch.library.opcheck
     x, w, bits = torch.randn(4, 16), torch.randn(8, 16), torch.tensor(8)
-    record = cpt_fx.quantizers.counters.new_record()
+    counters = cpt_fx.quantizers.counters.new_counters()
     for width in (8, 16, 32):
         bits.fill_(width)
         # One of what is returned is not written, and may hold anything: results are compared for the others.
         rules = ("test_schema", "test_autograd_registration", "test_faketensor")
-        check(operands.QUANTIZE, (x, bits, None, [], None, "nearest", record), test_utils=rules)
+        check(operands.QUANTIZE, (x, bits, None, [], None, "nearest", counters), test_utils=rules)
         left, right = (list(operands.QUANTIZE(value, bits, None, [], None, "nearest", None)) for value in (x, w))
         table = torch.zeros(COUNTS, dtype=torch.int64)
         check(operands.MULTIPLY, ("linear_forward", left, right, None, [4, 8], [], torch.float32, torch.float32, table))

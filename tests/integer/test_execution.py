@@ -87,8 +87,8 @@ def test_each_product_decides_by_its_own_operands(name: str, bits: Bits, integer
 
 
 def _operands(node: Any) -> tuple[Any, ...]:
-    site = node.meta.get("cpt_fx_site")
-    return site.operands if site else ()
+    decision = node.meta.get("cpt_fx_decision")
+    return decision.operands if decision else ()
 
 
 @pytest.mark.parametrize("capture", ["symbolic", PROGRAM, "dynamo"])

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from cpt_fx.ir.layer_names import NAMES, Names, NamesOfOneGraph, frames_of
 from cpt_fx.ir.meta import NAME
 from cpt_fx.passes import Annotate, Normalize
-from tests.passes import sites
+from tests.passes import decisions
 
 
 class Block(nn.Module):
@@ -141,6 +141,6 @@ def test_annotate_takes_the_registry_of_the_model(shared: bool) -> None:
             item.meta["stack_trace"] = line(sum(map(ord, item.name)))
         Normalize()(module)
         Annotate()(module)
-        found.append(list(sites(module)))
+        found.append(list(decisions(module)))
     expected = ["matmul_1", "matmul_2"] if shared else ["matmul", "matmul_1"]
     assert found == [["linear", *expected]] * 2

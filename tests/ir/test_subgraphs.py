@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from cpt_fx.capture.standalone import precision_of
-from cpt_fx.ir.meta import QUANTIZER, SITE, WEIGHT
+from cpt_fx.ir.meta import DECISION, QUANTIZER, WEIGHT
 from cpt_fx.ir.module import QuantizedGraphModule
 from cpt_fx.ir.pass_base import stage_of
-from cpt_fx.ir.subgraphs import OUTER, add_body, bodies, calls_of, graphs_of, new_body, nodes_of, state_of
+from cpt_fx.ir.subgraphs import OUTER, add_subgraph, calls_of, graphs_of, new_subgraph, nodes_of, state_of, subgraphs
 from cpt_fx.ir.verifier import SpecError
 from cpt_fx.passes import Annotate, Bind, Insert, Normalize, Share, Verify
 from cpt_fx.pipeline import Pipeline
@@ -27,9 +27,9 @@ from tests.passes import assert_same
 STEPS = (Normalize(), Annotate(paper(gradient_rounding="nearest")), Insert(), Share(), Bind(Static(Bits(4, 4, 4))))
 
 
-def run(body: Any, *args: Any) -> Any:
+def run(subgraph: Any, *args: Any) -> Any:
     """Stands for an operator that takes a body, as activation checkpointing does."""
-    return body(*args)
+    return subgraph(*args)
 
 
 def choose(which: bool, one: Any, other: Any, operands: tuple[Any, ...]) -> Any:
@@ -47,7 +47,7 @@ def product_body(*, alias: bool = True) -> QuantizedGraphModule:
         if node.op.startswith("call"):
             node.meta["nn_module_stack"] = {"layer": ("layer", nn.Module)}
     graph.output(y)
-    return new_body(graph)
+    return new_subgraph(graph)
 
 
 class Layer(nn.Module):
@@ -66,16 +66,16 @@ def with_body(depth: int = 1) -> QuantizedGraphModule:
     make = GraphMaker(layer=Layer())
     (x,) = make.inputs("x")
     weights = [make.read("layer.w"), make.read("layer.b")]
-    body = product_body()
+    subgraph = product_body()
     for _ in range(depth - 1):
         graph = fx.Graph()
         given = [graph.placeholder(name) for name in "xwb"]
         read = graph.create_node("get_attr", "inner")
         graph.output(graph.call_function(run, (read, *given)))
-        outer = new_body(graph)
-        add_body(outer, "inner", body)
-        body = outer
-    read = make.read(add_body(make.module, "body", body))
+        outer = new_subgraph(graph)
+        add_subgraph(outer, "inner", subgraph)
+        subgraph = outer
+    read = make.read(add_subgraph(make.module, "body", subgraph))
     y = make.call(run, read, x, *weights)
     y = make.call(torch.matmul, y, weights[0], at="layer")
     return make.finish(make.call(torch.add, y, weights[1], at="layer"))
@@ -131,8 +131,8 @@ def test_inputs_that_are_parameters_are_weights() -> None:
     assert [bool(node.meta.get(WEIGHT)) for node in inner.graph.nodes if node.op == "placeholder"] == [
         False, True, True,
     ]  # fmt: skip
-    (site,) = [node.meta[SITE] for node in inner.graph.nodes if SITE in node.meta]
-    assert (site.layer, site.family) == ("layer.matmul", "linear")
+    (decision,) = [node.meta[DECISION] for node in inner.graph.nodes if DECISION in node.meta]
+    assert (decision.layer, decision.family) == ("layer.matmul", "linear")
 
 
 def test_a_frontend_may_say_that_an_input_is_a_parameter() -> None:
@@ -142,17 +142,17 @@ def test_a_frontend_may_say_that_an_input_is_a_parameter() -> None:
     module = make.finish(make.call(torch.matmul, x, w))
     Normalize()(module)
     Annotate()(module)
-    (site,) = [node.meta[SITE] for node in module.graph.nodes if SITE in node.meta]
-    assert [operand.role for operand in site.operands] == ["activation", "weight"]
+    (decision,) = [node.meta[DECISION] for node in module.graph.nodes if DECISION in node.meta]
+    assert [operand.role for operand in decision.operands] == ["activation", "weight"]
 
 
 def test_records_are_told_apart() -> None:
     module = quantized(with_body())
-    records = [node.meta[QUANTIZER].record for node in nodes_of(module) if QUANTIZER in node.meta]
-    assert len(records) == len(set(records)) == 8
+    counters = [node.meta[QUANTIZER].counters for node in nodes_of(module) if QUANTIZER in node.meta]
+    assert len(counters) == len(set(counters)) == 8
     results(module, torch.randn(4, 3))
-    assert {name: int(value[0]) for name, value in precision_of(module).records.named_buffers()} == {
-        record.rpartition(".")[2]: 1 for record in records
+    assert {name: int(value[0]) for name, value in precision_of(module).counters.named_buffers()} == {
+        counters.rpartition(".")[2]: 1 for counters in counters
     }
 
 
@@ -167,8 +167,8 @@ def test_passes_run_twice_do_nothing_more() -> None:
 
 def test_a_promise_broken_inside_is_seen() -> None:
     module = quantized(with_body())
-    ((_, body),) = bodies(module)
-    (product,) = [node for node in body.graph.nodes if SITE in node.meta]
+    ((_, subgraph),) = subgraphs(module)
+    (product,) = [node for node in subgraph.graph.nodes if DECISION in node.meta]
     product.update_arg(1, product.args[1].args[0])
     with pytest.raises(SpecError, match="operand other of matmul is not quantized"):
         Verify()(module)
@@ -178,14 +178,14 @@ def test_a_body_that_two_nodes_run() -> None:
     make = GraphMaker(layer=Layer())
     (x,) = make.inputs("x")
     weights = [make.read("layer.w"), make.read("layer.b")]
-    read = make.read(add_body(make.module, "body", product_body()))
+    read = make.read(add_subgraph(make.module, "body", product_body()))
     y = make.call(run, read, x, *weights)
     module = quantized(make.finish(make.call(run, read, y, *weights)))
     assert len(graphs_of(module)) == 2
     x_value = torch.randn(4, 3)
     module(x_value)
     assert {
-        int(value[0]) for name, value in precision_of(module).records.named_buffers() if "gradient" not in name
+        int(value[0]) for name, value in precision_of(module).counters.named_buffers() if "gradient" not in name
     } == {2}
 
 
@@ -193,11 +193,11 @@ def test_operands_in_a_tuple() -> None:
     make = GraphMaker(layer=Layer())
     (x,) = make.inputs("x")
     weights = [make.read("layer.w"), make.read("layer.b")]
-    reads = [make.read(add_body(make.module, f"body_{index}", product_body())) for index in range(2)]
+    reads = [make.read(add_subgraph(make.module, f"body_{index}", product_body())) for index in range(2)]
     module = quantized(make.finish(make.call(choose, True, *reads, (x, *weights))))
     calls = [call for node in module.graph.nodes for call in calls_of(module, node)]
     assert [len(call.given) for call in calls] == [3, 3]
-    layers = [node.meta[SITE].layer for node in nodes_of(module) if SITE in node.meta]
+    layers = [node.meta[DECISION].layer for node in nodes_of(module) if DECISION in node.meta]
     assert layers == ["layer.matmul", "layer.matmul_1"]
     assert module(torch.randn(2, 3)).shape == (2, 3)
 
@@ -212,7 +212,7 @@ def test_copies_and_pickles_keep_bodies() -> None:
         assert graphs[0] is again
         assert all(state_of(graph) is again._cpt_fx for graph in graphs)
         assert again._cpt_fx is not module._cpt_fx
-        assert [body.__dict__[OUTER] for body in graphs[1:]] == graphs[:-1]
+        assert [subgraph.__dict__[OUTER] for subgraph in graphs[1:]] == graphs[:-1]
         Verify()(again)
         assert_same(results(again, x), expected)
 
@@ -244,12 +244,12 @@ def test_the_authors_own_backward_is_left_alone() -> None:
     (x,) = make.inputs("x")
     w = make.read("layer.w")
     forward_body = product_body()
-    forward = make.read(add_body(make.module, "fwd", forward_body))
-    backward = make.read(add_body(make.module, "bwd", product_body()))
+    forward = make.read(add_subgraph(make.module, "fwd", forward_body))
+    backward = make.read(add_subgraph(make.module, "bwd", product_body()))
     y = make.call(torch.ops.higher_order.autograd_function_apply, forward, backward, x, w, at="layer")
     y.meta["stack_trace"] = '  File "net.py", line 7, in forward\n    return Product.apply(x, w)\n'
     module = make.finish(make.call(F.linear, y, w, at="layer"))
-    assert bodies(module) == []
+    assert subgraphs(module) == []
     Normalize()(module)
     report = Annotate()(module)
     assert [(item.layer, item.op, item.reason) for item in report.uncovered] == [
@@ -263,15 +263,15 @@ def test_a_layer_inside_and_outside_keeps_its_own_range() -> None:
     """Outside, both layers read `x`; what the second one reads inside, the graph outside does not see."""
     make = GraphMaker(layer=Layer(), other=Layer())
     (x,) = make.inputs("x")
-    body = product_body()
-    for node in body.graph.nodes:
+    subgraph = product_body()
+    for node in subgraph.graph.nodes:
         if "nn_module_stack" in node.meta:
             node.meta["nn_module_stack"] = {"other@1": ("other", Layer)}
     weights = [make.read(f"other.{name}") for name in "wb"]
     outside = [make.call(torch.matmul, x, make.read("layer.w"), at="layer"),
                make.call(torch.matmul, x, weights[0], at="other")]  # fmt: skip
     y = make.call(torch.add, *outside)
-    module = make.finish(make.call(run, make.read(add_body(make.module, "body", body)), y, *weights))
+    module = make.finish(make.call(run, make.read(add_subgraph(make.module, "body", subgraph)), y, *weights))
     quantized(module)
     ranges = [node.meta[QUANTIZER].ranges for node in nodes_of(module) if QUANTIZER in node.meta]
     assert [path for path in ranges if path] == [
@@ -291,7 +291,9 @@ def test_records_of_nodes_with_one_name() -> None:
         y.meta["nn_module_stack"] = {call: ("other", Layer)}
     graph.output(y)
     outside = make.call(torch.matmul, x, weight, at="other")
-    module = make.finish(make.call(run, make.read(add_body(make.module, "body", new_body(graph))), outside, weight))
+    module = make.finish(
+        make.call(run, make.read(add_subgraph(make.module, "body", new_subgraph(graph))), outside, weight)
+    )
     quantized(module)
-    records = [node.meta[QUANTIZER].record for node in nodes_of(module) if QUANTIZER in node.meta]
-    assert len(set(records)) == len(records) == 8
+    counters = [node.meta[QUANTIZER].counters for node in nodes_of(module) if QUANTIZER in node.meta]
+    assert len(set(counters)) == len(counters) == 8

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cpt_fx import native
 from cpt_fx.quantizers import kernels as simulate
-from cpt_fx.quantizers.counters import new_record
+from cpt_fx.quantizers.counters import new_counters
 from cpt_fx.quantizers.noise import new_seed, uniform
 from cpt_fx.quantizers.numerics import Grid, quantize
 from cpt_fx.quantizers.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_OBSERVED, QUANTIZE_GRADIENT
@@ -92,14 +92,14 @@ def test_running_ranges_and_records_are_the_same() -> None:
     x = [torch.randn(4, 5, 6) * scale for scale in (1.0, 3.0, 0.1)]
     states = []
     for kernels_off in (False, True):
-        running, record = [torch.zeros(()) for _ in range(3)], new_record()
+        running, counters = [torch.zeros(()) for _ in range(3)], new_counters()
         for batch in x:
             if kernels_off:
                 with native.disabled():
-                    FAKE_QUANTIZE_OBSERVED(batch, torch.tensor(4), *running, True, record=record)
+                    FAKE_QUANTIZE_OBSERVED(batch, torch.tensor(4), *running, True, counters=counters)
             else:
-                FAKE_QUANTIZE_OBSERVED(batch, torch.tensor(4), *running, True, record=record)
-        states.append([*running, record])
+                FAKE_QUANTIZE_OBSERVED(batch, torch.tensor(4), *running, True, counters=counters)
+        states.append([*running, counters])
     assert all(torch.equal(kernel, torch_operators) for kernel, torch_operators in zip(*states, strict=True))
     assert states[0][3][0] == 3
 

@@ -11,7 +11,7 @@ from torch.export import export
 from torch.utils import _pytree as pytree
 
 import cpt_fx
-from cpt_fx.ir.meta import SITE
+from cpt_fx.ir.meta import DECISION
 
 FRONTENDS = ("symbolic", "dynamo", "between", "program")
 SCHEDULE = cpt_fx.schedules.Static(4, total_steps=8)
@@ -97,10 +97,10 @@ def verdicts(result: nn.Module) -> dict[str, tuple[Any, ...]]:
     """Return by name what was decided: operators with operands and gradients, and what stays as it is, and why."""
     found: dict[str, list[Any]] = {}
     for graph in cpt_fx.graphs(result):
-        for site in (node.meta[SITE] for node in graph.graph.nodes if SITE in node.meta):
-            operands = ((item.name, item.role, str(item.format), item.keep, item.over) for item in site.operands)
-            note = (site.op, site.family, site.gradient is not None, *operands)
-            found.setdefault(_name(site.layer), []).append(note)
+        for decision in (node.meta[DECISION] for node in graph.graph.nodes if DECISION in node.meta):
+            operands = ((item.name, item.role, str(item.format), item.keep, item.over) for item in decision.operands)
+            note = (decision.op, decision.family, decision.gradient is not None, *operands)
+            found.setdefault(_name(decision.layer), []).append(note)
     for item in cpt_fx.inspect(result).uncovered:
         found.setdefault(_name(item.layer), []).append((item.op, item.reason, item.operand))
     return {name: tuple(sorted(notes, key=repr)) for name, notes in found.items() if name}

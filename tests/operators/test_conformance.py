@@ -87,7 +87,7 @@ def test_what_multiplies_has_a_verdict() -> None:
     for row in CALLED:
         notes = decided("symbolic").get(row.name, ())
         assert notes or (row.family not in MULTIPLY and not row.left) or row.when, row.name
-        quantized = any(note[0] != row.name for note in notes)  # opened
+        quantized = any(note[0] != row.name for note in notes)  # decomposed
         assert not row.left or row.when or quantized or row.left in {note[1] for note in notes}, row.name
 
 

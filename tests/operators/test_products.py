@@ -15,7 +15,7 @@ from cpt_fx.formats import Format
 from cpt_fx.ir.meta import QUANTIZER
 from cpt_fx.passes import Annotate, Insert, Normalize, Verify
 from tests.decompose.fused_graphs import GraphMaker
-from tests.passes import NEAREST, at_stage, quantizers, set_bits, sites
+from tests.passes import NEAREST, at_stage, decisions, quantizers, set_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated")
 
@@ -83,10 +83,10 @@ def test_decisions_are_about_operands_in_their_places(name: str) -> None:
     Normalize()(module)
     Annotate(NEAREST)(module)
     Verify()(module)
-    ((layer, site),) = sites(module).items()
+    ((layer, decision),) = decisions(module).items()
     assert layer.startswith("layer.")
-    assert site.family == "linear"
-    assert [operand.role for operand in site.operands] == ["activation", "weight"]
+    assert decision.family == "linear"
+    assert [operand.role for operand in decision.operands] == ["activation", "weight"]
 
 
 def test_experts_have_a_range_per_output_channel() -> None:

@@ -19,7 +19,7 @@ import cpt_fx
 from cpt_fx.errors import ExportError
 from cpt_fx.export.artifacts import update_graph
 from cpt_fx.export.training import described, ort_training
-from cpt_fx.ir.state import dial_width
+from cpt_fx.ir.state import width_from
 from cpt_fx.ort import Trainer
 from cpt_fx.ort.environment import check_training
 from cpt_fx.ort.trainer import draw
@@ -68,7 +68,7 @@ def feeds_of(trainer: Trainer, batch: tuple[Any, ...], *, training: bool = True)
     """What the trainer is about to feed."""
     manifest, schedule = trainer.manifest, trainer.schedule
     bits = (schedule.bits if training else schedule.evaluation_bits)(schedule.position)
-    widths = {name: np.array(dial_width(dial, bits), np.int64) for name, dial in manifest.dials.items()}
+    widths = {name: np.array(width_from(source, bits), np.int64) for name, source in manifest.width_sources.items()}
     generator = trainer.generator.clone_state() if training else torch.Generator().manual_seed(trainer.updates)
     names = [tensor.name for tensor in (*manifest.inputs, *manifest.targets)]
     return {

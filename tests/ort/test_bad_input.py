@@ -217,7 +217,7 @@ def test_bfloat16_is_a_float(trainer: Trainer) -> None:
 
 def _manifest(*inputs: Described) -> Manifest:
     return Manifest(
-        inputs=inputs, targets=(), outputs=(), dials={}, seeds=0, parameters=(), states=(),
+        inputs=inputs, targets=(), outputs=(), width_sources={}, seeds=0, parameters=(), states=(),
         optimizer=Optimizer(name="sgd", learning_rates=(0.1,)), loss="", schedule="",
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ from cpt_fx.capture.captured import WHOLE
 from cpt_fx.capture.session import Session
 from cpt_fx.capture.standalone import precision_of
 from cpt_fx.capture.tree import own_tree
-from cpt_fx.ir.meta import QUANTIZER, SITE, Quantizer, Site
+from cpt_fx.ir.meta import DECISION, QUANTIZER, Decision, Quantizer
 from cpt_fx.ir.pass_base import Pass
 from cpt_fx.pipeline import Pipeline
 from cpt_fx.recipes import Recipe, Rule, paper
@@ -84,9 +84,9 @@ def node(module: fx.GraphModule, name: str) -> fx.Node:
     return found
 
 
-def sites(module: fx.GraphModule) -> dict[str, Site]:
+def decisions(module: fx.GraphModule) -> dict[str, Decision]:
     """Return the decisions by layer."""
-    return {found.meta[SITE].layer: found.meta[SITE] for found in module.graph.nodes if SITE in found.meta}
+    return {found.meta[DECISION].layer: found.meta[DECISION] for found in module.graph.nodes if DECISION in found.meta}
 
 
 def quantizers(module: fx.GraphModule, role: str | None = None) -> list[Quantizer]:
@@ -101,7 +101,7 @@ def targets(module: fx.GraphModule) -> list[Any]:
 
 
 def set_bits(module: nn.Module, bits: int) -> None:
-    """Write one width to every dial."""
+    """Write one width to every width source."""
     held: Any = precision_of(module).bits
     for width in held.buffers():
         width.fill_(bits)

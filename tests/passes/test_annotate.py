@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from cpt_fx.formats import Format, Group
-from cpt_fx.ir.meta import QUANTIZER, SITE, Site
+from cpt_fx.ir.meta import DECISION, QUANTIZER, Decision
 from cpt_fx.passes.annotate import Annotate
 from cpt_fx.passes.normalize import Normalize
 from cpt_fx.passes.verify import Verify
 from cpt_fx.recipes import default, integer, mx, paper
 from tests.graph_text import graph_text
 from tests.paper_models import LSTM, GATLayer, GraphConv, SageConv, SelfAttention
-from tests.passes import Apply, assert_same, at_stage, captured, node, numbers, only, sites
+from tests.passes import Apply, assert_same, at_stage, captured, decisions, node, numbers, only
 
 ROWS = Format(group=Group.ROW)
 CHANNELS = Format(group=Group.CHANNEL)
@@ -36,13 +36,13 @@ def uncovered(model: nn.Module, **options: Any) -> list[str]:
     return [str(item) for item in Annotate(**options)(module).uncovered]
 
 
-def roles(site: Site) -> list[tuple[str, str]]:
-    return [(operand.name, operand.role) for operand in site.operands]
+def roles(decision: Decision) -> list[tuple[str, str]]:
+    return [(operand.name, operand.role) for operand in decision.operands]
 
 
 def test_every_layer_that_multiplies_is_decided() -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(2, 3, bias=False))
-    found = sites(annotated(model))
+    found = decisions(annotated(model))
     assert list(found) == ["0", "4"]
     assert found["0"].family == "conv"
     assert roles(found["0"]) == [("input", "activation"), ("weight", "weight"), ("bias", "bias")]
@@ -69,7 +69,7 @@ def test_alone_on_a_plain_trace() -> None:
     Normalize()(module)
     Annotate()(module)
     Verify("annotate")(module)
-    assert list(sites(module)) == ["0"]
+    assert list(decisions(module)) == ["0"]
 
 
 def test_twice_decides_the_same() -> None:
@@ -82,7 +82,7 @@ def test_twice_decides_the_same() -> None:
 def test_a_second_run_decides_anew_what_is_not_carried_out() -> None:
     module = annotated(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
     Annotate(exclude=("0",))(module)
-    assert list(sites(module)) == ["1"]
+    assert list(decisions(module)) == ["1"]
     done = at_stage(Apply(lambda self, x: x @ self.w + torch.mv(x, self.v), w=torch.randn(3, 3), v=torch.randn(3)),
                     "bind", recipe=only("linear", weight=ROWS))  # fmt: skip
     before = graph_text(done)
@@ -104,9 +104,9 @@ class Block(nn.Module):
 def test_layers_have_the_name_of_their_module() -> None:
     model = Apply(lambda self, x: self.block(self.block(x)) @ x.t(), block=Block())
     module = annotated(model)
-    assert list(sites(module)) == ["block.matmul", "block.inner", "block.matmul_1", "matmul"]
+    assert list(decisions(module)) == ["block.matmul", "block.inner", "block.matmul_1", "matmul"]
     # A module that is called twice is one layer: one name, and with it one running range.
-    names = [found.meta[SITE].layer for found in module.graph.nodes if SITE in found.meta]
+    names = [found.meta[DECISION].layer for found in module.graph.nodes if DECISION in found.meta]
     assert names == [*["block.matmul", "block.inner", "block.matmul_1"] * 2, "matmul"]
 
 
@@ -115,14 +115,14 @@ def test_an_operator_in_a_layer_of_its_own_gets_a_number() -> None:
         def forward(self, input: Tensor) -> Tensor:
             return F.linear(F.linear(input, self.weight), self.weight)
 
-    assert list(sites(annotated(nn.Sequential(Twice(3, 3))))) == ["0", "0.linear_1"]
+    assert list(decisions(annotated(nn.Sequential(Twice(3, 3))))) == ["0", "0.linear_1"]
 
 
 def test_a_product_with_a_parameter_is_a_linear_layer() -> None:
     model = Apply(lambda self, x: torch.einsum("ij,jk->ik", x @ self.w, torch.addmm(self.b, x, self.w)),
                   w=torch.randn(3, 3), b=torch.randn(3))  # fmt: skip
-    found = sites(annotated(model, recipe=integer()))
-    assert {name: site.family for name, site in found.items()} == {
+    found = decisions(annotated(model, recipe=integer()))
+    assert {name: decision.family for name, decision in found.items()} == {
         "matmul": "linear", "addmm": "linear", "einsum": "matmul",
     }  # fmt: skip
     assert roles(found["matmul"]) == [("input", "activation"), ("other", "weight")]
@@ -133,9 +133,9 @@ def test_a_product_with_a_parameter_is_a_linear_layer() -> None:
 def test_channels_of_a_weight_are_what_a_product_sums_over() -> None:
     model = Apply(lambda self, x: (x @ self.w, self.w @ x, F.linear(x, self.w)), w=torch.randn(3, 3))
     first, second, third = (
-        {operand.role: operand for operand in found.meta[SITE].operands}["weight"]
+        {operand.role: operand for operand in found.meta[DECISION].operands}["weight"]
         for found in annotated(model).graph.nodes
-        if SITE in found.meta
+        if DECISION in found.meta
     )
     assert (first.keep, first.over) == ((), (-2,))
     assert (second.keep, second.over) == ((), (-1,))
@@ -148,15 +148,19 @@ def test_channels_of_a_weight_are_what_a_product_sums_over() -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_channels_of_a_layer_are_its_output_axis(layer: nn.Module, keep: tuple[int, ...]) -> None:
-    (site,) = sites(annotated(nn.Sequential(layer))).values()
-    assert {operand.role: operand.keep for operand in site.operands} == {"activation": (), "weight": keep, "bias": ()}
+    (decision,) = decisions(annotated(nn.Sequential(layer))).values()
+    assert {operand.role: operand.keep for operand in decision.operands} == {
+        "activation": (),
+        "weight": keep,
+        "bias": (),
+    }
 
 
 @pytest.mark.parametrize("chosen", [ROWS, CHANNELS], ids=str)
 def test_a_vector_has_one_range(chosen: Format) -> None:
     model = Apply(lambda self, x: (torch.mv(x, self.v), F.linear(x, self.w, self.v)),
                   v=torch.randn(3), w=torch.randn(3, 3))  # fmt: skip
-    found = sites(annotated(model, recipe=only("linear", weight=chosen, bias=chosen)))
+    found = decisions(annotated(model, recipe=only("linear", weight=chosen, bias=chosen)))
     assert [(o.role, o.keep, o.over) for o in found["mv"].operands] == [("weight", (), None)]
     assert [(o.role, o.keep, o.over) for o in found["linear"].operands] == [
         ("weight", (0,), None),
@@ -169,26 +173,28 @@ def test_a_weight_computed_from_parameters_is_a_weight() -> None:
         return F.linear(x, torch.tanh(self.w) * self.scale.exp()) + F.linear(x, self.w * x.mean())
 
     model = Apply(function, w=torch.randn(3, 3), scale=torch.randn(3, 1))
-    found = sites(annotated(model))
+    found = decisions(annotated(model))
     assert roles(found["linear"]) == [("input", "activation"), ("weight", "weight")]
     # The second argument of F.linear is its weight, wherever it comes from.
     assert roles(found["linear_1"]) == [("input", "activation"), ("weight", "weight")]
     model = Apply(lambda self, x: (x @ (self.w * 2), x @ (self.w * x.mean())), w=torch.randn(3, 3))
-    assert [site.family for site in sites(annotated(model)).values()] == ["linear", "matmul"]
+    assert [decision.family for decision in decisions(annotated(model)).values()] == ["linear", "matmul"]
 
 
 def test_a_buffer_is_no_weight() -> None:
     model = Apply(lambda self, x: x @ self.adjacency)
     model.register_buffer("adjacency", torch.eye(3))
-    (site,) = sites(annotated(model)).values()
-    assert (site.family, [operand.role for operand in site.operands]) == ("matmul", ["activation", "activation"])
+    (decision,) = decisions(annotated(model)).values()
+    assert (decision.family, [operand.role for operand in decision.operands]) == (
+        "matmul",
+        ["activation", "activation"],
+    )
 
 
 def test_several_users_of_a_value_are_decided_one_by_one() -> None:
     model = Apply(lambda self, x: (F.linear(x, self.w), x @ self.w, x + self.w), w=torch.randn(3, 3))
-    assert [name for name, site in sites(annotated(model)).items() if site.operands[1].role == "weight"] == [
-        "linear", "matmul",
-    ]  # fmt: skip
+    found = decisions(annotated(model))
+    assert [name for name in found if found[name].operands[1].role == "weight"] == ["linear", "matmul"]
 
 
 class Hidden(nn.Module):
@@ -254,7 +260,7 @@ def test_layers_without_a_product_are_left_alone() -> None:
     module = captured(model)
     Normalize()(module)
     report = Annotate()(module)
-    assert (report.changed, report.uncovered, sites(module)) == (0, (), {})
+    assert (report.changed, report.uncovered, decisions(module)) == (0, (), {})
 
 
 def test_excluded_layers_are_reported_as_chosen() -> None:
@@ -262,7 +268,7 @@ def test_excluded_layers_are_reported_as_chosen() -> None:
     module = captured(model)
     Normalize()(module)
     report = Annotate(exclude=("0", "2.*"))(module)
-    assert list(sites(module)) == ["1"]
+    assert list(decisions(module)) == ["1"]
     assert [(item.layer, item.reason, item.by_choice) for item in report.uncovered] == [
         ("0", "excluded by '0'", True), ("2.0", "excluded by '2.*'", True),
     ]  # fmt: skip
@@ -273,43 +279,47 @@ def test_excluded_layers_are_reported_as_chosen() -> None:
 def test_overrides_set_dials_and_formats() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
     overrides = {"0": 8, "1": "+2", "2": {"input": None, "bits": 4}}
-    found = sites(annotated(model, overrides=overrides))
-    assert [found[name].dial("weight").name for name in "012"] == ["weight_fixed_8", "weight_plus_2", "weight_fixed_4"]
+    found = decisions(annotated(model, overrides=overrides))
+    assert [found[name].width_source("weight").name for name in "012"] == [
+        "weight_fixed_8",
+        "weight_plus_2",
+        "weight_fixed_4",
+    ]
     assert roles(found["2"]) == [("weight", "weight"), ("bias", "bias")]
-    assert found["0"].dial("bias") == found["0"].dial("weight")
+    assert found["0"].width_source("bias") == found["0"].width_source("weight")
 
 
 def test_einsum_and_multi_dot_operands() -> None:
     def function(self: Any, x: Tensor) -> Tensor:
         return torch.einsum("ij,jk,kl->il", x, self.w, x) + torch.linalg.multi_dot([x, self.w, x])  # type: ignore[no-any-return]
 
-    found = sites(annotated(Apply(function, w=torch.randn(3, 3))))
+    found = decisions(annotated(Apply(function, w=torch.randn(3, 3))))
     expected = [("operand0", "activation"), ("operand1", "weight"), ("operand2", "activation")]
-    assert [roles(site) for site in found.values()] == [expected, expected]
+    assert [roles(decision) for decision in found.values()] == [expected, expected]
     assert [operand.index for operand in found["multi_dot"].operands] == [(0, 0), (0, 1), (0, 2)]
 
 
 def test_an_added_activation_is_no_bias() -> None:
     model = Apply(lambda self, x: torch.addmm(x, x, self.w), w=torch.randn(3, 3))
-    (site,) = sites(annotated(model)).values()
-    assert roles(site) == [("mat1", "activation"), ("mat2", "weight")]
+    (decision,) = decisions(annotated(model)).values()
+    assert roles(decision) == [("mat1", "activation"), ("mat2", "weight")]
 
 
 def test_the_sites_of_a_recurrent_layer_are_named_once() -> None:
     module = annotated(LSTM(3, 2, 2))
-    names = [found.meta[SITE].layer for found in module.graph.nodes if SITE in found.meta]
+    names = [found.meta[DECISION].layer for found in module.graph.nodes if DECISION in found.meta]
     assert names == ["W", "U", "W", "U"]
 
 
 def test_published_graph_convolution() -> None:
-    found = sites(annotated(GraphConv(2, 3, 4), recipe=GRAPH))
+    found = decisions(annotated(GraphConv(2, 3, 4), recipe=GRAPH))
     # The other two index_add count degrees: they sum a constant, there is no message to quantize.
-    assert {name: site.family for name, site in found.items()} == {
+    assert {name: decision.family for name, decision in found.items()} == {
         "mul": "scale", "index_add": "aggregation", "matmul": "linear", "mul_1": "scale", "add": "bias_add",
     }  # fmt: skip
     assert roles(found["add"]) == [("input", "activation"), ("other", "bias")]
     assert roles(found["index_add"]) == [("source", "activation")]
-    full = sites(annotated(GraphConv(2, 3, 4), recipe=paper(family="graph")))
+    full = decisions(annotated(GraphConv(2, 3, 4), recipe=paper(family="graph")))
     assert list(full) == ["matmul", "add"]
 
 
@@ -320,32 +330,34 @@ def test_a_bias_added_in_place_is_a_bias() -> None:
         return y  # type: ignore[no-any-return]
 
     model = Apply(function, w=torch.randn(3, 3), b=torch.randn(3))
-    (site,) = [site for site in sites(annotated(model, recipe=GRAPH)).values() if site.family == "bias_add"]
-    assert roles(site) == [("input", "activation"), ("other", "bias")]
-    (site,) = sites(annotated(model)).values()
-    assert roles(site) == [("input", "activation"), ("other", "weight"), ("bias", "bias")]
+    (decision,) = [
+        decision for decision in decisions(annotated(model, recipe=GRAPH)).values() if decision.family == "bias_add"
+    ]
+    assert roles(decision) == [("input", "activation"), ("other", "bias")]
+    (decision,) = decisions(annotated(model)).values()
+    assert roles(decision) == [("input", "activation"), ("other", "weight"), ("bias", "bias")]
 
 
 def test_the_gradient_of_a_mean_is_quantized_behind_the_division() -> None:
     module = annotated(SageConv(3, 2, 4), recipe=GRAPH)
-    (aggregation,) = [site for site in sites(module).values() if site.family == "aggregation"]
+    (aggregation,) = [decision for decision in decisions(module).values() if decision.family == "aggregation"]
     assert node(module, aggregation.gradient_name).target is operator.truediv
     summed = annotated(GraphConv(2, 3, 4), recipe=GRAPH)
-    (aggregation,) = [site for site in sites(summed).values() if site.family == "aggregation"]
+    (aggregation,) = [decision for decision in decisions(summed).values() if decision.family == "aggregation"]
     assert node(summed, aggregation.gradient_name).target is torch.index_add
 
 
 def test_a_weighted_sum_over_neighbours_is_an_aggregation() -> None:
-    found = sites(annotated(GATLayer(3, 2, 2), recipe=paper(family="graph", aggregation="q")))
-    families = [site.family for site in found.values()]
+    found = decisions(annotated(GATLayer(3, 2, 2), recipe=paper(family="graph", aggregation="q")))
+    families = [decision.family for decision in found.values()]
     assert families.count("aggregation") == 2
-    dense = sites(annotated(GATLayer(3, 2, 2)))
-    assert {site.family for site in dense.values()} == {"linear"}
+    dense = decisions(annotated(GATLayer(3, 2, 2)))
+    assert {decision.family for decision in dense.values()} == {"linear"}
 
 
 def test_blocks_keep_their_layout() -> None:
-    (site,) = sites(annotated(nn.Sequential(nn.Linear(32, 4)), recipe=mx())).values()
-    assert {operand.role: (operand.keep, operand.over) for operand in site.operands} == {
+    (decision,) = decisions(annotated(nn.Sequential(nn.Linear(32, 4)), recipe=mx())).values()
+    assert {operand.role: (operand.keep, operand.over) for operand in decision.operands} == {
         "activation": ((), (-1,)), "weight": ((), (-1,)),
     }  # fmt: skip
 

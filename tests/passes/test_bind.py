@@ -73,7 +73,7 @@ def test_overrides_have_widths_of_their_own() -> None:
     }  # fmt: skip
     for node in module.graph.nodes:
         if QUANTIZER in node.meta:
-            assert node.args[1].target == f"_cpt_fx.bits.{node.meta[QUANTIZER].dial.name}"
+            assert node.args[1].target == f"_cpt_fx.bits.{node.meta[QUANTIZER].width_source.name}"
 
 
 def test_fixed_widths_for_some_roles() -> None:
@@ -115,7 +115,7 @@ def test_a_dial_that_lost_its_readers_stays_for_other_graphs() -> None:
     for node in module.graph.nodes:
         if QUANTIZER in node.meta:
             quantizer = node.meta[QUANTIZER]
-            node.meta[QUANTIZER] = replace(quantizer, dial=replace(quantizer.dial, fixed=5))
+            node.meta[QUANTIZER] = replace(quantizer, width_source=replace(quantizer.width_source, fixed=5))
     assert Bind(BITS)(module).changed == 4
     read = {str(node.target) for node in module.graph.nodes if node.op == "get_attr" and "fixed" in str(node.target)}
     assert read == {f"_cpt_fx.bits.{role}_fixed_5" for role in ("weight", "activation", "gradient")}

@@ -29,7 +29,7 @@ def inserted(model: nn.Module, **options: Any) -> fx.GraphModule:
 
 def test_every_role_gets_its_quantizer() -> None:
     module = inserted(nn.Sequential(nn.Linear(3, 2)))
-    found = [(q.operand, q.role, q.op, q.layers, q.dial.name) for q in quantizers(module)]
+    found = [(q.operand, q.role, q.op, q.layers, q.width_source.name) for q in quantizers(module)]
     assert found == [
         ("input", "activation", "linear", ("0",), "activation"),
         ("weight", "weight", "linear", ("0",), "weight"),
@@ -102,8 +102,8 @@ def test_low_bits_change_the_numbers() -> None:
     set_bits(module, 2)
     rough = numbers(module, x)
     assert all(not torch.equal(mine, other) for mine, other in zip(rough, plain, strict=True))
-    assert node(module, "_0_weight_q").meta[QUANTIZER].record == "_cpt_fx.records._0_weight_q"
-    assert all(record[0] == 1 for record in module.get_submodule("_cpt_fx.records").buffers())
+    assert node(module, "_0_weight_q").meta[QUANTIZER].counters == "_cpt_fx.counters._0_weight_q"
+    assert all(counters[0] == 1 for counters in module.get_submodule("_cpt_fx.counters").buffers())
 
 
 def test_nothing_bypasses_a_gradient_quantizer() -> None:
@@ -274,7 +274,7 @@ def test_alone_on_a_plain_trace() -> None:
     set_bits(module, 2)
     x = torch.randn(4, 3)
     assert not torch.equal(module(x), nn.Sequential(nn.Linear(3, 3), nn.Tanh())(x))
-    assert module.get_buffer("_cpt_fx.records._0_input_q")[0] == 1
+    assert module.get_buffer("_cpt_fx.counters._0_input_q")[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ def test_formats_reach_the_op() -> None:
     chosen = Format(scheme="float", exponent=4, specials="fn", group="vector", block=2)  # type: ignore[arg-type]
     module = inserted(nn.Sequential(nn.Linear(4, 3)), recipe=only("linear", input=chosen))
     options = dict(node(module, "_0_input_q").kwargs)
-    options.pop("record")
+    options.pop("counters")
     assert options == {
         "over": [-1], "scheme": "float", "rounding": "nearest", "exponent": 4, "specials": "fn", "block": 2,
     }  # fmt: skip

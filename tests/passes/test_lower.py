@@ -12,7 +12,7 @@ import cpt_fx
 from cpt_fx.errors import TransformError
 from cpt_fx.formats import Format, Group, Range, Rounding, Scheme
 from cpt_fx.integer.ops import INTEGER_CONV, INTEGER_LINEAR, INTEGER_MATMUL, TO_INTEGER
-from cpt_fx.ir.meta import QUANTIZER, SIMULATED, SITE
+from cpt_fx.ir.meta import DECISION, QUANTIZER, SIMULATED
 from cpt_fx.ir.pass_base import stage_of
 from cpt_fx.ir.verifier import SpecError
 from cpt_fx.passes import Insert, Lower, Verify
@@ -38,7 +38,11 @@ def returns_factor(self: Any, x: Tensor) -> Any:
 
 
 def reasons(module: Any) -> dict[str, str]:
-    return {found.meta[SITE].layer: found.meta.get(SIMULATED, "") for found in module.graph.nodes if SITE in found.meta}
+    return {
+        found.meta[DECISION].layer: found.meta.get(SIMULATED, "")
+        for found in module.graph.nodes
+        if DECISION in found.meta
+    }
 
 
 def test_it_fires() -> None:
@@ -92,7 +96,7 @@ def test_several_readers_share_codes_and_others_keep_numbers() -> None:
     found = {name: item.meta[QUANTIZER] for name in ("a_input_q", "a_input_q_codes") for item in [node(module, name)]}
     assert found["a_input_q"].layers == ("grouped",)
     assert found["a_input_q_codes"].layers == ("a", "b")
-    assert found["a_input_q"].record != found["a_input_q_codes"].record
+    assert found["a_input_q"].counters != found["a_input_q_codes"].counters
     assert [user.name for user in node(module, "a_input_q_codes").users] == ["conv2d", "conv2d_1"]
     assert reasons(module) == {"a": "", "b": "", "grouped": "a grouped convolution has no integer form"}
     Verify()(module)

@@ -286,7 +286,7 @@ def test_the_report_counts() -> None:
     report = Normalize()(fx.symbolic_trace(model))
     # Two calls of one layer read two parameters twice: two of the four reads go.
     assert report.changed == 5
-    assert report.notes == ("2 layers opened, 1 calls renamed, 2 parameter values merged",)
+    assert report.notes == ("2 layers inlined, 1 calls renamed, 2 parameter values merged",)
 
 
 def test_alone_it_leaves_a_module_that_runs_what_its_graph_says() -> None:

@@ -63,7 +63,7 @@ def test_redundant_records_go_and_redundant_ranges_stay_unread() -> None:
     assert [name for name in module.state_dict() if "_range_" in name] == [
         f"{layer}.cpt_fx_input_range_{name}" for layer in "qkv" for name in ("min", "size", "weight")
     ]
-    assert list(module.get_submodule("_cpt_fx.records")._buffers) == ["q_input_q"]
+    assert list(module.get_submodule("_cpt_fx.counters")._buffers) == ["q_input_q"]
     assert [node.name for node in module.graph.nodes if node.op == "get_attr" and not node.users] == []
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from cpt_fx.formats import Format
-from cpt_fx.ir.meta import QUANTIZER, SITE, Dial
+from cpt_fx.ir.meta import DECISION, QUANTIZER, WidthSource
 from cpt_fx.ir.pass_base import Pass, Report, set_stage
 from cpt_fx.ir.verifier import SpecError
 from cpt_fx.passes.verify import Verify
@@ -84,8 +84,10 @@ def change_quantizer(name: str, **changes: Any) -> Edit:
 
 def add_operand(module: fx.GraphModule) -> None:
     linear = node(module, "linear")
-    site = linear.meta[SITE]
-    linear.meta[SITE] = replace(site, operands=(*site.operands, replace(site.operands[0], index=7, name="ghost")))
+    decision = linear.meta[DECISION]
+    linear.meta[DECISION] = replace(
+        decision, operands=(*decision.operands, replace(decision.operands[0], index=7, name="ghost"))
+    )
 
 
 def bypass_input(module: fx.GraphModule) -> None:
@@ -115,7 +117,7 @@ def idle(module: fx.GraphModule) -> None:
 def plain_for_observed(module: fx.GraphModule) -> None:
     made = node(module, "fc_input_q")
     made.target, made.args = FAKE_QUANTIZE, made.args[:2]
-    made.kwargs = {"record": made.kwargs["record"]}
+    made.kwargs = {"counters": made.kwargs["counters"]}
 
 
 def wrong_width(module: fx.GraphModule) -> None:
@@ -128,9 +130,9 @@ def no_tensor(module: fx.GraphModule) -> None:
     bits.__dict__["weight"] = 8
 
 
-def same_record(module: fx.GraphModule) -> None:
+def same_counters(module: fx.GraphModule) -> None:
     for name in ("fc_weight_q", "fc_bias_q"):
-        node(module, name).update_kwarg("record", node(module, "fc_input_q").kwargs["record"])
+        node(module, name).update_kwarg("counters", node(module, "fc_input_q").kwargs["counters"])
 
 
 def no_state(module: fx.GraphModule) -> None:
@@ -171,8 +173,8 @@ BROKEN: dict[str, tuple[str, Edit, str]] = {
     "another format": (
         "insert", change_quantizer("fc_weight_q", format=Format()),
         "fc: operand weight has format affine/tensor, not symmetric/channel"),
-    "another dial": (
-        "insert", change_quantizer("fc_weight_q", dial=Dial("weight", offset=2)),
+    "another width source": (
+        "insert", change_quantizer("fc_weight_q", width_source=WidthSource("weight", offset=2)),
         "fc: operand weight follows weight_plus_2, not weight"),
     "plain where observed": ("insert", plain_for_observed, "operand input of linear is not quantized"),
     "no gradient quantizer": ("insert", drop_gradient, "fc: the gradient of linear is not quantized"),
@@ -182,7 +184,7 @@ BROKEN: dict[str, tuple[str, Edit, str]] = {
     "another width": ("bind", wrong_width, "fc_weight_q reads its width from _cpt_fx_bits_activation, not from "
                       r"_cpt_fx\.bits\.weight"),
     "a width that is no tensor": ("bind", no_tensor, "_cpt_fx.bits.weight is not a tensor"),
-    "one record for two": ("bind", same_record, "write the same record"),
+    "the same counters for two": ("bind", same_counters, "write the same counters"),
     "no state": ("bind", no_state, "but no state module _cpt_fx"),
 }  # fmt: skip
 
@@ -249,5 +251,5 @@ def test_annotating_again_is_the_cure() -> None:
     pipeline = Pipeline.standard().before("annotate", Vandal(lambda module: call(module, torch.matmul)))
     module = captured(Model())
     pipeline.run(module)
-    assert sum(SITE in found.meta for found in module.graph.nodes) == 2
+    assert sum(DECISION in found.meta for found in module.graph.nodes) == 2
     assert default().matmul is not None

@@ -22,7 +22,7 @@ from cpt_fx.formats import (
     minimum_bits,
 )  # fmt: skip
 from cpt_fx.functional import fake_quantize
-from cpt_fx.quantizers.numerics import extent_of
+from cpt_fx.quantizers.numerics import range_of
 
 
 def test_the_default_format_is_the_published_one() -> None:
@@ -130,4 +130,4 @@ def test_group_dims(group: Group, shape: tuple[int, ...], count: int) -> None:
     """How many ranges a group has, whatever the rank."""
     keep, over = group_dims(group, channel_axis=1)
     assert over is None or not keep
-    assert extent_of(torch.rand(shape), keep, over).range.numel() == count
+    assert range_of(torch.rand(shape), keep, over).range.numel() == count

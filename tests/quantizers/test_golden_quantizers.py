@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cpt_fx.functional import fake_quantize, quantize_gradient
-from cpt_fx.quantizers.numerics import SCALE_FLOOR, extent_of
+from cpt_fx.quantizers.numerics import SCALE_FLOOR, range_of
 from tests import golden_data
 from tests.golden_data import Case, case_id, cases
 
@@ -66,9 +66,9 @@ def test_quantize(case: Case) -> None:
         result = fake_quantize(x, bits, range=(data["zero_point"], data["range"]))
     else:
         result = fake_quantize(x, bits, **GROUPS[site])
-        extent = extent_of(x, GROUPS[site].get("keep", ()), GROUPS[site].get("over"))
-        assert_same(extent.zero_point.flatten(), data["zero_point"].flatten())
-        assert_same(extent.range.flatten(), data["range"].flatten())
+        value_range = range_of(x, GROUPS[site].get("keep", ()), GROUPS[site].get("over"))
+        assert_same(value_range.zero_point.flatten(), data["zero_point"].flatten())
+        assert_same(value_range.range.flatten(), data["range"].flatten())
     assert_same(result, data["q"])
     if "codes" not in data:
         return

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import cpt_fx
 from cpt_fx.formats import Format, Rounding
-from cpt_fx.quantizers.numerics import Grid, percentile_extent
+from cpt_fx.quantizers.numerics import Grid, percentile_range
 from cpt_fx.quantizers.ops import LearnedRange
 from cpt_fx.recipes import Recipe, default
 from cpt_fx.schedules import Static
@@ -126,11 +126,11 @@ def test_layers_that_read_one_tensor_learn_a_range_each() -> None:
 @pytest.mark.parametrize("percentile", [50.0, 90.0, 99.9, 100.0])
 def test_a_percentile_range_covers_that_part_of_the_elements(percentile: float) -> None:
     x = torch.randn(30, 40)
-    extent = percentile_extent(x, percentile)
+    value_range = percentile_range(x, percentile)
     ordered = sorted(x.flatten().tolist())
     cut = int(1200 * (1 - percentile / 100) / 2)
-    assert extent.zero_point == ordered[cut]
-    assert extent.maximum() == ordered[-1 - cut]
+    assert value_range.zero_point == ordered[cut]
+    assert value_range.maximum() == ordered[-1 - cut]
 
 
 def test_a_percentile_range_is_used_in_training_and_averaged_for_evaluation() -> None:
@@ -140,11 +140,11 @@ def test_a_percentile_range_is_used_in_training_and_averaged_for_evaluation() ->
     model(x)
     state = model.state_dict()
     running = state["0.cpt_fx_input_range_size"] / state["0.cpt_fx_input_range_weight"]
-    torch.testing.assert_close(running, percentile_extent(x, 90.0).range)
+    torch.testing.assert_close(running, percentile_range(x, 90.0).range)
     assert running < 10
 
 
 def test_a_nan_spoils_a_percentile_range_visibly() -> None:
     x = torch.randn(1000)
     x[3] = math.nan
-    assert percentile_extent(x, 90.0).range.isnan()
+    assert percentile_range(x, 90.0).range.isnan()

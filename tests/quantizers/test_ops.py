@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from cpt_fx.quantizers.counters import new_record
+from cpt_fx.quantizers.counters import new_counters
 from cpt_fx.quantizers.numerics import Grid, quantize_or_pass
 from cpt_fx.quantizers.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_OBSERVED, QUANTIZE_GRADIENT, QUANTIZERS
 from cpt_fx.quantizers.straight_through import grid_of
@@ -121,19 +121,19 @@ def test_a_compiled_layer_is_the_eager_layer(training: bool) -> None:
     assert torch.equal(layers[0].weight.grad, layers[1].weight.grad)
 
 
-def observed(x: Tensor, training: bool, record: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return (x, bits(), *state(), training), {"record": new_record()} if record else {}
+def observed(x: Tensor, training: bool, counters: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (x, bits(), *state(), training), {"counters": new_counters()} if counters else {}
 
 
 def opcheck_cases() -> list[Any]:
     x, leaf = torch.randn(3, 4), torch.randn(3, 4).requires_grad_()
     given = {"zero_point": torch.zeros(3, 1), "range": torch.ones(3, 1)}
     cases = [(FAKE_QUANTIZE, (torch.randn(3, 4, 2).requires_grad_(), bits()), options) for options in FORMATS[:6]]
-    cases += [(FAKE_QUANTIZE, (x, bits()), {"record": new_record()}), (FAKE_QUANTIZE, (leaf, bits()), given)]
+    cases += [(FAKE_QUANTIZE, (x, bits()), {"counters": new_counters()}), (FAKE_QUANTIZE, (leaf, bits()), given)]
     cases += [(QUANTIZE_GRADIENT, (tensor, bits()), {"rounding": "nearest"}) for tensor in (x, leaf)]
     cases += [
-        (FAKE_QUANTIZE_OBSERVED, *observed(tensor, training, record))
-        for tensor, training, record in ((x, True, True), (leaf, True, False), (leaf, False, False))
+        (FAKE_QUANTIZE_OBSERVED, *observed(tensor, training, counters))
+        for tensor, training, counters in ((x, True, True), (leaf, True, False), (leaf, False, False))
     ]
     return cases
 
@@ -173,9 +173,9 @@ def test_export_keeps_the_nodes(training: bool) -> None:
     assert [target for target in targets if target in QUANTIZERS] == [
         FAKE_QUANTIZE_OBSERVED, FAKE_QUANTIZE, QUANTIZE_GRADIENT]  # fmt: skip
     assert torch.equal(program.module()(x), layer(x))
-    opened = program.run_decompositions()
-    assert not any(node.target in QUANTIZERS for node in opened.graph.nodes)
-    again = opened.module()
+    decomposed = program.run_decompositions()
+    assert not any(node.target in QUANTIZERS for node in decomposed.graph.nodes)
+    again = decomposed.module()
     for width in (2, 8, 32):
         layer.get_buffer("bits").fill_(width)
         again.load_state_dict(layer.state_dict())

@@ -296,10 +296,10 @@ def vision_transformer(self: Any, x: Tensor) -> Any:
     return self.head(x[:, 0])
 
 
-@zoo(normal(2, 4), make=lambda: {"bits": nn.Linear(4, 4), "ranges": Parameter(torch.rand(4)), "records": 2.0,
+@zoo(normal(2, 4), make=lambda: {"bits": nn.Linear(4, 4), "ranges": Parameter(torch.rand(4)), "counters": 2.0,
                                  "schedule": nn.Linear(4, 4), "precision": Buffer(torch.rand(4))})  # fmt: skip
 def names_like_ours(self: Any, x: Tensor) -> Any:
-    return self.schedule(self.bits(x) * self.ranges) * self.records + self.precision
+    return self.schedule(self.bits(x) * self.ranges) * self.counters + self.precision
 
 
 @zoo(normal(2, 4), make=lambda: {"fc": nn.Linear(4, 4), "norm": nn.LayerNorm(4), "out": nn.Linear(4, 2)},

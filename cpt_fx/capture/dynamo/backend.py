@@ -24,7 +24,7 @@ from cpt_fx.capture.tree import TreePlaces
 from cpt_fx.ir.meta import STATE, WEIGHT, attribute_or_none, get_attribute, read_before
 from cpt_fx.ir.module import ROOT, QuantizedGraphModule, blank
 from cpt_fx.ir.result import plain_class
-from cpt_fx.ir.subgraphs import OUTER, add_body, free_name
+from cpt_fx.ir.subgraphs import OUTER, add_subgraph, free_name
 
 if TYPE_CHECKING:
     from cpt_fx.capture.dynamo.engine import DynamoEngine
@@ -230,11 +230,11 @@ def _adopt(view: QuantizedGraphModule, source: fx.GraphModule, frame: Frame) -> 
             continue
         value = getattr(source, str(node.target), None)
         if isinstance(value, fx.GraphModule):
-            body = blank()
-            body.__dict__[ROOT], body.meta = view.__dict__[ROOT], dict(view.meta)
-            put_graph(body, copy_graph(value.graph))
-            _adopt(body, value, frame)
-            node.target = add_body(view, str(node.target), body)
+            subgraph = blank()
+            subgraph.__dict__[ROOT], subgraph.meta = view.__dict__[ROOT], dict(view.meta)
+            put_graph(subgraph, copy_graph(value.graph))
+            _adopt(subgraph, value, frame)
+            node.target = add_subgraph(view, str(node.target), subgraph)
         elif value is not None:
             # A constant: in no state_dict, and not in the containers that are shared with the model.
             node.target = free_name(str(node.target), view)
@@ -243,28 +243,28 @@ def _adopt(view: QuantizedGraphModule, source: fx.GraphModule, frame: Frame) -> 
         _read_inside(node, get_attribute(view, str(node.args[0].target)))
 
 
-def _read_inside(node: fx.Node, body: fx.GraphModule) -> None:
+def _read_inside(node: fx.Node, subgraph: fx.GraphModule) -> None:
     """Move reads of attributes of a checkpoint's arguments, such as `x.mT`, into its body.
 
     Dynamo reads them in front of the checkpoint, where gradients would be summed in another order.
     """
     read_from, *given = node.args
-    places = list(zip(given, body.graph.find_nodes(op="placeholder"), strict=True))
+    places = list(zip(given, subgraph.graph.find_nodes(op="placeholder"), strict=True))
     for place in tuple(places):
         read, inside = place
         if not isinstance(read, fx.Node) or read.target is not getattr or len(read.users) > 1 or not inside.users:
             continue
         source, name = read.args
         known = next((input for value, input in places if value is source), None)
-        with body.graph.inserting_before(next(user for user in body.graph.nodes if user in inside.users)):
-            made = body.graph.call_function(getattr, (known or inside, name))
+        with subgraph.graph.inserting_before(next(user for user in subgraph.graph.nodes if user in inside.users)):
+            made = subgraph.graph.call_function(getattr, (known or inside, name))
         made.meta = {**read.meta}
         inside.replace_all_uses_with(made, delete_user_cb=lambda user, made=made: user is not made)
         if known is None:
             places[places.index(place)] = (source, inside)
         else:
             places.remove(place)
-            body.graph.erase_node(inside)
+            subgraph.graph.erase_node(inside)
         node.args = (read_from, *(value for value, _ in places))
         node.graph.erase_node(read)
 
@@ -302,7 +302,7 @@ def lifted(
     return run
 
 
-_RECORDS = f".{STATE}.records."
+_COUNTERS = f".{STATE}.counters."
 _MODES = (torch.tensor(False), torch.tensor(True))
 
 
@@ -312,7 +312,7 @@ def _read(view: nn.Module, path: str) -> Tensor:
         return _MODES[value]
     assert isinstance(value, Tensor)
     # Counters are written by the backward pass of one call and by the next forward pass: each call has its own alias.
-    return value.data if _RECORDS in f".{path}" else value
+    return value.data if _COUNTERS in f".{path}" else value
 
 
 class _Lift:
@@ -326,19 +326,19 @@ class _Lift:
         self._inputs: dict[str, fx.Node] = {node.name: node for node in self.graph.find_nodes(op="placeholder")}
         self._given = given
         self._made: dict[str, fx.Node] = {}
-        bodies: dict[fx.Node, list[str]] = {}
+        subgraphs: dict[fx.Node, list[str]] = {}
         for node in list(self.graph.nodes):
             if node.op == "get_attr":
                 value = get_attribute(view, str(node.target))
                 if isinstance(value, QuantizedGraphModule):
-                    bodies[node] = self._body(node, value)
+                    subgraphs[node] = self._body(node, value)
                 elif isinstance(value, bool):
                     self._read_mode(node)
                 elif isinstance(value, Tensor):
                     node.replace_all_uses_with(self.input_for(str(node.target), value))
                     self.graph.erase_node(node)
-            elif any(used in bodies for used in node.all_input_nodes):
-                self._pass_on(node, bodies)
+            elif any(used in subgraphs for used in node.all_input_nodes):
+                self._pass_on(node, subgraphs)
 
     def input_for(self, path: str, value: object) -> fx.Node:
         """Return the placeholder for a value: Dynamo's own, else a new one."""
@@ -362,18 +362,18 @@ class _Lift:
             user.kwargs = {**user.kwargs, "trains": mode}
         self.graph.erase_node(node)
 
-    def _body(self, node: fx.Node, body: QuantizedGraphModule) -> list[str]:
-        inner = _Lift(body, {})
+    def _body(self, node: fx.Node, subgraph: QuantizedGraphModule) -> list[str]:
+        inner = _Lift(subgraph, {})
         name = str(node.target).replace(".", "_")
         self.root.add_module(name, fx.GraphModule(inner.root, inner.graph))
         node.target = name
         # What a subgraph reads through the outer graph, the outer graph reads itself.
         return [path.removeprefix(f"{OUTER}.") for path in inner.reads]
 
-    def _pass_on(self, node: fx.Node, bodies: dict[fx.Node, list[str]]) -> None:
+    def _pass_on(self, node: fx.Node, subgraphs: dict[fx.Node, list[str]]) -> None:
         """Pass the state that a subgraph reads to the operator that runs it."""
-        for used in [used for used in node.all_input_nodes if used in bodies]:
-            state = tuple(self.input_for(path, attribute_or_none(self.view, path)) for path in bodies[used])
+        for used in [used for used in node.all_input_nodes if used in subgraphs]:
+            state = tuple(self.input_for(path, attribute_or_none(self.view, path)) for path in subgraphs[used])
             if node.target is checkpointed:
                 node.target = TAG_CHECKPOINT
                 node.args = (*node.args, *state)
@@ -383,10 +383,10 @@ class _Lift:
                 node.replace_input_with(used, bound)
 
 
-def with_state(body: Callable[..., Any], state: tuple[Any, ...]) -> Callable[..., Any]:
+def with_state(subgraph: Callable[..., Any], state: tuple[Any, ...]) -> Callable[..., Any]:
     """Return a subgraph with its state bound, which takes only its own arguments."""
-    return partial(_called_with, body, state)
+    return partial(_called_with, subgraph, state)
 
 
-def _called_with(body: Callable[..., Any], state: tuple[Any, ...], *args: Any) -> Any:
-    return body(*args, *state)
+def _called_with(subgraph: Callable[..., Any], state: tuple[Any, ...], *args: Any) -> Any:
+    return subgraph(*args, *state)

@@ -19,7 +19,7 @@ from cpt_fx.capture.dynamo.callers import Caller, caller_of
 from cpt_fx.capture.tree import TreePlaces
 from cpt_fx.common.functorch import is_transformed
 from cpt_fx.ir.contexts import TRANSFORMED
-from cpt_fx.ir.layer_names import NTH
+from cpt_fx.ir.layer_names import OCCURRENCE
 from cpt_fx.ir.meta import WEIGHT, is_transposed
 from cpt_fx.ir.module import QuantizedGraphModule
 from cpt_fx.operators import form_of, multiplies, why_left
@@ -132,7 +132,7 @@ class Net(TorchFunctionMode):
         node.meta["stack_trace"] = caller.trace
         # Operators on one line are distinguished by their occurrence index.
         neighbours = self._neighbours.setdefault((func, caller.path, caller.trace), {})
-        node.meta[NTH] = neighbours.setdefault(caller.steps, len(neighbours))
+        node.meta[OCCURRENCE] = neighbours.setdefault(caller.steps, len(neighbours))
         graph.output((node,))
         view = over(self.owner.root, self.owner.state, self.owner.names, graph)
         self.owner.rewrite(view, "")

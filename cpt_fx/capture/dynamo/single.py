@@ -15,7 +15,7 @@ from torch.utils._sympy.printers import PythonPrinter
 
 from cpt_fx.capture import input_checks as checks
 from cpt_fx.capture.base import CaptureError, assemble
-from cpt_fx.capture.dry_run import trial
+from cpt_fx.capture.dry_run import dry_run
 from cpt_fx.capture.dynamo.recording import Input, Recording, WholeFloat, WholeInt, record
 from cpt_fx.capture.session import Session
 from cpt_fx.capture.standalone import finish, hold_state
@@ -33,7 +33,7 @@ def single_graph_of(
     session: Session, args: tuple[Any, ...], kwargs: dict[str, Any], *, dynamic: bool
 ) -> QuantizedGraphModule:
     """Capture a model in one graph and rewrite it; what the model has learned is shared and not changed."""
-    with trial(session.root):
+    with dry_run(session.root):
         recording = record(session.engine, args, kwargs, dynamic)
     # Only after the dry run, during which copies replace the buffers.
     module, interface = _assembled(session, recording)

@@ -75,11 +75,11 @@ def trace_symbolic(session: Session, entry: Entry, examples: Examples | None = N
     for name, value in list(fixed.items()):
         without = {key: other for key, other in fixed.items() if key != name}
         try:
-            opened = _both_modes(session, entry, without)
+            without_it = _both_modes(session, entry, without)
         except CaptureError:
             continue
-        if name not in opened.asked and _same_but_for(opened.graph, traced.graph, name, value):
-            fixed, traced = without, opened
+        if name not in without_it.asked and _same_but_for(without_it.graph, traced.graph, name, value):
+            fixed, traced = without, without_it
     drop_unread(traced.graph)
     notes = [f"captured for {name}={value!r}: the code branches on it" for name, value in fixed.items()]
     loses = f"the code branches on {', '.join(fixed)}{place_of_forward(module)}" if fixed else ""
@@ -224,7 +224,7 @@ def _constants_of(model: nn.Module, examples: Examples) -> dict[str, object]:
     return {name: value for name, value in bound.arguments.items() if isinstance(value, PLAIN)}
 
 
-def _same_but_for(opened: fx.Graph, fixed: fx.Graph, name: str, value: object) -> bool:
+def _same_but_for(without_it: fx.Graph, fixed: fx.Graph, name: str, value: object) -> bool:
     """Whether a graph with an argument as a placeholder equals the specialized one, after constant folding."""
     right = iter([node for node in fixed.nodes if node.target is not expect])
     matching: dict[fx.Node, object] = {}
@@ -232,7 +232,7 @@ def _same_but_for(opened: fx.Graph, fixed: fx.Graph, name: str, value: object) -
     def translate(node: fx.Node) -> Any:
         return matching[node]
 
-    for ours in opened.nodes:
+    for ours in without_it.nodes:
         if ours.target is expect:
             continue
         args, kwargs = fx.map_arg((ours.args, ours.kwargs), translate)

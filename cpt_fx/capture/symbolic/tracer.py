@@ -26,7 +26,7 @@ from cpt_fx.capture.tree import TreePlaces
 from cpt_fx.ir.aliasing import overwritten
 from cpt_fx.ir.meta import CALLED, module_path
 from cpt_fx.ir.result import PART
-from cpt_fx.operators import OPENED
+from cpt_fx.operators import INLINED
 from cpt_fx.operators.around import FACTORIES
 
 
@@ -135,7 +135,7 @@ class Tracer(fx.Tracer):
         """Keep torch.nn layers as calls, except those with products and those with computed parameters."""
         if self.is_called(m):
             return True
-        if isinstance(m, OPENED) or parametrize.is_parametrized(m) or isinstance(m, parametrize.ParametrizationList):
+        if isinstance(m, (*INLINED, parametrize.ParametrizationList)) or parametrize.is_parametrized(m):
             return False
         return super().is_leaf_module(m, module_qualified_name)
 

@@ -139,9 +139,9 @@ def test_breaks_are_listed_with_their_place(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.INFO, logger="cpt_fx"):
         result = captured(seeded(Blocks, breaks=True))
         result(X)
-    (line,) = [record.message for record in caplog.records if "sites found" in record.message]
+    (line,) = [record.message for record in caplog.records if "operators found" in record.message]
     assert (
-        "Blocks: 16 sites found, 16 quantized by" in line
+        "Blocks: 16 operators found, 16 quantized by" in line
         and "0 excluded, 0 uncovered, 7 graphs, 1 break (dynamo)" in line
     )
     notes = "\n".join(cpt_fx.inspect(result).capture.notes)

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 import cpt_fx
 from cpt_fx.ir.module import QuantizedGraphModule
-from cpt_fx.ir.subgraphs import bodies
+from cpt_fx.ir.subgraphs import subgraphs
 from cpt_fx.ir.verifier import check
 from cpt_fx.schedules import Sequence, Static
 from tests.capture.faithful import evaluate, step
@@ -192,7 +192,7 @@ def test_copies_and_pickles_are_the_same_graph(through: Callable[[Any], Any]) ->
 
 def test_loops_stay_loops() -> None:
     graph = single(nn.LSTM(4, 6, batch_first=True), torch.randn(2, 3, 4))
-    assert len(bodies(graph)) == 1
+    assert len(subgraphs(graph)) == 1
 
 
 def test_a_traced_loop_comes_along() -> None:
@@ -204,7 +204,7 @@ def test_a_traced_loop_comes_along() -> None:
     model.fc, model.w, model.u = nn.Linear(4, 4), nn.Parameter(torch.randn(16, 4)), nn.Parameter(torch.randn(16, 4))
     result, x = cpt_fx.transform(model, Static(4), recipe=RECIPE, capture="symbolic"), torch.randn(5, 3, 4)
     alone = cpt_fx.single_graph(result)
-    assert isinstance(alone, QuantizedGraphModule) and bodies(alone)
+    assert isinstance(alone, QuantizedGraphModule) and subgraphs(alone)
     assert torch.equal(alone(x), result(x)) and torch.equal(copy.deepcopy(alone)(x), result(x))
 
 

@@ -16,7 +16,7 @@ from cpt_fx.ir.layer_state import PARTS
 from cpt_fx.schedules import Bits, Schedule, Static
 from tests.ir.result.copies import through_save
 from tests.ir.result.trained_results import Net, batch, check_equal_state, schedule, steps
-from tests.training import check_same_output, records, same, train_step, widths
+from tests.training import check_same_output, counters, same, train_step, widths
 from tests.zoo import ZOO, Residual
 
 
@@ -62,7 +62,7 @@ def test_casts(dtype: torch.dtype) -> None:
         kind = torch.float32 if "_range_" in name else torch.int64 if name.endswith(
             ("num_batches_tracked", "steps", "cpt_fx_position")) else dtype  # fmt: skip
         assert tensor.dtype is kind, name
-    assert all(record.dtype is torch.int64 for record in records(result).values())
+    assert all(record.dtype is torch.int64 for record in counters(result).values())
     plan.step()
     assert widths(result)["weight"] == plan.bits(plan.position).weight
     output = result(batch()[0].to(dtype))

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 import cpt_fx
 from cpt_fx.ir.result import sessions_in
-from cpt_fx.quantizers.counters import RECORD_LENGTH
+from cpt_fx.quantizers.counters import COUNTER_LENGTH
 from cpt_fx.quantizers.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_LEARNED, FAKE_QUANTIZE_OBSERVED
 from tests.ir.state.device_models import MODELS, RECIPES, Attending, Convolutional, Split, devices, transformed
 from tests.ir.state.models import (
@@ -97,7 +97,7 @@ def test_parts_on_two_devices(capture: str, how: str, recipe: str) -> None:
     assert (one.device.type, two.device.type) == ("cpu", "meta")
     assert halves(result) == {"first": {"cpu"}, "second": {"meta"}}
     ((_, session),) = sessions_in(result)
-    where = {name.partition("_")[0]: record.device.type for name, record in session.state.records.named_buffers()}
+    where = {name.partition("_")[0]: counters.device.type for name, counters in session.state.counters.named_buffers()}
     assert where == {"first": "cpu", "second": "meta"}
 
 
@@ -218,8 +218,8 @@ def test_a_range_on_another_device_than_the_tensor(op: Any, training: bool) -> N
 
 def test_a_record_on_another_device_than_the_tensor() -> None:
     """No kernel is given memory that it cannot write."""
-    x, record = torch.randn(8, 6), torch.zeros(RECORD_LENGTH, dtype=torch.int64, device="meta")
-    quantized = FAKE_QUANTIZE(x, torch.tensor(3), record=record)
+    x, counters = torch.randn(8, 6), torch.zeros(COUNTER_LENGTH, dtype=torch.int64, device="meta")
+    quantized = FAKE_QUANTIZE(x, torch.tensor(3), counters=counters)
     assert torch.equal(quantized, FAKE_QUANTIZE(x, torch.tensor(3)))
     assert not torch.equal(quantized, x)
 

@@ -157,7 +157,7 @@ def test_static_widths_and_overrides(capture: str, recipe: str) -> None:
 
 @captures
 def test_inspecting_and_reverting_after_training_on_a_device(capture: str) -> None:
-    """What was witnessed is read late, by `inspect`, or not at all; nothing of it raises."""
+    """Counters are read late, by `inspect`, or not at all; nothing of it raises."""
     schedule = plan()
     result = transformed(Convolutional().to("meta"), schedule, capture=capture)
     train(result, torch.randn(2, 3, 6, 6, device="meta"), schedule)

@@ -16,7 +16,7 @@ import cpt_fx
 from cpt_fx import Format, native, recipes
 from cpt_fx.formats import Range
 from cpt_fx.quantizers import ops
-from cpt_fx.quantizers.counters import RECORD_LENGTH, SKIPPED
+from cpt_fx.quantizers.counters import COUNTER_LENGTH, SKIPPED
 from cpt_fx.recipes import Recipe
 from cpt_fx.schedules import Static
 from tests.ir.state.models import CAPTURES, batch, buffers_of_ours, copied, net
@@ -31,15 +31,15 @@ OBSERVED: dict[str, Callable[[], Recipe]] = {
 RECIPES = {**OBSERVED, "integer": recipes.integer, "fp8": recipes.fp8, "mx": recipes.mx}
 
 
-def ends(kind: str, training: bool, x: Tensor, running: tuple[Tensor, ...], record: Tensor, bits: int) -> Tensor:
+def ends(kind: str, training: bool, x: Tensor, running: tuple[Tensor, ...], counters: Tensor, bits: int) -> Tensor:
     """Run one operator with a range of its own."""
     width = torch.tensor(bits)
     made: Tensor
     if kind == "learned":
-        made = ops.FAKE_QUANTIZE_LEARNED(x, width, *running, training, record=record)
+        made = ops.FAKE_QUANTIZE_LEARNED(x, width, *running, training, counters=counters)
         return made
     options = {"percentile": 80.0} if kind == "percentile" else {"scheme": kind}
-    made = ops.FAKE_QUANTIZE_OBSERVED(x, width, *running, training, record=record, **options)
+    made = ops.FAKE_QUANTIZE_OBSERVED(x, width, *running, training, counters=counters, **options)
     return made
 
 
@@ -59,24 +59,24 @@ def test_the_operators(kind: str, way: str, dtype: torch.dtype) -> None:
             x = torch.randn(40).to(dtype)
             x[place] = value
             running = tuple(torch.tensor(number) for number in (-0.5, 1.25, 0.0 if learned else 0.7))
-            before, record = copied(dict(enumerate(running))), torch.zeros(RECORD_LENGTH, dtype=torch.int64)  # type: ignore[arg-type]
+            before, counters = copied(dict(enumerate(running))), torch.zeros(COUNTER_LENGTH, dtype=torch.int64)  # type: ignore[arg-type]
             with native.disabled() if way == "torch" else torch.enable_grad():
-                result = function(kind, True, x, running, record, 4)
+                result = function(kind, True, x, running, counters, 4)
             assert all(torch.equal(now, before[place]) for place, now in enumerate(running)), (value, place)  # type: ignore[index]
-            assert int(record[SKIPPED]) == 1
+            assert int(counters[SKIPPED]) == 1
             assert value == 1e300 or not bool(result.isfinite().any()), "what is not finite stays visible"
 
 
 def test_the_largest_numbers_are_numbers() -> None:
     """What is at the end of float32 is learned, as long as its range is a number."""
     for way in (torch.enable_grad, native.disabled):
-        running, record = [torch.zeros(()) for _ in range(3)], torch.zeros(RECORD_LENGTH, dtype=torch.int64)
+        running, counters = [torch.zeros(()) for _ in range(3)], torch.zeros(COUNTER_LENGTH, dtype=torch.int64)
         with way():
             ops.FAKE_QUANTIZE_OBSERVED(torch.tensor([0.0, 3e38]), torch.tensor(8), *running, True)
             seen = float(running[1])
             wide = torch.tensor([-3e38, 3e38])
-            ops.FAKE_QUANTIZE_OBSERVED(wide, torch.tensor(8), *running, True, record=record)
-        assert seen > 2e37 and float(running[1]) == seen and int(record[SKIPPED]) == 1
+            ops.FAKE_QUANTIZE_OBSERVED(wide, torch.tensor(8), *running, True, counters=counters)
+        assert seen > 2e37 and float(running[1]) == seen and int(counters[SKIPPED]) == 1
 
 
 def bad_batches() -> list[Tensor]:

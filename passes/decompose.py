@@ -11,7 +11,7 @@ from torch import fx
 
 from cpt_fx.decompose import attention
 from cpt_fx.decompose import recurrent as recurrent_graph
-from cpt_fx.decompose.building import Builder, Opener, StaysFusedError, arguments
+from cpt_fx.decompose.building import Builder, Decomposer, StaysFusedError, arguments
 from cpt_fx.ir.contexts import Regions
 from cpt_fx.ir.meta import LEFT, around, example_of, get_attribute, module_path
 from cpt_fx.ir.pass_base import Report
@@ -40,22 +40,22 @@ def _dims(builder: Builder, weight: object) -> int | None:
     return example.ndim if isinstance(example, torch.Tensor) else None
 
 
-OPENERS: dict[Any, Opener] = {
-    **attention.OPENERS, **recurrent_graph.OPENERS,
-    F.linear_cross_entropy: Opener((("linear", "linear"),), _linear_cross_entropy),
+DECOMPOSERS: dict[Any, Decomposer] = {
+    **attention.DECOMPOSERS, **recurrent_graph.DECOMPOSERS,
+    F.linear_cross_entropy: Decomposer((("linear", "linear"),), _linear_cross_entropy),
 }  # fmt: skip
 """The operators that can be decomposed, and how."""
 
 
 @dataclass(frozen=True)
-class Open(ChoosingPass):
+class Decompose(ChoosingPass):
     """Decompose fused operators (attention, recurrent layers, a linear layer with its loss) into their products.
 
     Only if something in them is to be quantized: decomposing costs time and changes the last bits of the numbers.
     What stays fused is marked with the reason, which annotate reports.
     """
 
-    name: ClassVar[str] = "open"
+    name: ClassVar[str] = "decompose"
     requires: ClassVar[str] = "normalized"
 
     def run(self, module: fx.GraphModule) -> Report:
@@ -65,24 +65,25 @@ class Open(ChoosingPass):
         choices = Choices(self, outermost(module), Selected())
         for node in list(module.graph.nodes):
             regions.visit(node)
-            opener = OPENERS.get(node.target) if node.op == "call_function" else None
-            if opener is None:
+            decomposer = DECOMPOSERS.get(node.target) if node.op == "call_function" else None
+            if decomposer is None:
                 continue
             path, name = module_path(node)[0], str(getattr(node.target, "__name__", node.target))
             node.meta.pop(LEFT, None)
             if regions.transformed or choices.exclude.matches(path, around(node)):
                 continue
             prefix = f"{path}." if path else ""
-            rules = [choices.rule(family, prefix + product, around(node))[0] for product, family in opener.products]
+            rules = [choices.rule(family, prefix + product, around(node))[0] for product, family in decomposer.products]
             if all(rule is None for rule in rules):
-                families = " and ".join(dict.fromkeys(family for _, family in opener.products))
+                families = " and ".join(dict.fromkeys(family for _, family in decomposer.products))
                 node.meta[LEFT] = f"recipe {choices.recipe.name!r} leaves {families} in full precision"
                 continue
             builder = Builder(module, node)
             try:
-                opener.open(builder)
+                decomposer.decompose(builder)
             except StaysFusedError as reason:
                 node.meta[LEFT] = str(reason)
                 continue
-            notes.append(f"{path or '(root)'}: {name} opened into {builder.products} products: equal to float rounding")
-        return Report(self.name, len(notes), tuple(notes) or ("nothing to open",))
+            parts = f"{builder.products} products"
+            notes.append(f"{path or '(root)'}: {name} decomposed into {parts}: equal to float rounding")
+        return Report(self.name, len(notes), tuple(notes) or ("nothing to decompose",))

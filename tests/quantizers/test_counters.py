@@ -9,82 +9,82 @@ import torch
 from torch import Tensor
 
 from cpt_fx.formats import FULL_PRECISION
-from cpt_fx.quantizers.counters import ARMED, RECORD_LENGTH, SAMPLE, new_record, sample_group, witness
+from cpt_fx.quantizers.counters import ARMED, COUNTER_LENGTH, SAMPLE, count_levels, new_counters, sample_group
 from cpt_fx.quantizers.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_OBSERVED, QUANTIZE_GRADIENT
 
 
-def levels(record: Tensor, bits: int) -> int:
-    return int(record[bits])
+def levels(counters: Tensor, bits: int) -> int:
+    return int(counters[bits])
 
 
-def error(record: Tensor, bits: int) -> float:
-    return float(record[FULL_PRECISION + bits]) / 1e9
+def error(counters: Tensor, bits: int) -> float:
+    return float(counters[FULL_PRECISION + bits]) / 1e9
 
 
 def test_a_new_record_is_empty() -> None:
-    record = new_record()
-    assert (record.shape, record.dtype, bool(record.any())) == ((RECORD_LENGTH,), torch.int64, False)
+    counters = new_counters()
+    assert (counters.shape, counters.dtype, bool(counters.any())) == ((COUNTER_LENGTH,), torch.int64, False)
 
 
 @pytest.mark.parametrize("bits", [1, 3, 8, 16, 31])
 def test_levels_and_error(bits: int) -> None:
-    x, record = torch.randn(100, 40), new_record()
-    result = FAKE_QUANTIZE(x, torch.tensor(bits), record=record)
-    assert int(record[0]) == 1
-    assert levels(record, bits) == result.unique().numel() <= 2**bits
+    x, counters = torch.randn(100, 40), new_counters()
+    result = FAKE_QUANTIZE(x, torch.tensor(bits), counters=counters)
+    assert int(counters[0]) == 1
+    assert levels(counters, bits) == result.unique().numel() <= 2**bits
     relative = float((result.double() - x.double()).norm() / x.double().norm())
-    assert error(record, bits) == pytest.approx(relative, abs=1e-9)
+    assert error(counters, bits) == pytest.approx(relative, abs=1e-9)
 
 
 def test_runs_are_counted_and_each_width_is_measured_once() -> None:
-    record, bits = new_record(), torch.tensor(3)
-    FAKE_QUANTIZE(torch.arange(3.0), bits, record=record)
+    counters, bits = new_counters(), torch.tensor(3)
+    FAKE_QUANTIZE(torch.arange(3.0), bits, counters=counters)
     for _ in range(4):
-        FAKE_QUANTIZE(torch.randn(500), bits, record=record)
-    assert int(record[0]) == 5 and levels(record, 3) == 3
+        FAKE_QUANTIZE(torch.randn(500), bits, counters=counters)
+    assert int(counters[0]) == 5 and levels(counters, 3) == 3
     bits.fill_(2)
-    FAKE_QUANTIZE(torch.randn(500), bits, record=record)
-    assert int(record[0]) == 6 and levels(record, 2) == 4 and levels(record, 3) == 3
+    FAKE_QUANTIZE(torch.randn(500), bits, counters=counters)
+    assert int(counters[0]) == 6 and levels(counters, 2) == 4 and levels(counters, 3) == 3
 
 
 @pytest.mark.parametrize("bits", [0, 32])
 def test_full_precision_only_counts(bits: int) -> None:
-    record = new_record()
-    FAKE_QUANTIZE(torch.randn(500), torch.tensor(bits), record=record)
-    assert int(record[0]) == 1 and not bool(record[1:].any())
+    counters = new_counters()
+    FAKE_QUANTIZE(torch.randn(500), torch.tensor(bits), counters=counters)
+    assert int(counters[0]) == 1 and not bool(counters[1:].any())
 
 
 def test_a_gradient_is_recorded_when_it_comes() -> None:
-    record = new_record()
+    counters = new_counters()
     x = torch.randn(300, requires_grad=True)
-    result = QUANTIZE_GRADIENT(x * 1, torch.tensor(2), record=record)
-    assert record[ARMED] == 2 and not bool(record[:ARMED].any())  # it waits
+    result = QUANTIZE_GRADIENT(x * 1, torch.tensor(2), counters=counters)
+    assert counters[ARMED] == 2 and not bool(counters[:ARMED].any())  # it waits
     result.backward(torch.randn(300))
-    assert int(record[0]) == 1 and 3 <= levels(record, 2) <= 4
+    assert int(counters[0]) == 1 and 3 <= levels(counters, 2) <= 4
 
 
 def test_an_observed_tensor_is_recorded() -> None:
-    record = new_record()
+    counters = new_counters()
     running = [torch.zeros(()) for _ in range(3)]
-    FAKE_QUANTIZE_OBSERVED(torch.randn(300), torch.tensor(2), *running, True, record=record)
-    assert int(record[0]) == 1 and levels(record, 2) == 4
+    FAKE_QUANTIZE_OBSERVED(torch.randn(300), torch.tensor(2), *running, True, counters=counters)
+    assert int(counters[0]) == 1 and levels(counters, 2) == 4
 
 
 def test_what_was_not_quantized_shows_too_many_levels() -> None:
     """What verification relies on: a sample is far larger than 2**8."""
-    x, record = torch.randn(SAMPLE * 2), new_record()
-    witness(record, x, x.clone(), 8, (), None, 0)
-    assert levels(record, 8) > 2**8 and error(record, 8) == 0
+    x, counters = torch.randn(SAMPLE * 2), new_counters()
+    count_levels(counters, x, x.clone(), 8, (), None, 0)
+    assert levels(counters, 8) > 2**8 and error(counters, 8) == 0
 
 
 def test_one_group_is_looked_at() -> None:
     """Rows of different scale have different levels: mixed, they would look unquantized."""
-    x, record = torch.randn(50, 100) * torch.arange(1, 51)[:, None], new_record()
-    result = FAKE_QUANTIZE(x, torch.tensor(2), keep=[0], record=record)
-    assert levels(record, 2) == 4 < result.unique().numel()
-    record = new_record()
-    FAKE_QUANTIZE(x, torch.tensor(2), over=[-1], block=10, record=record)
-    assert 2 <= levels(record, 2) <= 4
+    x, counters = torch.randn(50, 100) * torch.arange(1, 51)[:, None], new_counters()
+    result = FAKE_QUANTIZE(x, torch.tensor(2), keep=[0], counters=counters)
+    assert levels(counters, 2) == 4 < result.unique().numel()
+    counters = new_counters()
+    FAKE_QUANTIZE(x, torch.tensor(2), over=[-1], block=10, counters=counters)
+    assert 2 <= levels(counters, 2) <= 4
 
 
 def test_sample_group() -> None:
@@ -127,49 +127,49 @@ def samples() -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("case", range(len(samples())))
 def test_what_is_seen_is_what_torch_counts(case: int) -> None:
     x, result = samples()[case]
-    record = new_record()
-    witness(record, x, result, 8, (), None, 0)
+    counters = new_counters()
+    count_levels(counters, x, result, 8, (), None, 0)
     before, after = (torch.from_numpy(sample_group(one, (), None)) for one in (x, result))
     if not after.isfinite().all():
-        assert not record.any()
+        assert not counters.any()
         return
     error = (after - before).norm() / before.norm().clamp_min(1e-30)
-    assert record[8] == after.unique().numel() and abs(int(record[40]) - float(error) * 1e9) <= 1
+    assert counters[8] == after.unique().numel() and abs(int(counters[40]) - float(error) * 1e9) <= 1
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_values_that_are_not_finite_are_not_evidence(value: float) -> None:
-    record = new_record()
-    FAKE_QUANTIZE(torch.tensor([0.0, value]), torch.tensor(4), record=record)
-    assert int(record[0]) == 1 and not bool(record[1:].any())
-    FAKE_QUANTIZE(torch.tensor([0.0, 1.0]), torch.tensor(4), record=record)
-    assert levels(record, 4) == 2
+    counters = new_counters()
+    FAKE_QUANTIZE(torch.tensor([0.0, value]), torch.tensor(4), counters=counters)
+    assert int(counters[0]) == 1 and not bool(counters[1:].any())
+    FAKE_QUANTIZE(torch.tensor([0.0, 1.0]), torch.tensor(4), counters=counters)
+    assert levels(counters, 4) == 2
 
 
 def test_zeros_have_no_relative_error() -> None:
-    record = new_record()
-    FAKE_QUANTIZE(torch.zeros(9), torch.tensor(4), record=record)
-    assert levels(record, 4) == 1 and error(record, 4) == 0
+    counters = new_counters()
+    FAKE_QUANTIZE(torch.zeros(9), torch.tensor(4), counters=counters)
+    assert levels(counters, 4) == 1 and error(counters, 4) == 0
 
 
 def test_empty_tensors_count_as_runs() -> None:
-    record = new_record()
-    FAKE_QUANTIZE(torch.empty(0), torch.tensor(4), record=record)
-    assert int(record[0]) == 1 and levels(record, 4) == 0
+    counters = new_counters()
+    FAKE_QUANTIZE(torch.empty(0), torch.tensor(4), counters=counters)
+    assert int(counters[0]) == 1 and levels(counters, 4) == 0
 
 
 def test_compiled_graphs_count_runs() -> None:
     """Levels are only read in eager: a compiled graph must not wait for the device."""
     torch._dynamo.reset()
-    record = new_record()
-    compiled = torch.compile(lambda x, b, r: FAKE_QUANTIZE(x, b, record=r), backend="aot_eager", fullgraph=True)
+    counters = new_counters()
+    compiled = torch.compile(lambda x, b, r: FAKE_QUANTIZE(x, b, counters=r), backend="aot_eager", fullgraph=True)
     for _ in range(3):
-        compiled(torch.randn(5), torch.tensor(4), record)
-    assert int(record[0]) == 3 and not bool(record[1:].any())
+        compiled(torch.randn(5), torch.tensor(4), counters)
+    assert int(counters[0]) == 3 and not bool(counters[1:].any())
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 def test_vmap_counts_runs() -> None:
-    record = new_record()
-    torch.func.vmap(lambda row: FAKE_QUANTIZE(row, torch.tensor(4), record=record))(torch.randn(3, 5))
-    assert int(record[0]) == 1 and not bool(record[1:].any())
+    counters = new_counters()
+    torch.func.vmap(lambda row: FAKE_QUANTIZE(row, torch.tensor(4), counters=counters))(torch.randn(3, 5))
+    assert int(counters[0]) == 1 and not bool(counters[1:].any())

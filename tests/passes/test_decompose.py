@@ -14,8 +14,8 @@ from cpt_fx.ir.meta import FAMILY, NAME, PASS
 from cpt_fx.ir.module import QuantizedGraphModule
 from cpt_fx.operators import why_left
 from cpt_fx.passes.annotate import Annotate
+from cpt_fx.passes.decompose import DECOMPOSERS, Decompose
 from cpt_fx.passes.normalize import Normalize
-from cpt_fx.passes.open import OPENERS, Open
 from cpt_fx.passes.verify import Verify
 from cpt_fx.pipeline import Pipeline
 from cpt_fx.recipes import Recipe, default, paper
@@ -39,10 +39,10 @@ def attention(*, twice: bool = False) -> QuantizedGraphModule:
     return make.finish((y, y))
 
 
-def run(module: fx.GraphModule, step: Open) -> tuple[str, ...]:
+def run(module: fx.GraphModule, step: Decompose) -> tuple[str, ...]:
     Normalize()(module)
     report = step(module)
-    Verify("open")(module)
+    Verify("decompose")(module)
     return report.notes
 
 
@@ -52,30 +52,30 @@ def fused(module: fx.GraphModule) -> list[Any]:
 
 def reasons(module: fx.GraphModule, **options: Any) -> list[str]:
     Normalize()(module)
-    Open(**options)(module)
+    Decompose(**options)(module)
     return [str(item) for item in Annotate(**options)(module).uncovered]
 
 
 def test_it_fires_and_says_where() -> None:
     module = attention(twice=True)
-    note = "heads: scaled_dot_product_attention opened into 2 products: equal to float rounding"
-    assert run(module, Open()) == (note, note)
+    note = "heads: scaled_dot_product_attention decomposed into 2 products: equal to float rounding"
+    assert run(module, Decompose()) == (note, note)
     products = [node for node in module.graph.nodes if node.target is torch.matmul]
     assert [(node.meta[NAME], node.meta[FAMILY], node.meta[PASS]) for node in products] == [
-        ("scores", "attention", "open"), ("context", "attention", "open"),
+        ("scores", "attention", "decompose"), ("context", "attention", "decompose"),
     ] * 2  # fmt: skip
     assert not fused(module)
 
 
 def test_every_operator_that_can_be_opened_has_a_reason_for_when_it_is_not() -> None:
-    assert all(map(why_left, OPENERS))
+    assert all(map(why_left, DECOMPOSERS))
 
 
 def test_it_leaves_alone_what_multiplies_openly() -> None:
     module = fx.symbolic_trace(nn.Sequential(nn.Linear(3, 3)))
     Normalize()(module)
     before = str(module.graph)
-    assert Open()(module).notes == ("nothing to open",)
+    assert Decompose()(module).notes == ("nothing to decompose",)
     assert str(module.graph) == before
 
 
@@ -86,7 +86,7 @@ def test_it_leaves_alone_what_multiplies_openly() -> None:
 )  # fmt: skip
 def test_without_a_rule_it_stays_fused(build: Any, family: str) -> None:
     module = build()
-    assert run(module, Open(recipe=WITHOUT)) == ("nothing to open",)
+    assert run(module, Decompose(recipe=WITHOUT)) == ("nothing to decompose",)
     assert len(fused(module)) == 1
     (reason,) = reasons(build(), recipe=WITHOUT)
     assert reason.endswith(f"recipe 'default' leaves {family} in full precision")
@@ -110,7 +110,7 @@ def test_projections_are_reached_without_a_rule_for_attention() -> None:
 def test_what_is_excluded_stays_fused(pattern: Any) -> None:
     module = attention()
     Normalize()(module)
-    assert Open(exclude=(pattern,))(module).changed == 0
+    assert Decompose(exclude=(pattern,))(module).changed == 0
     (item,) = Annotate(exclude=(pattern,))(module).uncovered
     assert (item.layer, item.by_choice) == ("heads", True)
 
@@ -134,7 +134,7 @@ def test_several_users() -> None:
     module = attention()
     x = torch.randn(2, 5, 4)
     expected = results(module, x)
-    run(module, Open())
+    run(module, Decompose())
     assert_close(results(module, x), expected)
 
 
@@ -150,7 +150,7 @@ def test_results_that_are_read_by_part_and_as_a_whole() -> None:
     output.args = ((call, part),)
     plain.recompile()
     expected = results(plain, *inputs)
-    run(plain, Open())
+    run(plain, Decompose())
     assert_close(results(plain, *inputs), expected)
 
 
@@ -183,15 +183,15 @@ def test_in_a_chain_after_a_user_s_pass() -> None:
 
 def test_twice_changes_nothing_more() -> None:
     module = attention()
-    run(module, Open())
+    run(module, Decompose())
     before = str(module.graph)
-    assert Open()(module).changed == 0
+    assert Decompose()(module).changed == 0
     assert str(module.graph) == before
 
 
 def test_without_open_it_is_reported() -> None:
     module = attention()
-    (report,) = [report for report in Pipeline.standard().drop("open").run(module) if report.uncovered]
+    (report,) = [report for report in Pipeline.standard().drop("decompose").run(module) if report.uncovered]
     assert "its two products are not separate operators" in str(report.uncovered[0])
 
 
@@ -203,5 +203,5 @@ def test_under_vmap_it_stays_fused() -> None:
     y = make.call(F.scaled_dot_product_attention, x, x, x, at="heads")
     make.call(torch._C._functorch._vmap_decrement_nesting)
     module = make.finish(make.call(F.scaled_dot_product_attention, y, x, x, at="heads"))
-    assert len(run(module, Open())) == 1
+    assert len(run(module, Decompose())) == 1
     assert len(fused(module)) == 1
