@@ -132,10 +132,10 @@ def _check_operand(module: fx.GraphModule, node: fx.Node, operand: Operand) -> N
 
 def _why_not(format: Format) -> str:
     """Return why codes of a format cannot be multiplied, or an empty string."""
-    if format.scheme is Scheme.FLOAT:
-        return f"format {format} has no integer codes"
-    if format.scheme is not Scheme.SYMMETRIC:
+    if format.scheme in (Scheme.AFFINE, Scheme.AFFINE_INTEGER):
         return f"format {format} is not symmetric: its zero point does not factor out of a product"
+    if format.scheme is not Scheme.SYMMETRIC:
+        return f"format {format} has no integer codes"
     if format.block:
         return f"format {format} has a scale per block, which does not factor out of a product"
     if format.range is not Range.DYNAMIC:

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from cpt_fx.export.reporting import report as report
     from cpt_fx.export.training import ort_training as ort_training
 
-_HOMES = {
-    "onnx": "cpt_fx.export.plain",
-    "ort_artifacts": "cpt_fx.export.artifacts",
+TARGETS = {
     "ort_training": "cpt_fx.export.training",
+    "onnx": "cpt_fx.export.plain",
     "qdq": "cpt_fx.export.deployment",
-    "report": "cpt_fx.export.reporting",
 }
+"""The function of each target -> its module, whose function `attempt` tries it for `report`."""
+
+_HOMES = TARGETS | {"ort_artifacts": "cpt_fx.export.artifacts", "report": "cpt_fx.export.reporting"}
 
 __all__ = sorted(_HOMES)  # pyright: ignore
 

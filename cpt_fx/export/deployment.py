@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -30,6 +30,9 @@ from cpt_fx.export.program import name_outputs
 from cpt_fx.export.verify import Difference, compared
 from cpt_fx.formats import Range
 from cpt_fx.schedules.bits import Bits, as_bits
+
+if TYPE_CHECKING:
+    from cpt_fx.export.reporting import Attempts
 
 ADVICE = (
     "What recipes.default() quantizes is exported exactly: symmetric weights per channel, activations with an integer "
@@ -370,3 +373,15 @@ def _becomes_codes(node: ir.Node) -> bool:
     return len(after) == 1 and (
         after[0].op_type == "QuantizeLinear" or (after[0].op_type in ("Relu", "Clip") and _becomes_codes(after[0]))
     )
+
+
+def attempt(attempts: Attempts, folder: Path) -> tuple[str, ...]:
+    """Export for `export.report`: fill its rows with the errors of quantizers; return notes."""
+    made = qdq(attempts.result, attempts.example_inputs, folder / "made.onnx", verbose=False)
+    found = {(item.layer, item.operand): item for item in made.quantizers}
+    for row, view in zip(attempts.rows, attempts.views, strict=True):
+        item = found.get((", ".join(view.layers), view.operand))
+        if item is not None:
+            row.verdicts["qdq"] = "exact" if item.status == formats.EXACT else f"approximated {item.error:.1%}"
+    # All but the first line, which has the counts.
+    return ("tried, at 8 bits", *(line.strip() for line in str(made).splitlines()[1:]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
@@ -31,6 +31,9 @@ from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.ir.history import LOGGER
 from cpt_fx.ort.environment import check_runtime
 from cpt_fx.schedules.bits import Bits, as_bits
+
+if TYPE_CHECKING:
+    from cpt_fx.export.reporting import Attempts
 
 INLINE_LIMIT = 1_900_000_000
 """Largest size in bytes of weights inside an ONNX file. A protobuf message ends at 2 GiB, graph included."""
@@ -153,3 +156,9 @@ def write(model: ir.Model, result: nn.Module, bits: object, path: Path) -> None:
     ir.save(model, path, external_data=None if weights <= INLINE_LIMIT else f"{path.name}.data")
     # By path: a model with external weights cannot be checked otherwise.
     checker.check_model(str(path), full_check=True)
+
+
+def attempt(attempts: Attempts, folder: Path) -> tuple[str, ...]:
+    """Export for `export.report`; return notes."""
+    made = onnx(attempts.result, attempts.example_inputs, folder / "made.onnx")
+    return (*attempts.look("onnx", made), "tried: the graph was made, and passed the checker of ONNX")

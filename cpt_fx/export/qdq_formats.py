@@ -263,7 +263,8 @@ def _what(format: Format) -> str:
         return "a floating point format"
     if format.scheme is Scheme.SYMMETRIC:
         return f"ranges per {format.group.value}"
-    return "a zero point between two codes" if format.scheme is Scheme.AFFINE else "a zero point"
+    names = {Scheme.AFFINE: "a zero point between two codes", Scheme.AFFINE_INTEGER: "a zero point"}
+    return names.get(format.scheme, f"the scheme {format.scheme.value}")
 
 
 def _output_axis(item: Watched, ndim: int) -> int | None:

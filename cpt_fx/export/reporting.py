@@ -8,30 +8,24 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
-import torch
 from rich import box
 from rich.console import ConsoleRenderable, Group
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor, nn
+from torch import nn
 
-from cpt_fx.capture.dry_run import tensors_in
 from cpt_fx.errors import ExportError, check_choice
-from cpt_fx.export import plain
-from cpt_fx.export.deployment import qdq
+from cpt_fx.export import TARGETS
 from cpt_fx.export.examples import call_of
 from cpt_fx.export.functions import DOMAIN, UNIFORM
-from cpt_fx.export.training import ort_training
 from cpt_fx.inspection import inspect
 from cpt_fx.inspection.table import as_text
-from cpt_fx.ir.layer_state import is_range
-from cpt_fx.ort.manifest import GRADIENTS
 
-TARGETS = ("ort_training", "onnx", "qdq")
 EXACT, APPROXIMATED, REFUSED = "exact", "approximated", "refused"
 _COLOURS = {EXACT: "green", APPROXIMATED: "yellow", REFUSED: "bold red"}
 _DRAWN = (
@@ -110,13 +104,13 @@ def report(result: nn.Module, example_inputs: Any, targets: Iterable[str] = TARG
         targets: which of `"ort_training"`, `"onnx"` and `"qdq"`.
     """
     names = [check_choice("target", name, TARGETS) for name in ((targets,) if isinstance(targets, str) else targets)]
-    attempts = _Attempts(result, example_inputs)
+    attempts = Attempts(result, example_inputs)
     outcomes = {name: attempts.outcome(name) for name in dict.fromkeys(names)}
     return ExportReport(attempts.inspection.name, outcomes, tuple(attempts.rows))
 
 
-class _Attempts:
-    """Runs each export of a model in full: it is traced, checked, and compared if it can be run."""
+class Attempts:
+    """Runs each export of a model in full: the function `attempt` of its module calls `look`, or fills `rows`."""
 
     def __init__(self, result: nn.Module, example_inputs: Any) -> None:
         self.result, self.example_inputs = result, example_inputs
@@ -131,7 +125,7 @@ class _Attempts:
         """Run an export; add what it says of quantizers to `rows`."""
         try:
             with tempfile.TemporaryDirectory() as folder:
-                notes: tuple[str, ...] = getattr(self, f"_{target}")(Path(folder))
+                notes: tuple[str, ...] = import_module(TARGETS[target]).attempt(self, Path(folder))
         except Exception as error:
             # Our messages are sentences, others need the type of the error.
             text = str(error).strip().partition("\n")[0]
@@ -140,39 +134,10 @@ class _Attempts:
         exact = _DRAWN not in notes and all(row.verdicts.get(target, EXACT) == EXACT for row in self.rows)
         return ExportOutcome(EXACT if exact else APPROXIMATED, notes=notes)
 
-    def _ort_training(self, folder: Path) -> tuple[str, ...]:
-        """Export with a loss that depends on every output."""
-        made = ort_training(
-            self.result, self.example_inputs, folder / "made", loss=_every_output, optimizer="sgd", example_targets=()
-        )
-        notes = self._look("ort_training", folder / "made" / GRADIENTS)
-        states = [state.name for state in made.states if state.swaps and not is_range(state.name)]
-        kept = (f"exact: {', '.join(states)}: running state, written by each step",) if states else ()
-        return (*notes, *kept, "tried: three steps were compared with PyTorch's")
-
-    def _onnx(self, folder: Path) -> tuple[str, ...]:
-        made = plain.onnx(self.result, self.example_inputs, folder / "made.onnx")
-        return (*self._look("onnx", made), "tried: the graph was made, and passed the checker of ONNX")
-
-    def _qdq(self, folder: Path) -> tuple[str, ...]:
-        made = qdq(self.result, self.example_inputs, folder / "made.onnx", verbose=False)
-        found = {(item.layer, item.operand): item for item in made.quantizers}
-        for row, view in zip(self.rows, self.views, strict=True):
-            item = found.get((", ".join(view.layers), view.operand))
-            if item is not None:
-                row.verdicts["qdq"] = EXACT if item.status == EXACT else f"{APPROXIMATED} {item.error:.1%}"
-        # All but the first line, which has the counts.
-        return ("tried, at 8 bits", *(line.strip() for line in str(made).splitlines()[1:]))
-
-    def _look(self, target: str, path: Path) -> tuple[str, ...]:
+    def look(self, target: str, path: Path) -> tuple[str, ...]:
         """Mark the quantizers that are in a file as exact; return a note if other random numbers are drawn."""
         nodes = {node.name: node.op_type for node in ir.load(path).graph if node.domain == DOMAIN}
         for row, view in zip(self.rows, self.views, strict=True):
             if view.node in nodes:
                 row.verdicts[target] = EXACT
         return (_DRAWN,) if UNIFORM in nodes.values() else ()
-
-
-def _every_output(outputs: Any) -> Tensor:
-    """Return a scalar that depends on every output, in place of a loss."""
-    return sum((leaf.square().mean() for leaf in tensors_in(outputs) if leaf.is_floating_point()), torch.zeros(()))
