@@ -116,7 +116,7 @@ def _codes(x: Tensor, width: int, grid: Grid, seed: Tensor | None, counters: Ten
     if counters is not None:
         counters[0].add_(1)
         if is_free(counters) and not int(counters[width]):
-            count_levels(counters, x, codes.dequantized(), width, grid.keep, grid.over, 0)
+            count_levels(counters, x, codes.dequantized(), width, grid)
     if LOOKING:
         show(codes.values, width, grid, counters)
     return codes

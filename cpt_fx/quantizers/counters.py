@@ -43,16 +43,16 @@ def new_counters() -> Tensor:
     return torch.zeros(COUNTER_LENGTH, dtype=torch.int64)
 
 
-def sample_group(x: Tensor, keep: tuple[int, ...], over: tuple[int, ...] | None, block: int = 0) -> _Sample:
+def sample_group(x: Tensor, grid: Grid) -> _Sample:
     """Return up to `SAMPLE` elements that share one range, the first ones of the tensor.
 
     By NumPy, which is faster on small arrays, and which no census sees. It has no bfloat16, so the bits are passed.
     """
     is_bfloat16 = x.dtype is torch.bfloat16
     values = array_of(x.view(torch.int16) if is_bfloat16 else x)
-    dims = reduced_dims(x.ndim, keep, over)
+    dims = reduced_dims(x.ndim, grid.keep, grid.over)
     group = values[tuple(slice(None) if dim in dims else slice(1) for dim in range(x.ndim))]
-    sample = group.reshape(-1)[: block or SAMPLE]
+    sample = group.reshape(-1)[: grid.block or SAMPLE]
     return torch.from_numpy(sample).view(x.dtype).double().numpy() if is_bfloat16 else sample.astype(np.float64)
 
 
@@ -62,17 +62,14 @@ def show(result: Tensor, bits: int | None, grid: Grid, counters: Tensor | None =
         look(result, bits, grid, counters)
 
 
-def count_levels(
-    counters: Tensor, x: Tensor, result: Tensor, bits: int, keep: tuple[int, ...], over: tuple[int, ...] | None,
-    block: int,
-) -> None:  # fmt: skip
+def count_levels(counters: Tensor, x: Tensor, result: Tensor, bits: int, grid: Grid) -> None:
     """Count the levels of `result` and measure its distance from `x`, unless that was done at this bit-width before."""
     if not 0 < bits < FULL_PRECISION or not (is_free(counters) and is_free(x)):
         return
     notes = counters.numpy()
     if notes[bits]:
         return
-    seen = _measured(sample_group(x, keep, over, block), sample_group(result, keep, over, block))
+    seen = _measured(sample_group(x, grid), sample_group(result, grid))
     if seen is not None:
         notes[bits], notes[FULL_PRECISION + bits] = seen
 

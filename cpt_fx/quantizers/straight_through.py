@@ -63,13 +63,9 @@ def straight_through(
 
 
 def by_kernel(
-    x: Tensor,
-    bits: Tensor,
-    grid: Grid,
-    value_range: ValueRange | None,
-    counters: Tensor | None,
+    x: Tensor, bits: Tensor, grid: Grid, value_range: ValueRange | None, counters: Tensor | None,
     learner: Running | None = None,
-) -> Tensor | None:
+) -> Tensor | None:  # fmt: skip
     """Quantize by the kernel, in eager code on CPU at a bit-width that quantizes; otherwise return None."""
     if (
         is_transformed()
@@ -104,7 +100,7 @@ def _by_kernel(
     """Quantize by the kernel; if `marked`, attach the source, since an operator may want to save the result."""
     made = simulate.quantize(x, width, grid, value_ranges, None, learner, counters)
     if made.is_new and counters is not None:
-        count_levels(counters, x.detach(), made.values, width, grid.keep, grid.over, grid.block)
+        count_levels(counters, x.detach(), made.values, width, grid)
     if LOOKING:
         show(made.values, width, grid, counters)
     if marked:
@@ -185,7 +181,7 @@ def note(counters: Tensor | None, x: Tensor, result: Tensor, bits: Tensor, grid:
         count(counters)
         # Under vmap every element of the batch has a sample of its own, and nothing can be counted.
         if width is not None and x.numel() and not is_transformed():
-            count_levels(counters, x, result, width, grid.keep, grid.over, grid.block)
+            count_levels(counters, x, result, width, grid)
     if LOOKING and not passes(bits):
         show(result, width, grid, counters)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.quantizers.counters import ARMED, COUNTER_LENGTH, SAMPLE, count_levels, new_counters, sample_group
+from cpt_fx.quantizers.numerics import Grid
 from cpt_fx.quantizers.ops import FAKE_QUANTIZE, FAKE_QUANTIZE_OBSERVED, QUANTIZE_GRADIENT
 
 
@@ -73,7 +74,7 @@ def test_an_observed_tensor_is_recorded() -> None:
 def test_what_was_not_quantized_shows_too_many_levels() -> None:
     """What verification relies on: a sample is far larger than 2**8."""
     x, counters = torch.randn(SAMPLE * 2), new_counters()
-    count_levels(counters, x, x.clone(), 8, (), None, 0)
+    count_levels(counters, x, x.clone(), 8, Grid())
     assert levels(counters, 8) > 2**8 and error(counters, 8) == 0
 
 
@@ -89,20 +90,20 @@ def test_one_group_is_looked_at() -> None:
 
 def test_sample_group() -> None:
     x = torch.arange(24.0).reshape(2, 3, 4)
-    assert sample_group(x, (), None).tolist() == list(range(24))
-    assert sample_group(x, (1,), None).tolist() == [0, 1, 2, 3, 12, 13, 14, 15]
-    assert sample_group(x, (), (-1,)).tolist() == [0, 1, 2, 3]
-    assert sample_group(x, (), (0, -1)).tolist() == [0, 1, 2, 3, 12, 13, 14, 15]
-    assert sample_group(x, (0,), None, block=5).tolist() == [0, 1, 2, 3, 4]
-    assert sample_group(torch.tensor(3.0), (), None).tolist() == [3]
-    assert sample_group(torch.zeros(3, SAMPLE), (), None).size == SAMPLE
-    assert sample_group(torch.ones(3, requires_grad=True), (), None).tolist() == [1, 1, 1]
+    assert sample_group(x, Grid()).tolist() == list(range(24))
+    assert sample_group(x, Grid((1,))).tolist() == [0, 1, 2, 3, 12, 13, 14, 15]
+    assert sample_group(x, Grid((), (-1,))).tolist() == [0, 1, 2, 3]
+    assert sample_group(x, Grid((), (0, -1))).tolist() == [0, 1, 2, 3, 12, 13, 14, 15]
+    assert sample_group(x, Grid((0,), block=5)).tolist() == [0, 1, 2, 3, 4]
+    assert sample_group(torch.tensor(3.0), Grid()).tolist() == [3]
+    assert sample_group(torch.zeros(3, SAMPLE), Grid()).size == SAMPLE
+    assert sample_group(torch.ones(3, requires_grad=True), Grid()).tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_a_sample_has_the_numbers_of_any_type(dtype: torch.dtype) -> None:
     x = torch.randn(6, 5, dtype=dtype).t()
-    assert sample_group(x, (0,), None).tolist() == x[0].tolist()
+    assert sample_group(x, Grid((0,))).tolist() == x[0].tolist()
 
 
 def samples() -> list[tuple[Tensor, Tensor]]:
@@ -128,8 +129,8 @@ def samples() -> list[tuple[Tensor, Tensor]]:
 def test_what_is_seen_is_what_torch_counts(case: int) -> None:
     x, result = samples()[case]
     counters = new_counters()
-    count_levels(counters, x, result, 8, (), None, 0)
-    before, after = (torch.from_numpy(sample_group(one, (), None)) for one in (x, result))
+    count_levels(counters, x, result, 8, Grid())
+    before, after = (torch.from_numpy(sample_group(one, Grid())) for one in (x, result))
     if not after.isfinite().all():
         assert not counters.any()
         return
