@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.selecting import mostly_slow
+
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 
@@ -15,7 +17,7 @@ SCRIPTS = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 NEEDS = {"node_classification.py": "torch_geometric", "ort_training.py": "onnxruntime"}
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", mostly_slow(SCRIPTS, every=len(SCRIPTS)))
 def test_it_runs(name: str, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     if name in NEEDS:

@@ -35,6 +35,7 @@ class EinsumAttention(SelfAttention):
         return context.view(x.shape[0], x.shape[1], -1), probabilities
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", cases("layers", kind="bert_self_attention"), ids=case_id)
 def test_attention_by_einsum(case: Case) -> None:
     data, options = tensors("layers", case), case["options"]

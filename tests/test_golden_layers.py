@@ -156,6 +156,7 @@ def test_language_model(case: Case) -> None:
         check_range(model, layer, data, f"{layer.replace('.', '__')}__quantize_input__")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*cases("layers", kind="bert_self_attention"), *cases("layers", kind="bert_layer")],
                          ids=case_id)  # fmt: skip
 def test_attention(case: Case) -> None:

@@ -318,6 +318,7 @@ def layers_at(model: nn.Module, width: int) -> set[str]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "capture"), [(Shared, "symbolic"), (Shared, "dynamo"), (Broken, "dynamo")])
 @pytest.mark.parametrize(("pattern", "selected", "first", "what"), ALIASES)
 def test_any_name_of_a_shared_module_selects_it(
@@ -333,6 +334,7 @@ def test_any_name_of_a_shared_module_selects_it(
     assert [note for note in notes(model) if note.startswith("exclude")] == [expected.replace("overrides", "exclude")]
 
 
+@pytest.mark.slow
 @CAPTURES
 def test_an_operator_of_a_shared_module_has_its_names_too(capture: str) -> None:
     model = shared(Shared, capture, overrides={"blocks.1.matmul*": 8})
@@ -367,6 +369,7 @@ class Recurrent(nn.Module):
         return y
 
 
+@pytest.mark.slow
 def test_opening_knows_every_name() -> None:
     model = nn.Sequential(Recurrent(), nn.Linear(4, 2))
     x = torch.randn(2, 3, 4)

@@ -125,6 +125,7 @@ def test_every_pass_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == ["normalize", "decompose", "annotate", "count", "insert", "share", "bind"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [32, 3])
 def test_without_sharing_the_numbers_are_the_same(bits: int) -> None:
     x = torch.randn(2, 3, 8)

@@ -178,6 +178,7 @@ def test_every_door_is_used() -> None:
         assert target in [name for name, _ in imported(importer, source, set(modules()))], (importer, target)
 
 
+@pytest.mark.slow
 def test_one_module_knows_where_the_package_lies() -> None:
     """Files move; what depends on where one lies would change without a word."""
     asking = [
@@ -229,6 +230,7 @@ def test_a_door_is_deferred() -> None:
     assert len(violations("cpt_fx.errors", "import cpt_fx.pipeline", KNOWN, doors)) == 1
 
 
+@pytest.mark.slow
 def test_a_class_has_its_name_alone() -> None:
     """Two public classes of one name make a reader guess, and every search find both."""
     homes: dict[str, list[str]] = {}
@@ -239,6 +241,7 @@ def test_a_class_has_its_name_alone() -> None:
     assert {name: where for name, where in homes.items() if len(where) > 1} == {}
 
 
+@pytest.mark.slow
 def test_the_runner_knows_no_pass() -> None:
     """A pass that is exchanged for another one counts like it."""
     passes = {"Annotate", "Bind", "Insert", "Lower", "Normalize", "Decompose", "Share", "Verify"}

@@ -108,6 +108,7 @@ def found_in(folder: str) -> dict[str, set[str]]:
     return made
 
 
+@pytest.mark.slow
 def test_every_such_call_is_named_on_the_page() -> None:
     found = {(path, name) for folder in SCANNED for path, names in found_in(folder).items() for name in names}
     table = PAGE.read_text(encoding="utf-8").partition("## Calls that could run code")[2]

@@ -318,6 +318,7 @@ def test_strict_accepts_excluded_attention() -> None:
     assert quantized(result) == {"0"}
 
 
+@pytest.mark.slow
 def test_overrides_take_rules_recipes_and_plain_values() -> None:
     def formats(value: Any) -> dict[str, str]:
         net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))

@@ -56,6 +56,7 @@ def result() -> Result:
     return run(tiny(), settings(*NAMES), command="the command")
 
 
+@pytest.mark.slow
 def test_every_contender_has_a_row(result: Result) -> None:
     assert [row.contender.name for row in result.rows] == list(NAMES)
     for row in result.rows:

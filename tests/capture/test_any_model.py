@@ -22,7 +22,15 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # Dynamo, in broken graphs
 ]
 FIRST = {entry.family: name for name, entry in reversed(ANY_MODEL.items())}
-"""Of what other packages bring, the default run has one model of each family."""
+"""Of what other packages bring, `pytest -m slow` has one model of each family, and the default run every fourth."""
+
+
+def marks(index: int, name: str, entry: Entry) -> list[pytest.MarkDecorator]:
+    if entry.needs and FIRST[entry.family] != name:
+        return [pytest.mark.long]
+    return [pytest.mark.slow] if index % 4 else []
+
+
 MODELS = pytest.mark.parametrize(
     "entry",
     [
@@ -30,9 +38,9 @@ MODELS = pytest.mark.parametrize(
             entry,
             # The family is part of the name: `pytest -k "state_space or nasty"`.
             id=f"{entry.family.replace(' ', '_')}-{name}",
-            marks=[pytest.mark.long] if entry.needs and FIRST[entry.family] != name else [],
+            marks=marks(index, name, entry),
         )
-        for name, entry in ANY_MODEL.items()
+        for index, (name, entry) in enumerate(ANY_MODEL.items())
     ],
 )
 

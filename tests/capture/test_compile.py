@@ -42,6 +42,7 @@ def small() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 5))
 
 
+@pytest.mark.slow
 def test_every_width_without_compiling_again() -> None:
     plan = Custom(lambda step: Bits(step + 1, step + 1, 32), total_steps=32)
     eager = cpt_fx.transform(small(), plan)
@@ -62,6 +63,7 @@ def test_every_width_without_compiling_again() -> None:
     assert ranges and all(same(traced.state_dict()[key], value) for key, value in ranges.items())
 
 
+@pytest.mark.slow
 def test_modes_compile_once_each() -> None:
     plan = named("CR", q_min=3, q_max=8, total_steps=8, cycles=2)
     eager = cpt_fx.transform(small(), plan)
@@ -79,6 +81,7 @@ def test_modes_compile_once_each() -> None:
     assert counter.frame_count == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["vision_transformer", "in_place", "tied_weights", "lora", "residual_net", "frozen"])
 def test_other_models(name: str) -> None:
     model, args, kwargs = ZOO[name]()
@@ -118,6 +121,7 @@ class Attending(nn.Module):
         return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capture", ["symbolic", PROGRAM, "dynamo"])
 def test_a_cycle_over_opened_attention(capture: str, caplog: pytest.LogCaptureFixture) -> None:
     """Every width from 3 to 8 for weights, activations and gradients, in training and in evaluation."""
@@ -155,6 +159,7 @@ class Residual(nn.Module):
         return result
 
 
+@pytest.mark.slow
 def test_compiled_code_keeps_no_quantized_copies() -> None:
     """Left to itself the compiler saves what convolutions read, and for each ReLU a mask of the source beside it."""
     plain, x = nn.Sequential(Residual(), Residual()), torch.randn(4, 8, 16, 16, requires_grad=True)
@@ -177,6 +182,7 @@ def test_compiled_code_keeps_no_quantized_copies() -> None:
     assert kept[1] < 0.8 * kept[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changed", ["quantizers/numerics.py", "quantizers/ops.py", "integer/products.py", "ir/recurrence.py"]
 )
@@ -194,6 +200,7 @@ def test_compilers_do_not_take_the_code_of_another_version_from_their_caches(cha
     assert keys[0].strip() == keys[1] != keys[2]
 
 
+@pytest.mark.slow
 def test_inductor_reads_the_scales_of_vectors_as_it_has_stored_them() -> None:
     """It lays out what a convolution reads with the channels last, whatever the trace said."""
     rule = Rule(input=Format(scheme=Scheme.AFFINE, group=Group.VECTOR))

@@ -183,6 +183,7 @@ def test_what_torch_export_cannot_trace() -> None:
     check(result, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lstm_two_layers", "bert", "vit", "gcn", "straight_through", "dataclass_output"])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 def test_real_models(name: str) -> None:
@@ -232,6 +233,7 @@ def test_every_break_is_named() -> None:
     assert "capture with 'dynamo': it runs in several graphs" in text
 
 
+@pytest.mark.slow
 def test_a_model_that_sets_itself_up_in_its_first_call() -> None:
     def forward(self: Any, x: Tensor) -> Any:
         if self.scale is None:

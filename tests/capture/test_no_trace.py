@@ -363,6 +363,7 @@ def test_looking(kind: type[Base], look: str, called: bool) -> None:
     assert bool(model(x()).isfinite().all())
 
 
+@pytest.mark.slow
 def test_a_backward_pass_that_is_to_come() -> None:
     """What an earlier forward pass has saved is not touched, not even to write the same values."""
     for kind in (InPlace, MaxNorm, Momentum):
@@ -460,6 +461,7 @@ SMALL: dict[str, Any] = {
 ASKED = {"output_hidden_states": True, "output_attentions": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "asked"), [("Bert", "call"), ("Llama", "configuration"), ("GPT2", "call")])
 def test_libraries_that_hook_themselves(name: str, asked: str) -> None:
     """All hidden states and attentions come once, in the first call and later, whoever has looked before."""

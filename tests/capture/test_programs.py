@@ -150,12 +150,14 @@ def test_parts_of_a_model_switch_alone() -> None:
     check_same(train_step(result, (x,), {}), train_step(reference, (x,), {}))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The tensor attributes self._flat_weights")  # torch.export, of every such layer
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers(layer: Any) -> None:
     parity_where_opened(layer(4, 5, 2, dropout=0.3, bidirectional=True), torch.randn(3, 2, 4))
 
 
+@pytest.mark.slow
 def test_attention() -> None:
     def forward(self: Any, x: Tensor) -> Any:
         return F.scaled_dot_product_attention(self.q(x), x, x, dropout_p=0.3 if self.training else 0.0)
@@ -192,6 +194,7 @@ def test_arguments_keep_their_names() -> None:
         doubling(x, x, scale=scale)
 
 
+@pytest.mark.slow
 def test_containers_of_another_form_are_refused() -> None:
     def forward(self: Any, x: Tensor, more: Any) -> Any:
         return sum(more, self.fc(x))
@@ -298,6 +301,7 @@ def test_a_program_learns_to_switch(training: bool) -> None:
     check_same_output(evaluate(again, (x,), {}), evaluate(result, (x,), {}))
 
 
+@pytest.mark.slow
 def test_a_program_is_taken_as_the_module_that_it_becomes() -> None:
     model, x = network().train(), torch.randn(5, 4)
     module, _ = program_module(program_of(model, x))
@@ -334,6 +338,7 @@ def test_programs_of_the_zoo(name: str) -> None:
     check_same(train_step(result, args, kwargs), train_step(reference, args, kwargs))
 
 
+@pytest.mark.slow
 def test_a_decomposed_program() -> None:
     x = torch.randn(5, 4)
     plain = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
@@ -350,6 +355,7 @@ def test_a_decomposed_program() -> None:
     assert int(evaluated.get_buffer("1.num_batches_tracked")) == 1
 
 
+@pytest.mark.slow
 def test_graphs_in_a_program_are_refused() -> None:
     def forward(self: Any, x: Tensor) -> Any:
         return torch.cond(x.sum() > 0, lambda x: self.fc(x), lambda x: self.fc(x) * 2, (x,))
@@ -359,6 +365,7 @@ def test_graphs_in_a_program_are_refused() -> None:
         transformed(program)
 
 
+@pytest.mark.slow
 def test_the_paper_recipe_sees_the_same_places() -> None:
     """Additions, products and sums are found in an export as they are in a trace."""
     for name in ("gat", "bert_layer", "sage"):

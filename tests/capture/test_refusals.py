@@ -114,6 +114,7 @@ assert asked(torch.ones(3), torch.ones(3)).tolist() == [2.0] * 3
 """
 
 
+@pytest.mark.slow
 def test_a_trace_that_imports_the_compiler_leaves_it_as_it_is() -> None:
     """Dynamo makes tables of functions when it is imported and first asked: a checkpoint in a trace does both."""
     subprocess.run([sys.executable, "-c", AFTERWARDS], check=True)

@@ -279,6 +279,7 @@ def test_an_argument_that_is_only_computed_with_stays_open(examples: bool) -> No
             assert torch.equal(result(x, *given), model(x, *given))
 
 
+@pytest.mark.slow
 def test_an_argument_that_is_asked_about_stays_fixed() -> None:
     def compared(self: Any, x: Tensor, k: int = 0) -> Any:
         return self.fc(x) * (k + 1) if k < 1 else self.fc(x)

@@ -264,6 +264,7 @@ class Slope(nn.Module):
         return slope * energy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capture", ["auto", "dynamo"])
 def test_gradients_inside_forward(capture: str) -> None:
     found = []

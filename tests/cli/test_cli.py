@@ -146,6 +146,7 @@ def test_cost_is_that_of_the_library(capsys: Capture) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_plot_writes_pictures(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
@@ -278,6 +279,7 @@ def test_range_test_prints_what_it_measured(capsys: Capture, models: Path) -> No
     assert "must return (model, data) or (model, data, loss), got Sequential" in line
 
 
+@pytest.mark.slow
 def test_the_demo_writes_a_report_and_prints_its_numbers(capsys: Capture, tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     folder = tmp_path / "report"

@@ -38,6 +38,7 @@ def written(runs: tuple[DemoRun, DemoRun], tmp_path_factory: pytest.TempPathFact
     return demo.write_report(runs, SETTINGS, inspect(runs[0].model), PROOF, folder)
 
 
+@pytest.mark.slow
 def test_it_learns_and_compares_like_with_like(runs: tuple[DemoRun, DemoRun]) -> None:
     cyclic, static = runs
     # The first batch is the same, so are the weights; only 3 and 8 bits make them differ.
@@ -49,6 +50,7 @@ def test_it_learns_and_compares_like_with_like(runs: tuple[DemoRun, DemoRun]) ->
     assert list(cyclic.accuracies) == [*range(25)]
 
 
+@pytest.mark.slow
 def test_both_runs_see_the_same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[int]] = []
 
@@ -78,6 +80,7 @@ def test_the_quantizers_ran(runs: tuple[DemoRun, DemoRun]) -> None:
     assert proof.widths == (3, 4, 7, 8)  # three steps a cycle do not reach every width
 
 
+@pytest.mark.slow
 def test_a_seed_decides_everything(runs: tuple[DemoRun, DemoRun]) -> None:
     torch.rand(3)
     state = torch.get_rng_state()
@@ -88,6 +91,7 @@ def test_a_seed_decides_everything(runs: tuple[DemoRun, DemoRun]) -> None:
     assert run(DemoSettings(steps=8, seed=1))[0].losses[0] != runs[0].losses[0]
 
 
+@pytest.mark.slow
 def test_it_trains_on_one_thread_and_gives_the_others_back() -> None:
     before, seen = torch.get_num_threads(), set()
     torch.set_num_threads(2)
@@ -142,6 +146,7 @@ class Page(HTMLParser):
         self.links.extend(value or "" for name, value in attrs if name == "href")
 
 
+@pytest.mark.slow
 def test_the_page_stands_alone(written: Path) -> None:
     text = written.read_text(encoding="utf-8")
     page = Page()
@@ -189,6 +194,7 @@ def test_the_drawing_shows_both_runs_in_the_colours_of_the_page(written: Path) -
     assert re.search(r">\$|mathdefault", drawing) is None
 
 
+@pytest.mark.slow
 def test_losses_that_are_not_finite_are_gaps(runs: tuple[DemoRun, DemoRun]) -> None:
     cyclic, static = runs
     losses = [math.nan, *static.losses[1:-1], math.inf]

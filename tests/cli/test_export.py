@@ -114,6 +114,7 @@ def test_wrong_usage_is_code_2(capsys: Capture) -> None:
     assert (code, "--momentum is for --optimizer sgd, got adamw" in said) == (2, True)
 
 
+@pytest.mark.slow
 def test_the_doctor_says_what_is_here(capsys: Capture) -> None:
     code, out, err = call(capsys, "doctor", "--json")
     found = json.loads(out)
@@ -128,6 +129,7 @@ def test_the_doctor_says_what_is_here(capsys: Capture) -> None:
         assert 'pip install -c constraints.txt "cpt_fx[ort]"' in out
 
 
+@pytest.mark.slow
 def test_the_doctor_sees_a_mixture(tmp_path: Path) -> None:
     """In a process of its own, with packages that stand before those that are installed."""
     install_writers(tmp_path)
@@ -148,6 +150,7 @@ def test_the_doctor_sees_a_mixture(tmp_path: Path) -> None:
     assert "pip uninstall -y onnxruntime onnxruntime-training-cpu" in out
 
 
+@pytest.mark.slow
 def test_the_doctor_warns_of_a_mixture_that_works(tmp_path: Path) -> None:
     install_writers(tmp_path)
     install(tmp_path, "onnxruntime", "1.31.1", plain_build())
@@ -160,6 +163,7 @@ def test_the_doctor_warns_of_a_mixture_that_works(tmp_path: Path) -> None:
     assert "uninstalling either breaks the other" in found["remark"]
 
 
+@pytest.mark.slow
 def test_training_needs_what_writes_files(tmp_path: Path) -> None:
     install_writers(tmp_path, onnxscript="0.1.0")
     install(tmp_path, "onnxruntime-training-cpu", "1.19.2", training_build())

@@ -51,6 +51,7 @@ def run_words(task: str, *more: str) -> list[str]:
     return ["study", "run", task, "--store", "s.sqlite", "--steps", "16", "--seeds", "2", "--better", "lower", *more]
 
 
+@pytest.mark.slow
 def test_a_study_from_beginning_to_end(task: str, capsys: Capture) -> None:
     words = run_words(
         task, "--schedules", "CR, RR,static,static 6", "--bits", "3,8", "--bits", "4,8", "--set", "lr=0.05"
@@ -78,6 +79,7 @@ def test_a_study_from_beginning_to_end(task: str, capsys: Capture) -> None:
     assert {path.name for path in Path("again").iterdir()} == {path.name for path in Path("report").iterdir()}
 
 
+@pytest.mark.slow
 def test_processes(task: str) -> None:
     """The command itself, as it is typed."""
     done = subprocess.run(
@@ -105,6 +107,7 @@ def test_failed_cells_make_it_fail(task: str, capsys: Capture) -> None:
     assert data(capsys, "study", "status", "s.sqlite")["failed"] == found["failed"]
 
 
+@pytest.mark.slow
 def test_critical(task: str, capsys: Capture) -> None:
     words = ["study", "critical", task, "--store", "s.sqlite", "--steps", "16", "--seeds", "3,", "--quiet"]
     found = data(

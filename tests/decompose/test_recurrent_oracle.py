@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 import cpt_fx
 from cpt_fx.recipes import paper
 from cpt_fx.schedules import Bits, Static
+from tests.selecting import mostly_slow
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 
@@ -195,7 +196,7 @@ def compare(ours: list[Tensor], theirs: list[Tensor]) -> None:
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5 * float(other.detach().abs().max()))
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, "packed"])
+@pytest.mark.parametrize("shape", mostly_slow([*SHAPES, "packed"], every=4))
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_the_published_loop(kind: str, shape: str) -> None:
     packed = shape == "packed"
@@ -246,6 +247,7 @@ class Encoder(Net):
         return self.head(super().forward(x, *state)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("way", ["excluded", "no rule"])
 def test_the_fused_kernel_stays_where_nothing_is_quantized(build: Callable[[int, int], nn.RNNBase], way: str) -> None:
@@ -264,6 +266,7 @@ def test_the_fused_kernel_stays_where_nothing_is_quantized(build: Callable[[int,
     assert {quantizer.layer for quantizer in cpt_fx.inspect(model).quantizers} == {"head"}
 
 
+@pytest.mark.slow
 def test_models_of_the_same_code_may_have_other_numbers_of_layers() -> None:
     """Dynamo makes a symbol of a number that it has seen to differ: the layer must be decomposed all the same."""
     for layers in (1, 2, 3, 1):

@@ -110,6 +110,7 @@ def test_losses_are_the_published_formulas() -> None:
 # Scenes
 
 
+@pytest.mark.slow
 def test_composed_scenes_hold_the_images_in_exact_boxes() -> None:
     data = scenes.composed("composed-digits")
     assert data.composed

@@ -222,6 +222,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_any_checkpoint_with_its_own_tokenizer(checkpoint: Path) -> None:
     task = Entailment(options(model=str(checkpoint), length=48))
     model = task.model()
@@ -246,12 +247,14 @@ def test_a_checkpoint_that_is_none(tmp_path: Path) -> None:
         Entailment(options(model=str(tmp_path)))
 
 
+@pytest.mark.slow
 def test_a_study_can_call_it_and_the_metric_says_that_it_is_lexical() -> None:
     found = entailment.train(Static(8, total_steps=3), 0, fast=True)
     assert set(found) == {"lexical_accuracy", "loss"}
     assert 0 <= found["lexical_accuracy"] <= 1
 
 
+@pytest.mark.slow
 def test_a_run_that_broke_down_resumes_exactly(tmp_path: Path) -> None:
     """Dropout and the moments of AdamW go on where they stopped."""
     assert_resumes(lambda: Entailment(SCRIPT.options(fast=True)), tmp_path / "run.pt", steps=8, stop=5, save_every=3)

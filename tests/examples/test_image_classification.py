@@ -136,6 +136,7 @@ def test_the_rate_falls_where_it_should() -> None:
     assert rates(lr_drops=PRESETS["imagenet-resnet34"]["lr_drops"]) == [0.1, 0.1, *[0.01] * 4, *[0.001] * 4]
 
 
+@pytest.mark.slow
 def test_it_learns_and_the_metrics_are_right() -> None:
     torch.set_num_threads(1)
     one = task(steps=60)
@@ -151,12 +152,14 @@ def test_it_learns_and_the_metrics_are_right() -> None:
     assert outcome.metrics["loss"] == pytest.approx(nn.functional.cross_entropy(scores, labels).item(), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_that_broke_down_resumes_exactly(tmp_path: Path) -> None:
     """Cropped and flipped images, momentum, running statistics: all of it goes on where it stopped."""
     options = SCRIPT.options(fast=True)
     assert_resumes(lambda: ImageClassification(options), tmp_path / "run.pt", steps=20, stop=13, save_every=5)
 
 
+@pytest.mark.slow
 def test_train_is_what_a_study_calls() -> None:
     torch.set_num_threads(1)
     metrics = train(Static(4, 8, total_steps=5), 0, fast=True)

@@ -231,6 +231,7 @@ def test_the_rate_is_divided_where_validation_does_not_improve(monkeypatch: pyte
     assert rates == [20, 20, 5, 1.25, 1.25]
 
 
+@pytest.mark.slow
 def test_a_transformer_does_not_see_what_comes() -> None:
     model = TransformerModel(50, 16).eval()
     tokens = torch.randint(50, (9, 2))
@@ -242,6 +243,7 @@ def test_a_transformer_does_not_see_what_comes() -> None:
         assert not torch.allclose(one[5:], other[5:])
 
 
+@pytest.mark.slow
 def test_gates_and_decoder_are_quantized_and_the_embedding_is_not() -> None:
     task = LanguageModel(options(layers=2))
     model = cpt_fx.transform(task.model(), Static(4), recipe=task.recipe, strict=True)
@@ -254,6 +256,7 @@ def schedule(steps: int) -> Schedule:
     return named("CR", q_min=3, q_max=8, total_steps=steps, cycles=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["lstm", "transformer"])
 def test_a_run_resumes_with_its_state(model: str, tmp_path: Path) -> None:
     """Two epochs and a half, with dropout, the plateau rule and the state of the LSTM; cut short in the second."""
@@ -282,6 +285,7 @@ def test_a_run_resumes_with_its_state(model: str, tmp_path: Path) -> None:
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0] if torch.is_tensor(states[0][name]))
 
 
+@pytest.mark.slow
 def test_it_learns_and_a_study_can_call_it() -> None:
     options = {"fast": True, "lr": 5.0}
     found = language_model.train(Static(8, total_steps=60), 0, **options)

@@ -251,6 +251,7 @@ def test_the_published_gcn(aggregation: str) -> None:
 MODELS = [(name, aggregation) for name in graph_models.NAMES for aggregation in ("fp", "q")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "aggregation"), MODELS)
 def test_every_model_trains(name: str, aggregation: str) -> None:
     outcome = fit(task(model=name, aggregation=aggregation), named("CR", q_min=3, q_max=8, total_steps=8, cycles=2))
@@ -264,6 +265,7 @@ def test_every_model_trains(name: str, aggregation: str) -> None:
     assert outcome.losses[-1] < outcome.losses[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "evaluate_on"),
     [("sage", "graph"), ("gat", "samples"), ("gcn", "samples"), ("paper-sage", "graph"), ("paper-sage", "samples")],
@@ -282,11 +284,13 @@ def test_models_train_on_samples(name: str, evaluate_on: str) -> None:
     assert sorted(seen.tolist()) == sorted(chosen.data.train.tolist())
 
 
+@pytest.mark.slow
 def test_it_learns() -> None:
     schedule = named("CR", q_min=3, q_max=8, total_steps=60)
     assert node_classification.train(schedule, fast=True)["accuracy"] > 0.6
 
 
+@pytest.mark.slow
 def test_a_run_on_samples_resumes_exactly(tmp_path: Path) -> None:
     def run(checkpoint: Path | None, steps: int | None = None) -> list[Tensor]:
         chosen = task(model="paper-sage", neighbours="4,3", batch=2, dropout=0.3, aggregation="q")
@@ -322,6 +326,7 @@ def test_presets_are_the_published_settings() -> None:
     assert (quantized.aggregation, quantized.q_min, quantized.q_max, quantized.q_grad) == ("q", 3, 6, None)
 
 
+@pytest.mark.slow
 def test_the_published_recipe_is_that_for_graphs() -> None:
     _, _, outcome = SCRIPT.run(options(recipe="paper", aggregation="q", steps=2, schedule="static"))
     assert "scatter_add_" in {item.op for item in cpt_fx.inspect(outcome.model).quantizers}

@@ -34,6 +34,7 @@ def with_new_statistics(*names: str) -> set[str]:
     return {*names, *(f"recalibrated {name}" for name in names)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["small", "resnet18", "resnet101"])
 def test_everything_convolutional_is_quantized(kind: str) -> None:
     """Stem, blocks, shortcuts, pyramid, both heads and their output convolutions, with their biases."""
@@ -83,6 +84,7 @@ def test_a_place_of_the_pyramid_is_the_place_of_its_anchors() -> None:
     assert float(centre[1]) == pytest.approx((left + right) / 2, abs=6)
 
 
+@pytest.mark.slow
 def test_frozen_norm_is_never_changed_or_trained() -> None:
     model = detector(norm=FrozenNorm)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -171,6 +173,7 @@ def test_half_of_the_scenes_are_mirrored_where_that_makes_sense() -> None:
         assert torch.equal(other.boxes, scene.mirrored().boxes if turned else scene.boxes)
 
 
+@pytest.mark.slow
 def test_it_learns_and_says_that_scenes_are_composed() -> None:
     torch.set_num_threads(1)
     one = task()
@@ -189,6 +192,7 @@ def test_gradients_are_clipped() -> None:
     assert float(norm) == pytest.approx(0.1, rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["voc", "coco"])
 def test_files_train(tmp_path: Path, form: str) -> None:
     (write_voc if form == "voc" else write_coco)(tmp_path)
@@ -198,6 +202,7 @@ def test_files_train(tmp_path: Path, form: str) -> None:
     assert set(metrics) == with_new_statistics("AP50", "COCO mAP", "COCO AP50")
 
 
+@pytest.mark.slow
 def test_a_run_that_broke_down_resumes_exactly(tmp_path: Path) -> None:
     options = SCRIPT.options(fast=True, batch=4)
     assert_resumes(lambda: ObjectDetection(options), tmp_path / "run.pt", steps=10, stop=7, save_every=4)

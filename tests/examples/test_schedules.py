@@ -11,6 +11,7 @@ from support.script import SCHEDULES, Script
 
 import cpt_fx
 from cpt_fx.schedules import FULL_PRECISION
+from tests.selecting import mostly_slow
 
 DOMAINS = (
     "image_classification",
@@ -29,7 +30,7 @@ def script(domain: str) -> Script:
     return made
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", mostly_slow(SCHEDULES, every=6))
 @pytest.mark.parametrize("domain", DOMAINS)
 def test_it_trains(domain: str, name: str) -> None:
     torch.set_num_threads(1)

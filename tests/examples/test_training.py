@@ -82,6 +82,7 @@ def test_seeds_differ() -> None:
     assert fit(Digits(), schedule(), seed=0).losses != fit(Digits(), schedule(), seed=1).losses
 
 
+@pytest.mark.slow
 def test_killed_by_the_system_and_taken_up_as_a_user_would(tmp_path: Path) -> None:
     """The process is killed as soon as there is a checkpoint; the second call ends like one that was left alone."""
     command = [sys.executable, str(HERE / "digits_task.py"), "--steps", "400", "--save-every", "20", "--threads", "1"]

@@ -97,6 +97,7 @@ def tried(source: str, folder: Path, *names: str, frontends: tuple[str, ...] = (
     return outcome
 
 
+@pytest.mark.slow
 def test_a_sound_model_has_no_faults(tmp_path: Path) -> None:
     outcome = tried(SOUND, tmp_path, *ORACLES, frontends=("symbolic", "dynamo"))
     assert outcome.faults == []
@@ -167,6 +168,7 @@ def test_a_float_at_one_bit_has_the_levels_of_two(tmp_path: Path, monkeypatch: p
     assert "activation quantizer" in fault.message and "showed {1: " in fault.message
 
 
+@pytest.mark.slow
 def test_a_sum_that_is_nothing_but_rounding_is_measured_by_what_it_sums(tmp_path: Path) -> None:
     assert tried(SUMMED, tmp_path, "same", "proof").faults == []
     outcome = tried(OTHER_SUM, tmp_path, "same", "proof")
@@ -174,6 +176,7 @@ def test_a_sum_that_is_nothing_but_rounding_is_measured_by_what_it_sums(tmp_path
     assert "output.1 is off by" in outcome.faults[0].message
 
 
+@pytest.mark.slow
 def test_rounding_that_a_model_makes_large_is_no_fault(tmp_path: Path) -> None:
     outcome = tried(STEEP, tmp_path, "same", "proof")
     assert outcome.faults == []
@@ -257,6 +260,7 @@ def test_a_broken_promise_of_a_pass_is_no_refusal(tmp_path: Path, monkeypatch: p
         assert fault.kind == "SpecError" and "is not quantized" in fault.message
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_seen_and_replaced() -> None:
     pool = Pool(1)
     try:
@@ -268,6 +272,7 @@ def test_a_process_that_dies_is_seen_and_replaced() -> None:
     assert alive.passes == {"symbolic same": "passed"}
 
 
+@pytest.mark.slow
 def test_a_fault_is_shrunk_and_saved_as_a_test_that_is_red(tmp_path: Path) -> None:
     def fails(source: str) -> bool:
         found = examine(0, source, tmp_path, frontends=("symbolic",), chosen=("same",))

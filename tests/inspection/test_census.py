@@ -31,6 +31,7 @@ from cpt_fx.recipes import default, fp8, integer, mx, paper
 from cpt_fx.schedules import Static
 from tests.capture.captures import captures
 from tests.inspection.escapes import ESCAPES, WIDTH, BeforeALeftLayer, Escaping, OperatorOfItsOwn, unseen
+from tests.selecting import mostly_slow
 from tests.zoo import ZOO
 
 
@@ -55,7 +56,7 @@ def batch() -> Tensor:
 @pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of a callback that torch.fx stops in
-@pytest.mark.parametrize("name", ESCAPES)
+@pytest.mark.parametrize("name", mostly_slow(ESCAPES, every=3))
 def test_what_goes_around_the_quantizers_is_named(name: str) -> None:
     x = batch()
     model = cpt_fx.transform(ESCAPES[name](), Static(4))
@@ -72,6 +73,7 @@ def test_a_layer_that_is_left_hides_no_backward_pass_of_somebody_else() -> None:
         cpt_fx.inspect(model).verify(x)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("kind", ["integers", "quantized"])
 def test_integers_and_operators_of_others_are_listed(kind: str) -> None:
@@ -347,6 +349,7 @@ class Energy(nn.Module):
         return force
 
 
+@pytest.mark.slow
 def test_products_of_a_second_backward_pass_are_listed() -> None:
     x = batch()
     model = cpt_fx.transform(Energy(), Static(4))

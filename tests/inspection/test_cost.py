@@ -33,6 +33,7 @@ def published(name: str, record: dict[str, Any]) -> Schedule:
                      cycles=record["cycles"], period=record["period"])  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("record", GOLDEN["main"] + GOLDEN["odd_or_single_cycle"], ids=label)
 def test_published_costs_to_the_last_bit(record: dict[str, Any]) -> None:
     model = nn.Linear(3, 2)
@@ -47,6 +48,7 @@ def test_published_costs_to_the_last_bit(record: dict[str, Any]) -> None:
         assert found.steps == record["total"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("record", GOLDEN["domains"], ids=label)
 def test_ratios_of_every_domain(record: dict[str, Any]) -> None:
     for name in NAMES:
@@ -82,6 +84,7 @@ def test_flops_by_hand() -> None:
     assert head.quantized is None
 
 
+@pytest.mark.slow
 def test_a_transformed_model_costs_what_the_plain_one_does() -> None:
     schedule = named("CR", q_min=3, q_max=8, total_steps=100)
     for name, build in ZOO.items():

@@ -414,6 +414,7 @@ class ByNumbers(nn.Module):
         return result
 
 
+@pytest.mark.slow
 def test_a_branch_that_two_bits_do_not_take_is_no_part_of_the_proof() -> None:
     x = torch.linspace(-1, 1, 24).view(4, 6)
     result = cpt_fx.transform(ByNumbers(), Static(8), capture="dynamo", example_inputs=(x,))

@@ -59,6 +59,7 @@ def step(model: Any, inputs: list[Tensor]) -> list[Tensor]:
     return [*results, *torch.autograd.grad(loss, [*leaves, *model.parameters()])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_every_product_in_compiled_code(backend: str) -> None:
     names = ["linear", "addmm", "matmul with broadcast batches", "conv2d", "conv1d of one sequence"]
@@ -75,6 +76,7 @@ def test_every_product_in_compiled_code(backend: str) -> None:
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "backend"), [("transformer", "aot_eager"), ("convolutions", "aot_eager"), ("convolutions", "inductor")]
 )

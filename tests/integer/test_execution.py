@@ -91,6 +91,7 @@ def _operands(node: Any) -> tuple[Any, ...]:
     return decision.operands if decision else ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capture", ["symbolic", PROGRAM, "dynamo"])
 def test_whole_models_of_every_frontend(capture: str) -> None:
     """At 8 bits with few layers no value is so near to the middle of two codes that a rounding error decides."""
@@ -108,6 +109,7 @@ def test_whole_models_of_every_frontend(capture: str) -> None:
         assert counts(ours)[:, 1:].sum() == 0
 
 
+@pytest.mark.slow
 def test_a_model_in_parts() -> None:
     class Parts(nn.Module):
         def __init__(self) -> None:

@@ -390,6 +390,7 @@ def test_scales_that_do_not_factor_out_are_refused() -> None:
         products.linear_grad_input(g, w)
 
 
+@pytest.mark.slow
 def test_sums_are_exact_on_every_processor() -> None:
     """Without kernels: torch's product of int8 matrices loses what does not fit 16 bits where VNNI is missing."""
     code = """

@@ -93,6 +93,7 @@ def losses(model: nn.Module, batches: Batches, execution: str, seed: int) -> tup
     return found, result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CASES)
 def test_the_loss_falls_as_in_simulated_execution(kind: str) -> None:
     make, batches, products = CASES[kind]
@@ -118,6 +119,7 @@ def test_the_loss_falls_as_in_simulated_execution(kind: str) -> None:
     assert difference < 3 * spread + 0.01 * fallen, (final, fallen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CASES)
 def test_the_first_step_is_the_same(kind: str) -> None:
     """Before the last bit is amplified: with one seed, the first losses agree to rounding."""

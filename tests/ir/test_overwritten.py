@@ -123,6 +123,7 @@ def writers() -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
             yield (getattr(found, overload or "default"), found), dict(zip(outs, (u, n, t, b), strict=False))
 
 
+@pytest.mark.slow
 def test_every_operator_that_writes_is_known_to() -> None:
     wrong, ran = [], set()
     for targets, kwargs in writers():

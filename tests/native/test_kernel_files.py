@@ -187,6 +187,7 @@ def test_many_processes_at_once(folder: Path, damaged: bool) -> None:
     assert sorted(path.suffix for path in folder.iterdir()) == ["", ".so"]  # the lock, and one library
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_process_may_be_killed_at_any_moment(folder: Path) -> None:
     context = multiprocessing.get_context("fork")
@@ -212,6 +213,7 @@ def test_a_process_may_be_killed_at_any_moment(folder: Path) -> None:
     assert not left or not list(folder.glob("building-*"))
 
 
+@pytest.mark.slow
 def test_loading_is_quick_and_imports_no_compiler(folder: Path) -> None:
     names = sorted(path.name for path in Path(building.__file__).parent.glob("*.cpp"))
     for name in names:
@@ -306,6 +308,7 @@ def test_every_kind_gives_the_same_bits() -> None:
         assert all(map(torch.equal, ours, found[0])), kind
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump to read instructions with")
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_objects_hold_no_other_instructions(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from tests.native.sanitized import missing
 SHORT = "one_pixel or longest_sum or (geometry and plain) or any_layout or (bits_of_the_torch_operators and keep)"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(missing()), reason=missing())
 def test_no_undefined_behaviour() -> None:
     command = [sys.executable, "-m", "tests.native.sanitized", "-k", SHORT]

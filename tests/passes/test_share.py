@@ -67,6 +67,7 @@ def test_redundant_records_go_and_redundant_ranges_stay_unread() -> None:
     assert [node.name for node in module.graph.nodes if node.op == "get_attr" and not node.users] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [32, 3, 1])
 @pytest.mark.parametrize("recipe", [NEAREST, DYNAMIC, integer()], ids=["paper", "dynamic", "integer"])
 def test_the_numbers_are_the_same(recipe: Recipe, bits: int) -> None:

@@ -207,6 +207,7 @@ def test_no_integer_overflows(seed: Seed) -> None:
     assert 2**63 > (2**30 + 2**15) * (2 * 2**30 + 2 * (2**30 + 2**15) + 1)
 
 
+@pytest.mark.slow
 def test_compiled_code_agrees() -> None:
     """Sizes that fill vectors, and one that does not."""
 

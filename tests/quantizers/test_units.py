@@ -58,6 +58,7 @@ def quantized(x: Tensor, bits: int, options: dict[str, Any]) -> Tensor:
     return made
 
 
+@pytest.mark.slow
 @given(samples())
 @settings(max_examples=300)
 def test_any_unit(sample: tuple[Tensor, int, float, dict[str, Any]]) -> None:

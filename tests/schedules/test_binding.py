@@ -84,6 +84,7 @@ def test_unbind() -> None:
     assert len(controller.seen) == 1
 
 
+@pytest.mark.slow
 def test_a_model_that_is_gone_is_forgotten() -> None:
     controller, driver = Controller(), schedule()
     gone = weakref.ref(controller)

@@ -137,6 +137,7 @@ def test_schedules_that_begin_later_stand_together() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_equal_records_give_equal_bytes() -> None:
     """In another process, with other hashes, too."""
     code = (
@@ -154,6 +155,7 @@ def test_equal_records_give_equal_bytes() -> None:
     assert len(found) == 1 and len(found.pop().split()) == 2
 
 
+@pytest.mark.slow
 def test_drawing_opens_no_window() -> None:
     code = (
         "import sys; from tests.study import made_up; from cpt_fx.study.analysis import panels;"

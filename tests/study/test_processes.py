@@ -29,6 +29,7 @@ def run(folder: Path, train: Any = trains.train, **changed: Any) -> study.Study:
     return study.run(train, **given | changed)
 
 
+@pytest.mark.slow
 def test_processes_give_what_this_process_gives(tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     log = tmp_path / "log"
@@ -40,6 +41,7 @@ def test_processes_give_what_this_process_gives(tmp_path: Path) -> None:
     assert len(log.read_text().splitlines()) == 6
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_costs_one_cell(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="2 of 6 cells failed"):
         found = run(tmp_path, trains.deadly, schedules=["LR", "CR", "ER", "RR", "CT", "ETV"], seeds=1)
@@ -165,6 +167,7 @@ def test_a_file_that_another_process_cannot_import(tmp_path: Path) -> None:
     assert study.load(tmp_path / "s.sqlite").records == []
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_at_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is nobody to train it, a cell fails; the others go on."""
     submit, killed = ProcessPoolExecutor.submit, list[int]()
@@ -206,6 +209,7 @@ def script(folder: Path, guard: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "my_script.py"], cwd=folder, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_a_function_of_the_script_itself(tmp_path: Path) -> None:
     done = script(tmp_path, 'if __name__ == "__main__":')
     assert (done.returncode, done.stdout, done.stderr) == (0, "2 my_script 3.0\n", "")

@@ -46,6 +46,7 @@ def test_the_cost_is_that_of_the_widths_that_ran(kind: str, tmp_path: Path) -> N
     assert {r.seed: r.relative_cost for r in turned} == {r.seed: r.relative_cost for r in records}
 
 
+@pytest.mark.slow
 def test_in_processes_it_is_the_same(tmp_path: Path) -> None:
     given: dict[str, Any] = {"total_steps": TOTAL, "seeds": 3, "progress": False}
     schedules = [(kind, made(kind)) for kind in ("object", "attributes")]

@@ -32,6 +32,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return write(everything(), folder, title="Digits", notes="Made up: <no data>.", command="cpt-fx study x:train")
 
 
+@pytest.mark.slow
 def test_the_files(report: dict[str, Path]) -> None:
     figures = [
         f"{name}.{kind}" for name in ("cost", "deficit", "window", "first-cycle", "delayed") for kind in ("png", "svg")
@@ -102,6 +103,7 @@ def test_markdown_says_the_same(report: dict[str, Path]) -> None:
         assert (report["md"].parent / name).exists()
 
 
+@pytest.mark.slow
 def test_equal_records_give_equal_files(report: dict[str, Path], tmp_path: Path) -> None:
     again = write(everything(), tmp_path, title="Digits", notes="Made up: <no data>.", command="cpt-fx study x:train")
     for key, path in report.items():

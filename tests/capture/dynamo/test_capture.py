@@ -118,6 +118,7 @@ def test_a_change_of_bits_captures_nothing() -> None:
     assert len(seen) > 3 and len(cpt_fx.graphs(result)) == 1
 
 
+@pytest.mark.slow
 def test_blocks_of_one_class_have_ranges_of_their_own() -> None:
     """Where the code breaks, Dynamo would run the first block's graph for all three."""
     broken, whole = (
@@ -148,6 +149,7 @@ def test_breaks_are_listed_with_their_place(caplog: pytest.LogCaptureFixture) ->
     assert "the code cannot be one graph" in notes and "models.py:" in notes and "graph_break()" in notes
 
 
+@pytest.mark.slow
 def test_two_models_of_one_class_share_nothing() -> None:
     one, two = captured(seeded(Blocks, breaks=True)), captured(seeded(Blocks, breaks=True), bits=8)
     one(X)
@@ -292,6 +294,7 @@ def test_patterns_that_match_nothing_are_refused(options: dict[str, Any], messag
         captured(seeded(Blocks, breaks=True), **options)(X)
 
 
+@pytest.mark.slow
 def test_patterns_select_over_all_graphs() -> None:
     options = {"exclude": ("blocks.2.matmul_1", "blocks.0.*"), "overrides": {"*.two": 8, Block: "+1"}}
     broken = captured(seeded(Blocks, breaks=True), **options)  # type: ignore[arg-type]

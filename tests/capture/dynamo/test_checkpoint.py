@@ -140,6 +140,7 @@ SOME = [(one, "before", False), (twice, "nowhere", True), (nested, "inside", Fal
         (in_a_row, "after", True), (not_captured, "nowhere", False)]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # a reentrant checkpoint inside another
 @pytest.mark.parametrize("way, place, reentrant", EVERY if "CPT_FX_LONG_TESTS" in os.environ else SOME)
 def test_recomputation_gives_what_the_forward_pass_gave(way: Callable[..., Any], place: str, reentrant: bool) -> None:

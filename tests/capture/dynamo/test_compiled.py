@@ -37,6 +37,7 @@ SHAPES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_compiler_gets_the_rewritten_graphs(name: str) -> None:
     make, x = SHAPES[name]
@@ -68,6 +69,7 @@ def test_the_compiler_gets_the_rewritten_graphs(name: str) -> None:
     assert counter.frame_count == once, "a switch of modes compiled more than once"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 def test_compiled_numbers_are_the_eager_ones(name: str) -> None:
     make, x = SHAPES[name]
@@ -97,6 +99,7 @@ def test_compiled_numbers_are_the_eager_ones(name: str) -> None:
     assert all(close(other[name], value) for name, value in state.items() if value.is_floating_point())
 
 
+@pytest.mark.slow
 def test_a_compiler_that_wants_one_graph_gets_one_or_an_error() -> None:
     counter = CompileCounterWithBackend("eager")
     whole = cpt_fx.transform(

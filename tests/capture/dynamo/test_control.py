@@ -168,6 +168,7 @@ def test_loops_train_like_python_and_every_step_is_quantized(kind: str) -> None:
         assert result.eval()(X).shape == step.output.shape
 
 
+@pytest.mark.slow
 def test_a_loop_that_does_not_run_returns_what_went_in() -> None:
     class Never(nn.Module):
         def __init__(self) -> None:

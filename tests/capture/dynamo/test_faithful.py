@@ -76,6 +76,7 @@ def test_two_tensors_at_one_place_between_graphs() -> None:
             check_same(train_step(result, (X,), {}, seed=seed), train_step(reference, (X,), {}, seed=seed))
 
 
+@pytest.mark.slow
 def test_parts_that_are_replaced_are_the_ones_that_run() -> None:
     def forward(self: Any, x: Tensor) -> Any:
         return self.head(self.body(x)) * self.scale
@@ -360,6 +361,7 @@ def test_a_model_with_breaks_is_tried_twice_as_a_whole() -> None:
     assert part_of(result).session.engine.attempts == {id(result): 0}
 
 
+@pytest.mark.slow
 def test_nothing_of_a_batch_is_kept() -> None:
     import gc
     import weakref

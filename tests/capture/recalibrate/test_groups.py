@@ -59,6 +59,7 @@ def close(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return all(torch.allclose(one[key], other[key], rtol=1e-5, atol=1e-6) for key in one)
 
 
+@pytest.mark.slow
 def test_statistics_are_those_of_all_processes(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(work, args=(str(tmp_path),), nprocs=2)  # type: ignore[attr-defined, no-untyped-call]
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))

@@ -111,6 +111,7 @@ class AllFrozen(Frozen):
         return self
 
 
+@pytest.mark.slow
 @captures
 def test_not_where_batch_norm_is_frozen(capture: str, told: list[str]) -> None:
     run = Run(Static(3, eval_bits=8), AllFrozen(), capture=capture)
@@ -123,6 +124,7 @@ def test_not_where_batch_norm_is_frozen(capture: str, told: list[str]) -> None:
     assert len(told) == 1
 
 
+@pytest.mark.slow
 @captures
 def test_not_inside_with(capture: str, told: list[str]) -> None:
     run = Run(Static(3, eval_bits=8), capture=capture)

@@ -129,6 +129,7 @@ def trained(
     return fingerprint(model, data, schedule)
 
 
+@pytest.mark.slow
 @captures
 @pytest.mark.parametrize(
     ("execution", "recipe", "options"),
@@ -145,6 +146,7 @@ def test_two_runs_end_with_the_same_bits(capture: str, execution: str, recipe: R
     assert differing(one, other) == []
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*recalibrate.*:UserWarning")
 def test_python_attributes_that_count() -> None:
     one, other = (trained(recalibrates, "auto", "simulated", paper(), cls=Counting) for recalibrates in (False, True))
@@ -191,6 +193,7 @@ def test_an_exception_leaves_nothing(capture: str) -> None:
     assert {one.bits for one in cpt_fx.inspect(result).quantizers} <= {3, 5}
 
 
+@pytest.mark.slow
 @captures
 def test_nothing_is_traced_again(capture: str, caplog: pytest.LogCaptureFixture) -> None:
     result = transformed(capture, Busy())

@@ -61,6 +61,7 @@ def test_it_is_the_result(name: str) -> None:
     check_same_output(evaluate(graph, args, kwargs), evaluate(reference, more, others))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* learned anything:UserWarning")
 def test_a_language_model_returns_its_own_class() -> None:
     transformers = pytest.importorskip("transformers")

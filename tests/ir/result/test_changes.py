@@ -76,6 +76,7 @@ def test_what_was_learned_survives_a_change(way: str) -> None:
     assert before and {key: value for key, value in learned(result).items() if key in before} == before
 
 
+@pytest.mark.slow
 @ways
 def test_spectral_norm_after_the_transform(way: str) -> None:
     result, reference = made(Net(), way, 32), Net()

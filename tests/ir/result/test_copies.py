@@ -150,6 +150,7 @@ torch.save([*outputs, plain(batch())[0].detach()], sys.argv[2])
 """
 
 
+@pytest.mark.slow
 @ways
 @pytest.mark.parametrize("called", [True, False])
 def test_into_a_fresh_process(called: bool, way: str, tmp_path: Path) -> None:
@@ -213,6 +214,7 @@ def _adapter(model: Net) -> None:
 CHANGES = [_hook, _hook_first, _temperature, _option, _scale, _head, _adapter]
 
 
+@pytest.mark.slow
 @ways
 @pytest.mark.parametrize("called", [False, True], ids=["fresh", "called"])
 @pytest.mark.parametrize("change", CHANGES)

@@ -63,6 +63,7 @@ def step(model: nn.Module, seed: int = 7) -> Any:
     return train_step(model, (batch(seed),), {})
 
 
+@pytest.mark.slow
 @ways
 @pytest.mark.parametrize("where", WHERE)
 def test_hooks_see_what_they_see_on_the_plain_model(where: str, way: str) -> None:
@@ -138,6 +139,7 @@ def test_a_backward_hook_changes_gradients(way: str) -> None:
     check_same(step(result), step(reference))
 
 
+@pytest.mark.slow
 @ways
 def test_global_hooks(way: str) -> None:
     def names(model: nn.Module) -> list[str]:

@@ -80,6 +80,7 @@ def test_the_tree_stays_and_the_layer_quantizes(name: str, way: str) -> None:
     assert {layer.partition(".")[0] for layer in runs(result)} >= {"before", "layer", "head"}
 
 
+@pytest.mark.slow
 @ways
 @every
 def test_the_layer_called_by_itself(name: str, way: str) -> None:

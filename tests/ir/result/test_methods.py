@@ -178,6 +178,7 @@ def test_a_call_of_forward_itself(way: str) -> None:
     check_ran(result, before, "backbone.0", "fc")
 
 
+@pytest.mark.slow
 @ways
 def test_a_users_call_that_goes_around_forward(way: str) -> None:
     class Direct(Chain):

@@ -94,6 +94,7 @@ def test_copies_of_other_graphs(name: str, how: str, monkeypatch: pytest.MonkeyP
     assert isinstance(twin, type(model))
 
 
+@pytest.mark.slow
 def test_three_hundred_layers() -> None:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(300)))
     result, x = cpt_fx.transform(model, Static(32)), torch.randn(2, 2)

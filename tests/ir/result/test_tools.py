@@ -40,6 +40,7 @@ def group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @ways
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled(backend: str, way: str) -> None:
@@ -56,6 +57,7 @@ def test_compiled(backend: str, way: str) -> None:
     assert close(exact(batch()), model(batch()))
 
 
+@pytest.mark.slow
 @ways
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_hooks_and_changes_after_compiling(backend: str, way: str) -> None:
@@ -235,6 +237,7 @@ def test_symbolic_trace_of_a_result(way: str) -> None:
     quantized_or_refused(lambda: torch.fx.symbolic_trace(result)(batch()), Chain()(batch()))
 
 
+@pytest.mark.slow
 @ways
 def test_checkpointed_blocks(way: str) -> None:
     """`checkpoint` around a block of the result, as training scripts write it."""

@@ -231,6 +231,7 @@ def test_one_filter_strips_what_is_ours(capture: str) -> None:
     assert all(isinstance(value, Tensor) for value in result.state_dict().values())
 
 
+@pytest.mark.slow
 @captures
 @pytest.mark.parametrize("wrap", [lambda one: one, nn.Sequential])
 def test_the_state_dict_of_distributed_checkpoints(capture: str, wrap: Callable[[nn.Module], nn.Module]) -> None:

@@ -239,6 +239,7 @@ def test_what_follows_is_at_the_new_width(capture: str) -> None:
 resumed = pytest.mark.filterwarnings("ignore:The .grad attribute")
 
 
+@pytest.mark.slow
 @captures
 @few
 @resumed
@@ -295,6 +296,7 @@ def test_a_larger_compiled_function_follows_the_model(capture: str) -> None:
     assert not torch.equal(call(x), (result(x) * 2 / 3))
 
 
+@pytest.mark.slow
 @captures
 def test_a_hook_that_copies_the_model_keeps_no_widths(capture: str) -> None:
     schedule, model = plan(), net()

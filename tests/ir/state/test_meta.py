@@ -13,6 +13,7 @@ from cpt_fx.formats import Range
 from cpt_fx.schedules import Bits, Static
 from tests.ir.state.device_models import MODELS, RECIPES, Convolutional, devices, train, transformed
 from tests.ir.state.models import Net, buffers_of_ours, plan, state_of_ours
+from tests.selecting import mostly_slow
 
 CAPTURES = {"conv": ("symbolic", "dynamo", "auto"), "attention": ("symbolic", "dynamo", "auto")}
 COMBINATIONS = [
@@ -25,7 +26,7 @@ combinations = pytest.mark.parametrize(("name", "capture", "order"), COMBINATION
 captures = pytest.mark.parametrize("capture", ["symbolic", "dynamo", "auto"])
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", mostly_slow(RECIPES, every=5))
 @combinations
 def test_three_steps(name: str, capture: str, order: str, recipe: str) -> None:
     make, inputs = MODELS[name]
@@ -82,6 +83,7 @@ def test_modes_and_widths_read_nothing(capture: str) -> None:
     assert {one.bits for one in cpt_fx.inspect(result).quantizers if one.role == "weight"} == {schedule.current.weight}
 
 
+@pytest.mark.slow
 @captures
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.filterwarnings("ignore")
