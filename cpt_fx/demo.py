@@ -163,7 +163,7 @@ def run_demo(settings: DemoSettings, advance: Advance) -> tuple[DemoRun, DemoRun
 def train(name: str, schedule: Schedule, settings: DemoSettings, digits: Digits, advance: Advance) -> DemoRun:
     """Train a new net under a schedule, and evaluate it on the way."""
     torch.manual_seed(settings.seed)
-    model = transform(ResidualNet(), schedule)
+    model = transform(ResidualNet(), schedule, example_inputs=(digits.train_images[:BATCH],))
     run = DemoRun(name, schedule, model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.steps)
@@ -172,7 +172,7 @@ def train(name: str, schedule: Schedule, settings: DemoSettings, digits: Digits,
     every = max(settings.steps // EVALUATIONS, 1)
     began = time.perf_counter()
     for step in range(settings.steps):
-        if step % every == 0:
+        if step and step % every == 0:
             run.accuracies[step] = accuracy(model, digits)
         chosen = torch.randint(0, len(digits.train_labels), (BATCH,), generator=batches)
         loss = F.cross_entropy(model(digits.train_images[chosen]), digits.train_labels[chosen])

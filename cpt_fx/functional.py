@@ -112,11 +112,12 @@ def _checked(
         raise ValueError(f"give keep= or over=, not both: got keep={tuple(keep)}, over={tuple(over)}")
     kind = choice(Scheme, scheme, "scheme")
     check_grid(kind, exponent, block)
-    if isinstance(bits, int) and 0 < bits < minimum_bits(kind):
+    width = _as_bits(bits)
+    if not isinstance(bits, Tensor) and 0 < bits < minimum_bits(kind):
         raise ValueError(f"scheme={scheme!r} needs at least {minimum_bits(kind)} bits, got {bits}")
     over = None if over is None else tuple(over)
     rounds, special = choice(Rounding, rounding, "rounding"), choice(Specials, specials, "specials")
-    return _as_bits(bits), Grid(tuple(keep), over, kind, rounds, exponent, special, block, floored=True)
+    return width, Grid(tuple(keep), over, kind, rounds, exponent, special, block, floored=True)
 
 
 def _as_bits(bits: int | Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -300,6 +301,7 @@ def test_autocast_leaves_quantizers_alone(dtype: torch.dtype) -> None:
         ((torch.ones(3), 4), {"exponent": 2}, ValueError, "exponent belongs to scheme='float'"),
         ((torch.ones(3), 4), {"block": -1}, ValueError, "block must be 0"),
         ((torch.ones(3), 1), {"scheme": "float", "exponent": 2}, ValueError, "needs at least 2 bits, got 1"),
+        ((torch.ones(3), np.int64(1)), {"scheme": "float", "exponent": 2}, ValueError, "needs at least 2 bits, got 1"),
         ((torch.ones(3), 4), {"scheme": "float", "exponent": 2, "specials": "fnu"}, ValueError, 'Did you mean "fn"'),
     ],
 )  # fmt: skip
