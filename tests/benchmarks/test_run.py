@@ -69,6 +69,7 @@ def test_every_contender_has_a_row(result: Result) -> None:
             assert result.by_name[peer].reason == 'not installed: pip install "cpt_fx[bench]"'
 
 
+@pytest.mark.slow
 def test_widths_change_and_nothing_is_compiled_again(result: Result) -> None:
     facts = result.by_name["simulated-compiled"].facts
     assert facts is not None
@@ -80,6 +81,7 @@ def test_widths_change_and_nothing_is_compiled_again(result: Result) -> None:
     assert (plain.widths, plain.graphs, plain.recompilations, plain.compile_seconds) == ((), None, None, None)
 
 
+@pytest.mark.slow
 def test_products_that_ran(result: Result) -> None:
     def executed(name: str) -> tuple[int, int, int | None, int | None]:
         facts = result.by_name[name].facts
@@ -97,6 +99,7 @@ def test_products_that_ran(result: Result) -> None:
     assert integer + floating == 5
 
 
+@pytest.mark.slow
 def test_memory(result: Result) -> None:
     facts = result.by_name["fp32"].facts
     assert facts is not None
@@ -110,6 +113,7 @@ def test_memory(result: Result) -> None:
     assert result.memory_ratio(result.by_name["fp32"]) == 1
 
 
+@pytest.mark.slow
 def test_the_reference_is_one(result: Result) -> None:
     ratio = result.ratio(result.by_name["fp32"])
     assert ratio is not None
@@ -118,6 +122,7 @@ def test_the_reference_is_one(result: Result) -> None:
     assert result.compiled_ratio(result.by_name["simulated-compiled"]) is not None
 
 
+@pytest.mark.slow
 def test_data_is_plain_and_complete(result: Result) -> None:
     data = json.loads(json.dumps(result.to_dict(), allow_nan=False))
     assert set(data) == {"model", "about", "settings", "machine", "contenders", "targets"}
@@ -133,6 +138,7 @@ def test_data_is_plain_and_complete(result: Result) -> None:
     assert json.loads(json.dumps(again.to_dict())) == data
 
 
+@pytest.mark.slow
 def test_the_table_shows_reasons(result: Result) -> None:
     absent = [row for row in result.rows if not row.available]
     assert missing(result) == [f"{row.contender.label}: not available: {row.reason}" for row in absent]
@@ -143,6 +149,7 @@ def test_the_table_shows_reasons(result: Result) -> None:
     assert all(len(cells(result, row)) == (len(HEADINGS) if row.available else 2) for row in result.rows)
 
 
+@pytest.mark.slow
 def test_the_page_needs_nothing_else(result: Result) -> None:
     page = html(result)
     assert not re.search(r"""<script|<link|@import|url\(|(src|href)=["']?https?:""", page)

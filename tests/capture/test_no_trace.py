@@ -26,6 +26,7 @@ from cpt_fx.capture.dry_run import dry_run
 from cpt_fx.capture.side_effects import unchanged
 from cpt_fx.common.arrays import array_of
 from cpt_fx.schedules import Static
+from tests.selecting import mostly_slow
 
 RICH = cpt_fx.cost, cpt_fx.inspect
 """Imported now: what these need draws from Python's generator when it is imported."""
@@ -309,7 +310,7 @@ def made(kind: type[Base]) -> Base:
 CAPTURES = ("auto", "dynamo")
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", mostly_slow(MODELS, every=3))
 @pytest.mark.parametrize("capture", CAPTURES)
 @pytest.mark.parametrize("examples", [False, True])
 def test_transform(kind: type[Base], capture: str, examples: bool) -> None:
@@ -342,7 +343,7 @@ LOOKS: dict[str, Callable[[nn.Module], object]] = {
 
 
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("look", ["cost of a plain one", *LOOKS])
+@pytest.mark.parametrize("look", mostly_slow(["cost of a plain one", *LOOKS], every=3))
 @pytest.mark.parametrize("called", [False, True])
 def test_looking(kind: type[Base], look: str, called: bool) -> None:
     torch._dynamo.reset()

@@ -21,6 +21,7 @@ from cpt_fx.schedules import Static
 from tests.capture.programs import program_of
 from tests.capture.test_identity import NOT_BATCHED, evaluate
 from tests.capture.test_symbolic import model_of
+from tests.selecting import mostly_slow
 from tests.training import Equal, check_same, check_same_output, counters, same, train_step
 from tests.zoo import ZOO
 
@@ -106,7 +107,7 @@ def doubled(value: Any) -> Any:
     return tuple(map(doubled, value))
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in NAMED_OTHERWISE])
+@pytest.mark.parametrize("name", mostly_slow([name for name in MODELS if name not in NAMED_OTHERWISE], every=4))
 def test_layers_have_the_names_of_the_symbolic_frontend(name: str) -> None:
     model, args, kwargs = ZOO[name]()
     symbolic = cpt_fx.transform(model, Static(32), capture="symbolic")

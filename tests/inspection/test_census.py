@@ -56,7 +56,7 @@ def batch() -> Tensor:
 @pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of a callback that torch.fx stops in
-@pytest.mark.parametrize("name", mostly_slow(ESCAPES, every=3))
+@pytest.mark.parametrize("name", mostly_slow(ESCAPES, every=5))
 def test_what_goes_around_the_quantizers_is_named(name: str) -> None:
     x = batch()
     model = cpt_fx.transform(ESCAPES[name](), Static(4))

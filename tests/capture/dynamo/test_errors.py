@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import cpt_fx
 from cpt_fx.ir.contexts import ModesOf
 from cpt_fx.schedules import Static
+from tests.selecting import mostly_slow
 
 
 def no_grad() -> AbstractContextManager[Any]:
@@ -79,7 +80,7 @@ def modes() -> tuple[object, ...]:
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocasts, nesting
 
 
-@pytest.mark.parametrize("region", REGIONS)
+@pytest.mark.parametrize("region", mostly_slow(REGIONS, every=2))
 @pytest.mark.parametrize("breaks", ["nowhere", "before", "inside"])
 @pytest.mark.parametrize("how", ["operator", "raise"])
 @pytest.mark.parametrize("compiled", [False, True])

@@ -11,13 +11,14 @@ from torch.nn.utils import parametrizations
 
 from tests.ir.result.changes import CHANGES, changed
 from tests.ir.result.models import QUIET, Net, batch, close, far, learned, made, runs, ways
+from tests.selecting import mostly_slow
 from tests.training import check_same, train_step
 
 pytestmark = QUIET
 
 
 @ways
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", mostly_slow(CHANGES, every=3))
 def test_a_change_is_exact_at_full_precision(name: str, way: str) -> None:
     result = made(Net(), way, 32)
     result(batch())
@@ -36,7 +37,7 @@ def outputs_of_the_changed_model(name: str) -> tuple[list[Tensor], list[Tensor]]
 
 
 @ways
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", mostly_slow(CHANGES, every=3))
 def test_a_change_is_quantized(name: str, way: str) -> None:
     """What comes out is what comes out of the changed model when that is transformed, called before or not."""
     plain, expected = outputs_of_the_changed_model(name)

@@ -15,10 +15,11 @@ from torch.utils.checkpoint import checkpoint
 import cpt_fx
 from cpt_fx.schedules import Bits, Schedule, Static
 from tests.ir.state.models import CAPTURES, DYNAMIC, OBSERVED, batch, captures, net, plan, probe, ran, ran_backward
+from tests.selecting import mostly_slow
 
 EAGER: list[tuple[str, str | None]] = [(capture, None) for capture in CAPTURES]
 COMPILED: list[tuple[str, str | None]] = [(capture, "aot_eager") for capture in CAPTURES]
-engines = pytest.mark.parametrize(("capture", "backend"), [*EAGER, *COMPILED])
+engines = pytest.mark.parametrize(("capture", "backend"), [*EAGER, *mostly_slow(COMPILED, every=2)])
 
 Between = Callable[[nn.Module, Callable[[Tensor], Any], Schedule, Tensor], None]
 
