@@ -225,7 +225,7 @@ def history_of(model: nn.Module) -> History:
 
 
 def _rest(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules outside all transformed parts that may multiply: with parameters, torch's norms aside."""
+    """Return the modules outside all transformed parts that may multiply: with parameters, except torch's norms."""
     inside: set[int] = set()
     rest: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():

@@ -303,7 +303,7 @@ class Patterns:
 
 @dataclass(frozen=True)
 class ChoosingPass(Pass):
-    """A pass that asks how layers are to be quantized."""
+    """A pass with the options that choose how layers are quantized."""
 
     recipe: Recipe | None = None
     exclude: tuple[Pattern, ...] | None = None

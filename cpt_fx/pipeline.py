@@ -37,7 +37,7 @@ class Settings:
     execution: str | None = None
 
 
-def _handed(settings: Settings, passes: Sequence[Pass]) -> tuple[Pass, ...]:
+def _with_settings(settings: Settings, passes: Sequence[Pass]) -> tuple[Pass, ...]:
     """Return the passes with their unset fields filled from the settings.
 
     A value set on one pass holds for all passes, in place of the setting; two passes that disagree are an error.
@@ -85,7 +85,7 @@ class Pipeline:
         for step in self.passes:
             if not isinstance(step, Pass):
                 raise TypeError(f"a pipeline is made of passes, got {step!r}")
-        _handed(self.settings, self.passes)
+        _with_settings(self.settings, self.passes)
 
     @classmethod
     def standard(
@@ -175,7 +175,7 @@ class Pipeline:
 
     def __iter__(self) -> Iterator[Pass]:
         """Iterate over the passes as they run, with the settings filled in."""
-        return iter(_handed(self.settings, self.passes))
+        return iter(_with_settings(self.settings, self.passes))
 
     def __repr__(self) -> str:
         """Return all passes with all their fields: a full record of what runs."""

@@ -151,7 +151,7 @@ def default() -> Recipe:
 
 
 def integer() -> Recipe:
-    """Return symmetric formats throughout, one scale per tensor: what integer kernels multiply.
+    """Return symmetric formats throughout, one scale per tensor, as integer kernels need them.
 
     A tensor is an operand of several products, forward and backward, which sum over different dims; only a scale per
     tensor factors out of all of them. Biases stay in full precision: they are added to the accumulator.

@@ -173,7 +173,7 @@ class _Walk:
             self.uncovered.append(item)
 
     def _note_effects(self, node: fx.Node, selecting: list[Pattern]) -> None:
-        """Record which bit-widths that overrides set for single roles have a quantizer."""
+        """Record which of the bit-widths that overrides set for single roles have a quantizer."""
         decision: Decision | None = node.meta.get(DECISION)
         roles = set() if decision is None else {operand.role for operand in decision.operands}
         if decision is not None and decision.gradient is not None:
@@ -269,7 +269,7 @@ class _Walk:
     def _operand(
         self, node: fx.Node, spec: Row, family: str, index: Index, name: str, kind: str, rule: Rule
     ) -> Operand | str | None:
-        """Return the decision for one operand, a reason if it is not quantized, or None if there is nothing to say."""
+        """Return the decision for one operand, a reason if it is not quantized, or None if it needs neither."""
         value = argument(node, index)
         if not isinstance(value, fx.Node):
             return None

@@ -35,7 +35,7 @@ class Bind(Pass):
     def run(self, module: fx.GraphModule) -> Report:
         """Connect quantizers to their bit-width sources and attach the schedule."""
         state = state_of(module)
-        moved = sum(_point(graph.graph, state) for graph in graphs_of(module))
+        moved = sum(_connect(graph.graph, state) for graph in graphs_of(module))
         for role in ("weight", "activation", "gradient"):
             state.add_width_source(WidthSource(role))
         # A model in evaluation mode starts with the evaluation widths.
@@ -47,7 +47,7 @@ class Bind(Pass):
         return Report(self.name, moved, (f"widths: {widths}",))
 
 
-def _point(graph: fx.Graph, state: Precision) -> int:
+def _connect(graph: fx.Graph, state: Precision) -> int:
     """Make every quantizer of a graph read its bit-width source; return how many changed."""
     reads: dict[str, fx.Node] = {}
     moved = 0

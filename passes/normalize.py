@@ -62,11 +62,11 @@ _PLAIN = (bool, int, float, str, tuple, list, type(None))
 _HOLDERS = (dict, OrderedDict, set)
 
 
-def _likeness(layer: nn.Module, call: fx.Node) -> Hashable:
+def _sharing_key(layer: nn.Module, call: fx.Node) -> Hashable:
     """Return a key: calls of torch's own layers with equal keys share one graph; other calls have unique keys."""
     held = {key: value for key, value in vars(layer).items() if key not in ("_parameters", "_buffers")}
     is_own = type(layer).__module__.startswith("torch.nn.modules.") and not _has_any_global_hook()
-    # Hooks, or a forward set on the instance: their repr does not tell what they do.
+    # Not with hooks or a forward set on the instance: their repr does not show what they do.
     is_plain = all(isinstance(value, _PLAIN) or (type(value) in _HOLDERS and not value) for value in held.values())
     if call.kwargs or not (is_own and is_plain):
         return call
@@ -85,7 +85,7 @@ def _inline(module: fx.GraphModule, node: fx.Node, known: dict[Hashable, fx.Grap
     if not isinstance(layer, INLINED) or CALLED in node.meta:
         return False
     layer = plain_layer(layer)
-    key = _likeness(layer, node)
+    key = _sharing_key(layer, node)
     try:
         inner = known[key] if key in known else known.setdefault(key, _OneCall(node).trace(layer))
     except Exception as error:  # user code may raise anything on traced values: float() of one is a TypeError

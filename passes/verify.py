@@ -13,7 +13,7 @@ from cpt_fx.ir.verifier import check
 
 @dataclass(frozen=True)
 class Verify(Pass):
-    """Check all invariants of a graph's stage; raise `SpecError` with the violations, and blame the pass `after`."""
+    """Check all invariants of a graph's stage; raise `SpecError`, which names the violations and the pass `after`."""
 
     after: str = ""
 

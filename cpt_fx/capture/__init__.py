@@ -57,7 +57,7 @@ def prepared(
 
 
 def trace_module(session: Session, entry: Entry, examples: Examples | None = None) -> TracedGraph:
-    """Trace the code of one module of a transformed model; raise `CaptureError` if a graph would not do the same."""
+    """Trace the code of one module of a transformed model; raise `CaptureError` if a graph would behave differently."""
     root = session.root
     module = root.get_submodule(entry.path)
     if isinstance(module, fx.GraphModule):
@@ -94,7 +94,7 @@ def _place_constants(view: QuantizedGraphModule, source: nn.Module) -> None:
 
 
 def _hidden(module: fx.GraphModule) -> str:
-    """Return, as text, a call that hides products which Dynamo would capture; empty if there is none."""
+    """Describe a call that hides products which Dynamo would capture; empty if there is none."""
     for node in module.graph.nodes:
         if node.op == "call_module" and CALLED not in node.meta:
             layer = module.get_submodule(str(node.target))

@@ -50,7 +50,7 @@ EVERY = object()
 
 
 def clone_tree(module: nn.Module, clones: dict[int, nn.Module], session: object = None) -> nn.Module:
-    """Copy a tree of modules, which share tensors: those of `session` as plain ones, those of others not at all."""
+    """Copy a module tree; tensors are shared. Modules of `session` become plain, those of others are not copied."""
     if id(module) in clones:
         return clones[id(module)]
     part = module.__dict__.get(PART)
@@ -68,7 +68,7 @@ def clone_tree(module: nn.Module, clones: dict[int, nn.Module], session: object 
             f"{type(module).__name__} does not know the shapes of its parameters yet: run the model once, then "
             "transform it"
         )
-    # Not by the class's own __new__: GraphModule's makes a new class.
+    # Bypass the class's own __new__: that of GraphModule creates a new class.
     new = object.__new__(plain_class(type(module)))
     clones[id(module)] = new
     new.__dict__ = {key: value.copy() if key in MODULE_OWN else value for key, value in module.__dict__.items()}
@@ -151,7 +151,7 @@ def _graft(target: nn.Module, source: nn.Module, prefix: str, called: set[str], 
 
 
 def _ensure(root: nn.Module, path: str, value: object) -> None:
-    """Set a value at `path`, if there is none: a constant of the traced code, or a tensor in a plain attribute."""
+    """Set the attribute at `path` unless it exists: a constant of the traced code, or a tensor in a plain attribute."""
     path, _, name = path.rpartition(".")
     holder = holder_at(root, path)
     if hasattr(holder, name):
@@ -182,7 +182,7 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
 
 
 def over(root: nn.Module, state: Precision, names: Names, graph: fx.Graph) -> QuantizedGraphModule:
-    """Return a graph as a module for the passes that shares a model's containers, so that changes in them are seen."""
+    """Return a module for a graph that shares the model's containers, so that the passes see changes in them."""
     view = blank()
     view.meta = {NAMES: names, VIEW: True}
     for containers in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
@@ -193,13 +193,13 @@ def over(root: nn.Module, state: Precision, names: Names, graph: fx.Graph) -> Qu
 
 
 def put_graph(module: fx.GraphModule, graph: fx.Graph) -> None:
-    """Put a graph into a module without compiling it, as the property would: the passes change it first."""
+    """Set the graph of a module without the recompilation that its `graph` property does: passes change it first."""
     module._graph = graph
     graph.owning_module = module
 
 
 def drop_unread(graph: fx.Graph) -> None:
-    """Remove reads of attributes that no operator uses: of a shape test, or of an `is None`."""
+    """Remove attribute reads that no operator uses, such as those left by a shape test or an `is None`."""
     for node in graph.find_nodes(op="get_attr"):
         if not node.users:
             graph.erase_node(node)
@@ -211,6 +211,6 @@ def called_by(view: fx.GraphModule) -> set[int]:
 
 
 def resolves(view: fx.GraphModule) -> bool:
-    """Whether everything that a graph reads or calls still exists."""
+    """Return whether everything that a graph reads or calls still exists."""
     found = (node for node in view.graph.nodes if node.op in ("get_attr", "call_module"))
     return all(attribute_or_none(view, str(node.target)) is not None for node in found)

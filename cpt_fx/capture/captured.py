@@ -44,7 +44,7 @@ class Capture:
     is_whole: bool = False
     """Whether Dynamo captured the whole model in it."""
     snapshot: Snapshot | None = None
-    """What a traced graph depends on; None for a graph of Dynamo's, which has guards."""
+    """What a traced graph depends on; None for a Dynamo graph, which has guards."""
 
     def changed(self) -> str:
         """Return what has changed in the model since the trace, as text; empty if nothing has."""
@@ -53,7 +53,7 @@ class Capture:
 
 @dataclass(frozen=True)
 class AsItIs:
-    """Stands in for the graph of a torch layer that is called by itself and that torch.fx cannot trace."""
+    """Stands in for the graph of a torch layer that is called on its own and that torch.fx cannot trace."""
 
     module: nn.Module
 
@@ -76,7 +76,7 @@ def traced_view(session: Session, module: nn.Module) -> QuantizedGraphModule | A
     known = session.traced.get(entry)
     if known is None or known.changed():
         return _traced_again(session, module, entry, known)
-    # Not known in a copied or unpickled session: the graph came along.
+    # A copied or unpickled session keeps `traced`, but not `views`, whose keys are ids.
     return session.views.setdefault((id(module), every_module), known.view)
 
 
@@ -106,7 +106,7 @@ def _traced_again(
             if isinstance(module, _CLOSED) and plain_class(type(module)).__module__.startswith("torch.nn."):
                 session.views[id(module), entry.every_module] = AsItIs(module)
                 return session.views[id(module), entry.every_module]
-            # An AttributeError of the model's own is raised as it is.
+            # The model's own AttributeError is raised unchanged.
             own = error.__cause__
             raise own if isinstance(own, AttributeError) and "Proxy" not in str(own) else error from None
         if entry.path == "":

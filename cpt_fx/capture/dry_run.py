@@ -28,7 +28,7 @@ def eager_model(model: nn.Module) -> nn.Module:
 
 
 def is_sharded(kind: type) -> bool:
-    """Whether a class was made by `fully_shard`; its modules gather their parameters for each pass."""
+    """Return whether a class was made by `fully_shard`; its modules gather their parameters for each pass."""
     return any(base.__name__ == "FSDPModule" for base in kind.__mro__)
 
 
@@ -38,8 +38,8 @@ def dry_run(model: nn.Module) -> Iterator[None]:
 
     The original buffers are never written, so that a pending backward pass finds them as its forward pass left them.
     Parameters are not copied; one that the model's own code overwrites gets its values back. Ranges and counters that
-    a capture inside the block adds are reset. Calls inside are not the user's: no reminder counts them, and they cause
-    no warnings about an evaluation.
+    a capture inside the block adds are reset. Calls inside are not the user's: reminders do not count them, and they
+    cause no evaluation warnings.
     """
     sessions = [session for _, session in sessions_in(model)]
     states = [session.state for session in sessions]

@@ -47,7 +47,7 @@ def check_inputs(
     tensors: tuple[Any, ...], inputs: tuple[Required, ...], facts: tuple[Fact, ...],
     made: str = _MADE, advice: str = _ADVICE,
 ) -> None:  # fmt: skip
-    """Raise for inputs that the graph was not made for: another dtype or rank, or sizes that it does not hold for."""
+    """Raise for inputs that the graph was not made for: another dtype or rank, or sizes that it does not support."""
     for tensor, (name, dtype, sizes) in zip(tensors, inputs, strict=True):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{made} for a tensor {name}, got {type(tensor).__name__}")
@@ -205,7 +205,7 @@ class EntryBuilder:
                 self.graph.call_function(check_inputs, (tuple(nodes), tuple(inputs), tuple(facts), *self.words))
 
     def value(self, value: Any, way: Way) -> fx.Node:
-        """Return the node for a value inside an argument; add a check that a plain value is what it was."""
+        """Return the node for a value inside an argument; add a check that a plain value is as at capture."""
         name, keys = way[0].key, way[1:]
         with self.graph.inserting_before(self.start):
             node: fx.Node = pytree.key_get(fx.Proxy(self.made[name]), keys).node
@@ -250,16 +250,16 @@ def said(way: Way) -> str:
 
 
 def formed(spec: pytree.TreeSpec, values: Sequence[Any], module: nn.Module, graph: fx.Graph) -> Any:
-    """Arrange outputs of a graph as `spec` says; one of more than tuples, lists and dicts is stored in the module."""
+    """Arrange outputs of a graph as `spec` says; with containers other than tuple, list, dict, keep it in `module`."""
     if _is_plain(spec):
         return pytree.tree_unflatten(values, spec)
     name = free_name(_OUTPUT_FORM, module)
     module.__dict__[name] = spec
-    # Not by Graph.get_attr, which warns about attributes that are no tensors.
+    # Not by Graph.get_attr, which warns about attributes that are not tensors.
     return graph.call_function(pytree.tree_unflatten, (tuple(values), graph.create_node("get_attr", name)))
 
 
 def _is_plain(spec: pytree.TreeSpec) -> bool:
-    """Whether a spec is made of tuples, lists and dicts only."""
+    """Return whether a spec is made of tuples, lists and dicts only."""
     known = spec.is_leaf() or spec.type in (tuple, list, dict)
     return known and all(map(_is_plain, spec.children()))

@@ -26,11 +26,11 @@ from cpt_fx.operators.aten import arguments_of, name_of, take_first, to_torch
 
 _DEAD = ("aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.sym_constrain_range.default",
          "aten.sym_constrain_range_for_size.default")  # fmt: skip
-"""Assertions that an export adds: on dtypes, which another autocast changes, and on sizes, checked for all inputs."""
+"""Assertions that an export adds: on dtypes, which another autocast changes, and on sizes, which our checks cover."""
 
 
 def program_module(program: torch.export.ExportedProgram) -> tuple[fx.GraphModule, tuple[str, ...]]:
-    """Return a module that does what a program does, with the program's tensors, and notes for the user."""
+    """Return a module equivalent to a program, with the program's tensors, and notes for the user."""
     if any(map(torch._C._functorch.is_functorch_wrapped_tensor, program.constants.values())):
         raise CaptureError("the program holds values of torch.func's, frozen when it was exported: capture the module")
     exported: Any = program.module(check_guards=False)
@@ -63,11 +63,11 @@ def _owning(graph: fx.Graph, exported: fx.GraphModule) -> fx.GraphModule:
 
 
 def _convert_stack(node: fx.Node) -> None:
-    """Write the modules that a node comes from in the form of tracers: call -> (path, class)."""
+    """Convert the module stack of a node to the form that tracers use: call -> (path, class)."""
     stack = node.meta.pop("nn_module_stack", None) or {}
     converted = {}
     for key, (path, kind) in stack.items():
-        # Operators that the export added itself carry a name that is no path.
+        # Operators that the export added itself carry a name that is not a path.
         if path and not path.startswith("_empty_nn_module_stack"):
             call = str(key).partition("@")[2]
             converted[f"{path}@{call}" if call else path] = (path, _class_of(kind))
@@ -259,7 +259,7 @@ def _set(node: fx.Node, name: str, value: Any) -> None:
 
 
 def _counts_batches(node: fx.Node) -> bool:
-    """Whether a node adds one to the counter of a batch norm."""
+    """Return whether a node adds one to the counter of a batch norm."""
     source: Any = node
     while isinstance(source, fx.Node) and name_of(source) == _COUNT:
         source = source.args[0]

@@ -40,7 +40,7 @@ class Proof:
         self.covers = covers
         awake = (one for one in of.graphs() if rested.isdisjoint((id(one), id(outermost(one)))))
         self.graphs = [(ref(one), _text(one)) for one in awake]
-        self.layers = {name: (ref(module), _look(module)) for name, module in of.root.named_modules()}
+        self.layers = {name: (ref(module), _identity(module)) for name, module in of.root.named_modules()}
         schedule = of.state.schedule
         self.schedule = None if schedule is None else ref(schedule)
 
@@ -61,7 +61,7 @@ class Proof:
         others += [name for name in self.layers if name not in now]
         if others:
             yield f"{_named(others)} replaced since"
-        changed = [name for name in now if name not in others and self.layers[name][1] != _look(now[name])]
+        changed = [name for name in now if name not in others and self.layers[name][1] != _identity(now[name])]
         if changed:
             yield f"{_named(changed)} changed since"
         schedule = of.state.schedule
@@ -92,7 +92,7 @@ def _text(module: fx.GraphModule) -> str:
     return "\n".join((*lines, str(module.__dict__.get("forward", ""))))
 
 
-def _look(module: nn.Module) -> tuple[Any, ...]:
+def _identity(module: nn.Module) -> tuple[Any, ...]:
     """Return what identifies a layer apart from its values: class, own forward, hooks, shapes and dtypes."""
     own = {name: value for name, value in module.__dict__.items() if name == "forward" or name.endswith(_HOOKS)}
     hooks = tuple(tuple(map(id, value.values())) if isinstance(value, Mapping) else id(value) for value in own.values())

@@ -82,7 +82,7 @@ def _unlearning(root: nn.Module) -> Iterator[None]:
 
 
 class Recalibration:
-    """New statistics of batch norm, in use until `with` or `restore()` brings the old ones back."""
+    """New statistics of batch norm, in use until the `with` block ends or `restore()` is called."""
 
     def __init__(self, layers: dict[str, _BatchNorm], found: dict[str, Tensor], sessions: list[Session]) -> None:
         self.layers = tuple(found)
@@ -130,14 +130,14 @@ def recalibrate(
 ) -> Recalibration:
     """Estimate batch norm's statistics anew from training data, at the bit-width of evaluation.
 
-    It runs at once, and in place. Use `with cpt_fx.recalibrate(model, batches):` around an evaluation: on exit the old
+    It runs immediately, in place. Use `with cpt_fx.recalibrate(model, batches):` around an evaluation: on exit the old
     statistics are restored, and training continues unaffected. `.restore()` of the returned object does the same.
     Without either, the new statistics stay.
 
     Each layer gets the mean over the batches, weighted by their size, of the means and of the variances that it sees.
-    All but batch norm is in evaluation mode, nothing learns, and all else is restored: modes, buffers, counters, random
-    state. Layers that `model.train()` leaves frozen keep their statistics. In a process group, statistics are averaged
-    over all processes: call it in every one.
+    All other layers run in evaluation mode, nothing learns, and all other state is restored: modes, buffers, counters,
+    random state. Layers that `model.train()` leaves frozen keep their statistics. In a process group, statistics are
+    averaged over all processes: call it in every one.
 
     Args:
         model: what `transform` returned, or any module, also inside torch.compile or DistributedDataParallel.
@@ -156,9 +156,9 @@ def recalibrate(
     model = eager_model(model)
     sessions = [session for _, session in sessions_in(model)]
     layers, found = batch_norms(model, exclude), dict[str, Tensor]()
-    unborn = [name for name, layer in layers.items() if is_lazy(layer.running_mean)]  # type: ignore[arg-type]
-    if unborn:
-        raise ValueError(f"{unborn[0]} does not know its channels yet: run the model once before recalibrate")
+    lazy = [name for name, layer in layers.items() if is_lazy(layer.running_mean)]  # type: ignore[arg-type]
+    if lazy:
+        raise ValueError(f"{lazy[0]} does not know its channels yet: run the model once before recalibrate")
     if layers:
         with torch.inference_mode(False), torch.no_grad(), ExitStack() as stack:
             for put_back in _generators(batches, 3):
@@ -197,7 +197,7 @@ def batch_norms(model: nn.Module, exclude: Pattern | Iterable[Pattern] = ()) -> 
 
 
 def learns_statistics(model: nn.Module) -> bool:
-    """Whether any batch norm layer of a model gathers statistics in training."""
+    """Return whether any batch norm layer of a model gathers statistics in training."""
     with unchanged(model):
         model.train()
         return any(layer.training for layer in batch_norms(model).values())
@@ -239,7 +239,7 @@ def _sums(
             # A layer of the user's own may not count its batches.
             runs = max(int(bool(mean.any() or variance.any())), *map(int, _counter(layer)), 0)
             if runs and size:
-                # The statistics began at zero: this is the share of the calls in them.
+                # The statistics started at zero: `whole` is the total weight of the calls in them.
                 whole = 1 if layer.momentum is None else 1 - (1 - layer.momentum) ** runs
                 sums[name] += size * torch.stack([torch.ones_like(mean), mean / whole, variance / whole])
     if 0 in sizes:
@@ -293,7 +293,7 @@ def _call(model: nn.Module, batch: Any) -> None:
 
 
 def _size(batch: Any) -> int:
-    """Return how many examples a batch holds, 1 if that cannot be told."""
+    """Return how many examples a batch holds, 1 if that is unknown."""
     if isinstance(batch, (tuple, list)) and batch and isinstance(batch[0], (tuple, list)):
         # Several inputs, or images of several sizes: count the labels that come with them.
         labels = batch[1] if len(batch) > 1 else batch[0]

@@ -1,6 +1,6 @@
 """One-time warnings about what would waste a whole run: a schedule never stepped, a transformed model never called.
 
-One global hook on optimizer steps sees what is trained. It holds weak references to modules, not to parameters:
+One global hook on optimizer steps observes what is trained. It holds weak references to modules, not to parameters:
 `torch.utils.swap_tensors` cannot swap a parameter that has weak references.
 """
 
@@ -79,7 +79,7 @@ class Reminder:
         return {id(value) for module in alive for value in module._parameters.values() if value is not None}
 
     def is_used(self) -> bool:
-        """Whether the model ran, or was reverted; if a compiler runs its graphs, only the quantizers' counters tell."""
+        """Return whether the model ran, or was reverted; under a compiler, only the quantizers' counters show that."""
         session = None if self.session is None else self.session()
         if not self.called and session is not None:
             self.called = any(bool(counters[0]) for counters in session.state.counters.buffers())
@@ -143,7 +143,7 @@ class Reminder:
         )
 
     def _is_waiting(self) -> bool:
-        """Whether an optimizer of the parameters has to make more steps before a warning is due."""
+        """Return whether an optimizer of the parameters has to make more steps before a warning is due."""
         late = [one for one, steps in self.steps.items() if steps < PATIENCE]
         if not late or max(self.steps.values()) < ABANDONED:
             return bool(late)
@@ -152,7 +152,7 @@ class Reminder:
         return any(not mine & _trained(one) <= busy for one in late)
 
     def _find_others(self) -> None:
-        """Find optimizers of the parameters that have made no step so far: only the garbage collector knows them."""
+        """Find optimizers of the parameters that have made no step so far, among all objects of the process."""
         mine = self.parameters()
         for one in gc.get_objects():
             # By type: `isinstance` may run an object's own code. Wrappers of an optimizer have no hooks of their own.
@@ -161,7 +161,7 @@ class Reminder:
 
 
 def _changes(state: Precision, schedule: Schedule) -> bool:
-    """Whether any bit-width of a model is going to change."""
+    """Return whether any bit-width of a model is going to change."""
     ahead: dict[int, set[Bits]] = {}
     for source in state.width_sources.values():
         followed = schedule if source.schedule is None else source.schedule

@@ -89,7 +89,7 @@ def warn_of_ranges(session: Session) -> None:
             f"{session.kind} is evaluated before {_some(unlearned)} learned anything: each batch's own range is used "
             "there. Train a step, or load a checkpoint that has ranges"
         )
-        # Loaded weights are meant to be evaluated; before any training little can go wrong.
+        # Loaded weights are meant to be evaluated; without them, the results before training hardly matter.
         if session.has_lost_ranges:
             warnings.warn(text, stacklevel=2)
         else:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 ACTIVE: list[Session] = []
-"""Sessions whose model's own code is running, in whichever thread: their nets quantize what it multiplies."""
+"""Sessions whose model's own code is running, in any thread: their nets quantize what it multiplies."""
 
 
 def nets_asleep(but: Session | None = None) -> ExitStack:
@@ -103,7 +103,7 @@ class Session:
         self.reminder = Reminder()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what holds for this process only."""
+        """Leave out what is valid in this process only."""
         new = object.__new__(Session)
         new._start()
         state = {key: value for key, value in self.__dict__.items() if key not in new.__dict__}
@@ -151,7 +151,7 @@ class Session:
 
     def module_types(self) -> dict[str, type[nn.Module]]:
         """Return the class of every module, by all of its paths."""
-        # In a model given as a graph, nodes still know layer classes that the modules holding the parameters do not.
+        # In a model given as a graph, modules may only hold parameters; the nodes record their layer classes.
         given: fx.Graph | None = self.root.__dict__.get("_graph")
         nodes = () if given is None else given.nodes
         made_of = {path: kind for node in nodes for path, kind in around(node) if kind is not None}
@@ -175,7 +175,7 @@ class Session:
     # Calls.
 
     def runs_here(self) -> bool:
-        """Whether the engine is running the model's own code in this thread, where modules run their plain forward."""
+        """Return whether the engine runs the model's own code in this thread, where modules run their plain forward."""
         return self._engine is not None and self._engine.runs_here()
 
     @property
@@ -303,7 +303,7 @@ class Session:
         return reports
 
     def watch(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a method of the model under the net, which quantizes what the method multiplies by itself."""
+        """Run a method of the model under the net, which quantizes the products in the method's own code."""
         from cpt_fx.capture.dynamo.engine import watch  # torch's compiler is slow to import
 
         return watch(self, function, args, kwargs)

@@ -37,7 +37,7 @@ _MOST_ITEMS, _DEPTH, _LARGEST_ARRAY = 1000, 8, 1 << 24
 Larger containers are restored but not searched: a module that refers to its trainer leads to whole datasets.
 """
 _HOLDERS = (nn.Module, SimpleNamespace, Namespace, UserDict, UserList, ChainMap, threading.local, Optimizer)
-"""Library classes whose instances hold what a user puts there."""
+"""Library classes whose instances hold objects of the user."""
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _Undo = Callable[[], object]
 
@@ -166,7 +166,7 @@ class _Memory:
         names = _names(value.__code__)
         held, named = value.__globals__, list[tuple[dict[str, Any], str, Any]]()
         for space in (held, *(vars(item) for item in map(held.get, names) if _is_users(item))):
-            # The names of code include attributes: a name that is no global now must be none afterwards, either.
+            # The names of code include attributes: a name that is not a global now must not become one.
             named += [(space, name, space.get(name, ABSENT)) for name in names]
         named = [each for each in named if not isinstance(each[2], (ModuleType, type))]
 
@@ -217,7 +217,7 @@ def keep_container(value: Any) -> Callable[[], bool]:
             wanted = before | {key: item for key, item in now.items() if _is_ours(key) and key not in before}
         if _same(now, wanted, operator.is_):
             return False
-        # By the methods of the base class: those of a subclass may do more.
+        # Call the methods of the base class: those of a subclass may do more.
         kind: Any = next(base for base in (OrderedDict, dict, list, deque, set) if isinstance(value, base))
         kind.clear(value)
         (kind.extend if isinstance(value, (list, deque)) else kind.update)(value, wanted)
@@ -227,7 +227,7 @@ def keep_container(value: Any) -> Callable[[], bool]:
 
 
 def keep_tensor(value: Tensor, *, values: bool = False) -> Callable[[], str]:
-    """Return a function that restores a tensor, its values only with `values`, and returns what of `{}` had changed."""
+    """Return a function that restores a tensor (values only if `values`) and names what changed: "the data of {}"."""
     is_wrapper = is_traceable_wrapper_subclass(value)
     if value.layout is not torch.strided or isinstance(value, FakeTensor) or is_wrapper:
         return lambda: ""
@@ -270,7 +270,7 @@ def _is_ours(key: object) -> bool:
 
 
 def _is_users(value: object) -> bool:
-    """Whether a value is a Python module outside of the packages in `_FOREIGN`."""
+    """Return whether a value is a Python module outside of the packages in `_FOREIGN`."""
     return isinstance(value, ModuleType) and value.__name__.partition(".")[0] not in _FOREIGN
 
 

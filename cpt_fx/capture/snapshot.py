@@ -55,7 +55,7 @@ class Snapshot:
 
 
 def has_global_hooks() -> bool:
-    """Whether global module hooks are set."""
+    """Return whether global module hooks are set."""
     return bool(torch_module._has_any_global_hook())
 
 
@@ -137,7 +137,7 @@ class _Seen:
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a module has forward or backward hooks of its own."""
+    """Return whether a module has forward or backward hooks of its own."""
     held = module.__dict__
     return any(held[hooks] for hooks in _HOOKS)
 
@@ -150,7 +150,7 @@ def _presence(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _is_of_the_model(kind: type[nn.Module]) -> bool:
-    """Whether a class inherits no code from torch, except from nn.Module and containers."""
+    """Return whether a class inherits no code from torch, except from nn.Module and containers."""
     return all(
         base in (object, nn.Module, *CONTAINERS) or not base.__module__.startswith("torch.") for base in kind.__mro__
     )

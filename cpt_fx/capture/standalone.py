@@ -21,14 +21,14 @@ from cpt_fx.ir.subgraphs import add_subgraph, graphs_of, new_subgraph, subgraphs
 
 
 class Standalone:
-    """A standalone graph and its history: what a `Session` is for a model's own tree."""
+    """A standalone graph and its history; plays the part of a `Session`."""
 
     looking = False
     proof: Proof | None = None
 
     def __init__(self, module: QuantizedGraphModule, history: History) -> None:
         self.root = module
-        """The module whose mode counts."""
+        """The module whose mode selects the bit-widths."""
         self.kind = history.kind
         self.known = history
 

@@ -144,7 +144,7 @@ class _Rebinding:
         return new
 
     def object(self, value: Any) -> Any:
-        """Copy a helper object that leads to a module; leave every other one alone."""
+        """Copy a helper object that leads to a module; return others unchanged."""
         held = vars(value).copy()
         new = self.foreign(held.values())
         if not _changed(new, held.values()):
@@ -163,7 +163,7 @@ class _Rebinding:
 
 
 def is_plain_object(value: Any) -> bool:
-    """Whether a value is an instance of a class outside of `_SHARED`, with attributes that may hold modules."""
+    """Return whether a value is an instance of a class outside of `_SHARED`, with attributes that may hold modules."""
     package = type(value).__module__.partition(".")[0]
     return hasattr(value, "__dict__") and not isinstance(value, (type, Tensor, ModuleType)) and package not in _SHARED
 

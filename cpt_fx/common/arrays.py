@@ -1,4 +1,4 @@
-"""Read the values of a tensor by NumPy, without a side effect on the tensor."""
+"""Read the values of a tensor through NumPy, without a side effect on the tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Array = NDArray[Any]
 def array_of(tensor: Tensor) -> Array:
     """Return the values of a tensor as an array, which shares its memory where possible.
 
-    `Tensor.numpy` would make that memory impossible to resize, which is how `fully_shard` frees what it has gathered.
+    `Tensor.numpy` would make that memory impossible to resize, but `fully_shard` frees gathered memory by resizing it.
     """
     plain = tensor.detach().cpu().resolve_conj().resolve_neg()  # NumPy reads the memory only
     array: Array = np.from_dlpack(plain.clone() if plain._is_zerotensor() else plain)

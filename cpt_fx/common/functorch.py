@@ -62,7 +62,7 @@ def each(function: Callable[[Tensor], Any], gradients: Tensor) -> Any:
 
 
 def write(state: Tensor, value: Tensor, what: str) -> None:
-    """Copy a value to one of our tensors, also from inside a transform as long as it is a single value."""
+    """Copy a value to one of our tensors, even from inside a transform if the value is not batched."""
     if not is_transformed() or _wraps(state):
         # fill_ with a tensor is an overload that fake tensors support on every device.
         state.fill_(value)

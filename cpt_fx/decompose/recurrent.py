@@ -53,7 +53,7 @@ def _layers(params: Sequence[Any], has_biases: bool, has_projection: bool, count
     return [dict(zip(names, params[start:], strict=False)) for start in range(0, len(params), each)]
 
 
-def _open(builder: Builder, kind: _Kind) -> None:
+def _sequence(builder: Builder, kind: _Kind) -> None:
     """Decompose a call of `torch.lstm` or the like, on padded or on packed sequences."""
     packed = len(builder.node.args) > 3 and isinstance(builder.node.args[3], (tuple, list))
     given = arguments(builder.node, "data" if packed else "input")
@@ -152,7 +152,7 @@ def _cell(builder: Builder, kind: _Kind) -> None:
 
 DECOMPOSERS = {
     getattr(torch, f"{name}{end}"): Decomposer(products, partial(function, kind=kind))
-    for end, products, function in (("", _PRODUCTS, _open), ("_cell", _CELL_PRODUCTS, _cell))
+    for end, products, function in (("", _PRODUCTS, _sequence), ("_cell", _CELL_PRODUCTS, _cell))
     for name, kind in _KINDS.items()
 }
 """The recurrent operators, and how to decompose them."""

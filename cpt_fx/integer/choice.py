@@ -1,4 +1,4 @@
-"""Where integer products are faster: small ones stay in floating point, by a measurement that is cached on disk.
+"""Decide where integer products are faster, by measurements cached on disk: small ones stay in floating point.
 
 Both ways start from codes. On integers a product is one call, while floating point has to dequantize the codes first;
 so integers win except for small sizes, where calls cost more than arithmetic, and where kernels are missing. The key of
@@ -44,7 +44,7 @@ _rule: str | None = None
 
 
 class Choice(NamedTuple):
-    """How many times as fast a product is on integers as in floating point: measured, or set by a rule."""
+    """The speed of a product on integers relative to floating point: measured, or set by a rule."""
 
     ratio: float
     measured: bool = True
@@ -98,7 +98,7 @@ def _machine() -> str:
 
 
 def _measure(kind: str, shape: tuple[int, ...]) -> float:
-    """Return how many times as fast a product is on integers: the median of runs that alternate with floating point."""
+    """Return the relative speed of a product on integers: the median over runs that alternate with floating point."""
     a, b, call = arguments(kind, shape)
     run = PRODUCTS[kind]
     one = torch.ones(())
@@ -133,7 +133,7 @@ def rounded(kind: str, a: Sequence[int], b: Sequence[int], call: Options) -> tup
         for letter, length in zip(reversed(letters), reversed(lengths), strict=False):
             size[letter] = max(length, size[letter])
     sizes = [_power(length) for length in size.values()]
-    # Batches first, then rows, then columns: that is what larger products have more of.
+    # Shrink batches first, then rows, then columns: large products mostly have more of these.
     for place in (0, 1, 3):
         while math.prod(sizes) > _MOST and sizes[place] > 64 ** (place > 0):
             sizes[place] //= 2

@@ -70,7 +70,7 @@ def quantize_codes(x: Tensor, bits: int, grid: Grid, seed: Tensor | None = None)
     value_range = range_of(x, grid.keep, grid.over)
     codes, half, scale = symmetric_codes(values, width, grid.rounding, value_range, seed)
     if bits == 1:
-        # The values are half a step off the codes: twice the codes plus one are whole, and so the scale is halved.
+        # The values are half a step off the codes: double the codes, add one, and halve the scale.
         codes, scale = codes.mul_(2).add_(1), scale * half
     # Over an infinite scale the simulated quantizer returns NaN for finite numbers, too (0 * inf).
     finite = scale.isfinite()

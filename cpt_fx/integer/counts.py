@@ -28,7 +28,7 @@ REASONS = {
     ProductOutcome.DIFFERENTIATED: "a gradient was itself to be differentiated (create_graph=True)",
 }
 RATIO = len(ProductOutcome)
-"""Index after the counts of a direction: how many times as fast its last product is on integers, in thousandths, if
-that was measured."""
+"""Index after the counts of a direction: the relative speed of its last product on integers, in thousandths, if that
+was measured."""
 COUNTS = (len(DIRECTIONS), len(ProductOutcome) + 1)
 """The shape of the tensor in which an operator counts its products."""

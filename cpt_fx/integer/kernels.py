@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _LONG = ctypes.c_int64
 LONGEST_SUM = (2**31 - 1) // (127 * 127)
-"""Most products of two codes whose sum fits in an int32 for sure: 133,144."""
+"""Maximum number of products of two codes whose sum is certain to fit in an int32: 133,144."""
 Pair = tuple[int, ...]
 """One number for the height, one for the width."""
 
@@ -122,15 +122,15 @@ def _in_single(*parts: Tensor | None) -> list[Tensor | None]:
 
 
 def _new(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the memory for the result of a kernel. The default dtype is the user's, and is not used."""
+    """Return the memory for the result of a kernel. torch's default dtype, which users may change, is not used."""
     return torch.empty(tuple(shape), dtype=dtype)
 
 
 class _Plan(NamedTuple):
     """Memory layout of a convolution: arrays for `native/integer_convolutions.cpp`, see there.
 
-    A plane holds every n-th row and column of a padded image, n the stride. In it, what one tap of the filter reads for
-    neighbouring outputs are neighbouring pixels: outputs and pixels differ by one offset per tap.
+    A plane holds every n-th row and column of a padded image, n the stride. In it, one tap of the filter reads
+    neighbouring pixels for neighbouring outputs: outputs and pixels differ by one offset per tap.
     """
 
     planes: ctypes.Array[ctypes.c_int64]

@@ -43,9 +43,9 @@ _RAW = torch.uint32
 that is not read any more for the next value of its dtype. That must not happen to a blank, and no other value of a
 model has this dtype."""
 _TRACED = 3
-"""The length of an operand of a compiled graph, of which only the run tells what it is."""
+"""The length of an operand of a compiled graph, whose kind is known only at run time."""
 _NOT_CODES = -1.0
-"""The scale of an operand that is floating point numbers. Scales of codes are not negative."""
+"""The scale that marks an operand as floating point numbers. Scales of codes are not negative."""
 
 
 def symmetric(options: dict[str, Any], rounding: str) -> Grid:
@@ -123,13 +123,13 @@ def _codes(x: Tensor, width: int, grid: Grid, seed: Tensor | None, counters: Ten
 
 
 @cache
-def _emptiness(size: int, device: torch.device) -> Tensor:
+def _blank_memory(size: int, device: torch.device) -> Tensor:
     return torch.empty(size, dtype=_RAW, device=device)
 
 
 def blank(shape: torch.Size, device: torch.device) -> Tensor:
     """Return a tensor that is never read. All of one size share memory, which is never written."""
-    return _emptiness(shape.numel(), device)[: shape.numel()].view(shape)
+    return _blank_memory(shape.numel(), device)[: shape.numel()].view(shape)
 
 
 def _quantize_at_run_time(
@@ -159,7 +159,7 @@ def _quantize_shapes(
 
 
 def revealed(operand: Operand) -> Codes | Tensor:
-    """Return at run time what an operand is: codes, or floating point numbers."""
+    """Return the codes or the floating point numbers that an operand holds at run time."""
     first, *rest = operand
     if not rest:
         return first
@@ -188,7 +188,7 @@ def dequantized(operand: Operand, dtype: torch.dtype) -> Tensor:
 
 
 def summed(operand: Operand, shape: Sequence[int], dtype: torch.dtype, channel: int) -> Tensor:
-    """Sum an operand to the shape of a bias; one of a single dim belongs to the channels."""
+    """Sum an operand to the shape of a bias; a shape with one dim is that of the channels."""
     return (SUM if len(operand) == _TRACED else _summed)(operand, shape, dtype, channel)
 
 
@@ -225,7 +225,7 @@ def _multiply(
 def _outcome(
     product: Product, call: Options, a: Codes | Tensor, b: Codes | Tensor, counts: Tensor | None
 ) -> ProductOutcome:
-    """Decide how a product runs, and note the measurement behind that."""
+    """Decide how a product runs, and record the measurement behind that."""
     if not isinstance(a, Codes) or not isinstance(b, Codes):
         empty = any(isinstance(factor, Tensor) and not factor.numel() for factor in (a, b))
         return ProductOutcome.NO_CODES if empty else ProductOutcome.WIDTH
@@ -242,7 +242,7 @@ def _multiply_at_run_time(
     arithmetic: torch.dtype, dtype: torch.dtype, counts: Tensor | None,
 ) -> Tensor:  # fmt: skip
     call = Options(bias, tuple(shape), Geometry(*zip(geometry[::2], geometry[1::2], strict=True)))
-    # What the compiler was told: this shape, contiguous.
+    # As declared to the compiler: this shape, contiguous.
     result = _multiply(PRODUCTS[name], call, revealed(a), revealed(b), (arithmetic, dtype), counts)
     return result.reshape(shape).contiguous()
 

@@ -1,8 +1,8 @@
 """The operators of a lowered graph: `torch.ops.cpt_fx.to_integer`, `integer_linear`, `integer_matmul`, `integer_conv`.
 
 `to_integer` replaces the quantizer of an operand. It returns a list for the products that read it: a tensor that
-carries the gradient, and the operand: codes and scale in eager code, and floating point numbers, too, in a compiled
-graph. A list of one tensor is an operand in simulated form: above 8 bits in eager code, and where a tensor cannot have
+carries the gradient, then the operand, which is codes and scale (in a compiled graph, floating point numbers as well).
+A list of one tensor is an operand in simulated form: above 8 bits in eager code, and where a tensor cannot have
 codes. Two such operands are multiplied by the operators of simulated execution.
 
 A product quantizes the gradient of its result once, and multiplies it with both operands.
@@ -34,7 +34,7 @@ from cpt_fx.quantizers.straight_through import Identity, arm
 _GRID = "int[] keep=[], int[]? over=None, str rounding='{rounding}'"
 _PRODUCT = _GRID.format(rounding="stochastic") + ", Tensor(a!)? counters=None, Tensor(b!)? counts=None) -> Tensor"
 _STILL = Geometry()
-"""The geometry of products that are no convolutions, and of the added height of a convolution in one dim."""
+"""The geometry of products other than convolutions, and of the added height of a convolution in one dim."""
 
 
 class _Kind(NamedTuple):
@@ -139,7 +139,7 @@ class _Job:
 
 
 class _Multiply(torch.autograd.Function):
-    """A product and its gradients. For the backward pass it saves operands as codes if those are what is multiplied."""
+    """A product and its gradients. For the backward pass it saves operands as codes if it multiplies codes."""
 
     @staticmethod
     def forward(
@@ -184,7 +184,7 @@ class _Multiply(torch.autograd.Function):
             found = _gradients(ctx, factor, left, right, gradient.dtype)
         bias = None
         if ctx.needs_input_grad[2]:
-            # The channels of a gradient are a dim further to the front if it is that of a single image.
+            # The gradient of a single image has no batch dim: its channels are one dim further to the front.
             channel = job.kind.channel - (job.kind is _CONV and ctx.edges[0].ndim < ctx.edges[1].ndim)
             shape, dtype = ctx.bias
             bias = operands.summed(factor, shape, dtype, channel)
@@ -229,7 +229,7 @@ def _differentiable(
         gradient = FAKE_QUANTIZE(gradient, job.bits, **job.grid.keywords(), counters=job.counters)
     values = []
     for edge, operand in zip(ctx.edges, (left, right), strict=True):
-        # An operand that was not saved is in no gradient that is asked for.
+        # An operand that was not saved does not occur in any requested gradient.
         value = _Dequantize.apply(edge, operand) if operand else torch.zeros_like(edge)  # type: ignore[no-untyped-call]
         values.append(value if value.requires_grad else value.requires_grad_())
     result = job.kind.simulated(values[0].to(job.dtype), values[1].to(job.dtype), None, job.geometry)

@@ -25,7 +25,7 @@ Factor = TypeVar("Factor", Codes, Tensor)
 
 
 class Options(NamedTuple):
-    """What a product takes besides its factors."""
+    """The arguments of a product besides its factors."""
 
     bias: Tensor | None = None
     shape: Sequence[int] = ()
@@ -77,7 +77,7 @@ class Product:
 
 
 PRODUCTS: dict[str, Product] = {}
-"""All that are defined below, by name."""
+"""All products defined below, by name."""
 
 
 def _product(direction: int, *letters: str) -> Callable[[Callable[..., Tensor]], Product]:
@@ -169,7 +169,7 @@ def conv2d_grad_weight(g: Factor, x: Factor, call: Options, dtype: torch.dtype) 
 
 def _conv2d_backward(g: Tensor, other: Tensor, call: Options, which: int) -> Tensor:
     """Return the gradient of the images (0) or of the filters (1), of which only the shape is read."""
-    # Not by torch.nn.grad, which passes uninitialized numbers for it: a proof that looks at all factors counts them.
+    # Not by torch.nn.grad, which passes uninitialized numbers for it: the census of a proof would count them.
     own = g.new_zeros(1).expand(tuple(call.shape))
     x, w = (own, other) if which == 0 else (other, own)
     wanted = (which == 0, which == 1, False)
@@ -188,7 +188,7 @@ def bias_grad(g: Codes, channel: int = -1, dtype: torch.dtype = FLOAT) -> Tensor
         return g.dequantized().sum(dims).to(dtype)
     sums, rows, made = g.values, _rows(g.values), None
     if channel % g.ndim == g.ndim - 1 and rows.numel() >= 1 << 16 and len(rows) <= LONGEST_SUM:
-        # As a product with ones: torch takes several times as long for large sums over rows.
+        # As a product with ones: torch's own sum over many rows takes several times as long.
         ones = rows.new_ones(1, len(rows))
         made = kernels.product(ones, rows, None)
     if made is not None:

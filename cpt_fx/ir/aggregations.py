@@ -1,4 +1,4 @@
-"""Recognise what the published graph layers quantize besides products, however it is written."""
+"""Recognize the operators that the published graph layers quantize besides products, however they are written."""
 
 from __future__ import annotations
 
@@ -214,6 +214,6 @@ def _is_weighted_sum(node: fx.Node, weights: set[fx.Node]) -> bool:
 
 
 def is_one_of(node: fx.Node, table: frozenset[Any]) -> bool:
-    """Return whether a node calls one of these; `x += y` is traced as a function of ours with the operator's name."""
+    """Return whether a node calls one of these; `x += y` is traced as our own function with the operator's name."""
     ours = getattr(node.target, "__module__", "") == "cpt_fx.capture.symbolic.traced"
     return node.target in table or (ours and getattr(node.target, "__name__", "") in table)

@@ -78,7 +78,7 @@ def _modes() -> tuple[list[Any], list[tuple[str, bool, torch.dtype]], int]:
 
 
 for _function in (ModesOf.__enter__, ModesOf.__exit__, _modes):
-    # A compiler around the model should not look into these.
+    # A compiler around the model should not trace these.
     skip_frame(_function.__code__)
 
 

@@ -41,7 +41,7 @@ class History:
 
 
 def joined(parts: Sequence[tuple[str, History]], rest: tuple[Uncovered, ...], kind: str) -> History:
-    """Return the history of a model that contains transformed models; `rest` is what its other modules multiply."""
+    """Return the history of a model that contains transformed models; `rest` lists what its other modules multiply."""
     outside = (Report(OUTSIDE, 0, uncovered=rest),) if rest else ()
     return History(
         frontend=", ".join(unique(history.frontend for _, history in parts)),

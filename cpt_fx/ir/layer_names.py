@@ -66,7 +66,7 @@ class NamesOfOneGraph:
         path, call = module_path(node)
         layer = kind is not None and issubclass(kind, HIDING)
         op = node.meta.get(NAME, op)
-        # Torch's own layers have one operator, or several with names; places in their code mean nothing to the model.
+        # Torch's own layers have one operator, or several with names: places in their code are not needed.
         frames = () if layer else frames_of(node.meta.get("stack_trace"))
         key = (call, op, frames)
         # A plain layer has one operator per call, whichever code calls it.

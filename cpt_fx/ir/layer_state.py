@@ -56,7 +56,7 @@ def home_of(module: nn.Module) -> Tensor | None:
 
 
 def place_for_widths(root: nn.Module, otherwise: torch.device) -> torch.device:
-    """Return the device for bit-widths: the model's; of several the CPU, if among them, since its reads never wait."""
+    """Return the device for bit-widths: the CPU if the model has tensors there (reads never wait), else its first."""
     devices = list(dict.fromkeys(tensor.device for tensor in chain(root.parameters(), root.buffers())))
     host = [device for device in devices if device.type == "cpu"]
     return (host or devices or [otherwise])[0]

@@ -212,7 +212,7 @@ def get_attribute(root: nn.Module, path: str) -> Any:
     """Return the attribute at a dotted path from a module."""
     value: Any = root
     for name in path.split("."):
-        # Bypasses nn.Module.__getattr__, which is slow: passes look at every node of a graph many times.
+        # Bypasses nn.Module.__getattr__, which is slow: passes visit every node of a graph many times.
         own = value.__dict__ if isinstance(value, nn.Module) else {}
         if name in own:
             value = own[name]

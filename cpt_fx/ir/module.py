@@ -107,7 +107,7 @@ class _NodeRef:
 class _FunctionRef:
     """Stands for a function that cannot be pickled, by the name that torch.fx prints for it.
 
-    Such are operator overloads, and functions like `F.max_pool2d` that torch defines inside another function.
+    These are operator overloads, and functions like `F.max_pool2d` that torch defines inside another function.
     """
 
     def __init__(self, path: str) -> None:

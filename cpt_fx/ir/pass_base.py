@@ -51,7 +51,7 @@ class Pass(ABC):
 
     @abstractmethod
     def run(self, module: fx.GraphModule) -> Report:
-        """Change the graph in place and return a report, also if nothing changed."""
+        """Change the graph in place and return a report, even if nothing changed."""
 
     def __call__(self, module: fx.GraphModule) -> Report:
         """Run this pass alone on a GraphModule: `apply`, then recompile the module if its graph changed."""

@@ -186,7 +186,7 @@ def derived(cls: type[nn.Module]) -> type[nn.Module]:
     if issubclass(cls, Transformed):
         return cls
     if "parametrizations" in cls.__dict__ or cls.__name__.startswith("Parametrized"):
-        # Torch gives each parametrized module its own class, and finds the original as the base of that.
+        # Torch gives each parametrized module its own class, and finds the original as its base.
         base = derived(cls.__bases__[0])
         return type(cls.__name__, (base,), {key: value for key, value in cls.__dict__.items() if key not in _BY_TYPE})
     made = _DERIVED.get(cls)
@@ -382,7 +382,7 @@ def adopt(tree: nn.Module, session: Session) -> bool:
 
 
 def _take_in(holder: nn.Module, module: nn.Module) -> None:
-    """Adopt a module that was put into one of a result, and check the ranges again: it has learned none."""
+    """Adopt a module that was added to a module of a result; check the ranges again: its own are untrained."""
     if PART in holder.__dict__:
         session = part_of(holder).session
         adopt(module, session)

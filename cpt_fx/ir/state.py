@@ -25,7 +25,7 @@ from cpt_fx.schedules.base import Schedule
 from cpt_fx.schedules.memory import remembered
 
 AS_SCHEDULED = -1
-"""As the gradient width of forced `Bits`: use that of the schedule."""
+"""Value of the gradient width in forced `Bits` that means the scheduled one."""
 LOGGER = logging.getLogger("cpt_fx")
 
 
@@ -160,7 +160,7 @@ class Precision(_State):
         return None if schedule is None else torch.tensor([schedule.position, _digest(schedule)])
 
     def resume(self, mark: Tensor, name: str) -> None:
-        """Continue at the step of a checkpoint if the schedule is an equal one that has not begun; else warn."""
+        """Continue at the step of a checkpoint if its schedule equals ours and ours has not begun; else warn."""
         schedule, (position, digest) = self.schedule, mark.tolist()
         if schedule is None or schedule.position == position:
             return
@@ -199,7 +199,7 @@ class Precision(_State):
             self.__dict__["in_evaluation"] = self._widths(training=False)
 
     def look(self, step: int) -> None:
-        """Raise if a running range met a batch that was not finite and the recipe says so; one device read for all."""
+        """Raise, if the recipe asks for it, when any running range met a non-finite batch; one device read for all."""
         counters = {name: one for name, one in self.counters.named_buffers() if self.raises and has_value(one)}
         if not counters:
             return

@@ -199,7 +199,7 @@ def add_subgraph(module: fx.GraphModule, name: str, subgraph: fx.GraphModule) ->
 
 
 def free_name(name: str, taken: nn.Module | Callable[[str], bool]) -> str:
-    """Return a name, with a number appended if it is taken: an attribute of a module, or by a predicate."""
+    """Return a name, with a number appended if it is taken, as an attribute of a module or according to a predicate."""
     is_taken = partial(hasattr, taken) if isinstance(taken, nn.Module) else taken
     free, number = name, 0
     while is_taken(free):

@@ -82,7 +82,7 @@ def _is_size(node: fx.Node) -> bool:
     known = example_of(node)
     if known is not None:
         return isinstance(known, (int, torch.SymInt, torch.Size))
-    # Traces of torch.fx hold no examples: sizes are what a tensor is asked for, and numbers computed from them.
+    # Traces of torch.fx hold no examples: a size is read from a tensor, or computed from such numbers.
     parts = node.all_input_nodes
     return asks_for_size(node) or (node.target in _ARITHMETIC and bool(parts) and all(map(_is_size, parts)))
 

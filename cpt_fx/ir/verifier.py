@@ -1,7 +1,7 @@
 """The invariants of a graph at each stage; a later stage keeps those of the earlier ones.
 
 A graph that is only captured satisfies what `torch.fx` checks in `Graph.lint`: values are defined before they are used,
-and every module, parameter and attribute that is read exists. That check is written anew here because it runs after
+and every module, parameter and attribute that is read exists. That check is reimplemented here because it runs after
 every pass, and the general attribute lookup of `Graph.lint` would take most of the time.
 """
 

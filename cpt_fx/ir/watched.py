@@ -33,7 +33,7 @@ def runs_plain(module: nn.Module) -> bool:
 
 
 for _asked in (runs_here, runs_plain):
-    # Dynamo calls these while it traces, and treats the result as a constant of the module: tracing takes far longer.
+    # Dynamo calls these while it traces, and treats the result as a constant: tracing into them takes far longer.
     _asked._dynamo_marked_constant = True  # type: ignore[attr-defined]
     skip_frame(_asked.__code__)
 

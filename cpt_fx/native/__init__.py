@@ -28,8 +28,8 @@ _FUNCTIONS = {
     "integer_convolutions.cpp": {"cpt_fx_convolve": "ppp l pppp l p ll ppp i"},
     "integer_filters.cpp": {"cpt_fx_filters": "ppp ll ppp l pp i"},
 }
-"""What each function takes: pointers (`p`), integers of 64 bits (`l`) or of C's own size (`i`), doubles (`d`). All
-return an int or nothing."""
+"""The argument types of each function: pointers (`p`), integers of 64 bits (`l`) or of C's own size (`i`), doubles
+(`d`). All return an int or nothing."""
 
 
 def load(name: str) -> ctypes.CDLL | None:

@@ -2,8 +2,8 @@
 
 A library is code, so it comes from a folder that nobody else can write to, and its name holds the hash of its content:
 one that is truncated, or was replaced, is built again. It is built under a temporary name first, so that any number of
-processes may do so at once, and may be killed meanwhile. Every instruction set has a library of its own, and the
-processor is asked each time which it has: folders are copied between machines, and shared by them.
+processes may do so at once, and may be killed meanwhile. Every instruction set has a library of its own, and what the
+processor supports is detected each time: folders are copied between machines, and shared by them.
 """
 
 from __future__ import annotations

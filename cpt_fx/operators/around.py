@@ -109,4 +109,4 @@ FLAGS: dict[str, str] = {
 ONE_MODE = ("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
              "_batch_norm_with_update", "_batch_norm_with_update_functional", "_batch_norm_no_update",
              "_fused_rms_norm_training")  # fmt: skip
-"""What a decomposed program has in place of a norm: an operator that is fixed to one mode."""
+"""Operators that stand for a norm in a decomposed program; each is fixed to one mode."""

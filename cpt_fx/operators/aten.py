@@ -96,7 +96,7 @@ def _in_place(packet: str) -> Callable[..., Any] | str:
 
 
 def take_first(graph: fx.Graph, node: fx.Node) -> bool:
-    """Let an operator with several results stand for its first, if no other is used; return whether it does."""
+    """Make a call with several results return only the first, if no other is used; return whether it does."""
     reads = [user for user in node.users if user.target is operator.getitem and user.args[1] == 0]
     if any(user not in reads for user in node.users if user.users or user.target is not operator.getitem):
         return False

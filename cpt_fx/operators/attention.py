@@ -23,7 +23,7 @@ def _flash(query: Any, key: Any, value: Any, dropout_p: Any = 0.0, is_causal: An
 
 
 def _forward_and_backward(*names: str) -> dict[str, tuple[int, ...]]:
-    """Return what kernels multiply: query, key and value, in backward after the gradient of the result."""
+    """Return the positions of what kernels multiply: query, key, value; in backward, after the output gradient."""
     return {name: (0, 1, 2, 3) if "backward" in name else (0, 1, 2) for name in names}
 
 

@@ -10,7 +10,7 @@ def einsum_group(equation: str, position: int, format: Format) -> Groups | None:
     """Return `(keep, over)` of an operand of a two-operand einsum, as in the product that the equation describes.
 
     A channel range spans the summed dims. A vector range spans what `matmul` has in its last dim: the summed dims on
-    the left, the free dims on the right. None if the equation does not tell, or for another granularity.
+    the left, the free dims on the right. None if the equation does not determine it, or for another granularity.
     """
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     names = inputs.split(",")

@@ -61,7 +61,7 @@ def register(
         left: why it stays in full precision, instead of `operands`.
 
     Raises:
-        ValueError: an operand is no argument of it, a family or kind is unknown, or it is registered as something else.
+        ValueError: an operand is not an argument, a family or kind is unknown, or it is registered as something else.
     """
     given = operands or {}
     if bool(given) is bool(left):

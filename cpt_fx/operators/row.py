@@ -20,7 +20,7 @@ Places = tuple[int, ...]
 FIRST_DIM: Groups = ((0,), None)
 
 MULTIPLY = ("conv", "linear", "matmul", "attention", "recurrent")
-"""Families of products; the operators of the others look up, add, or scale."""
+"""Families of products; operators of the other families look up, add, or scale."""
 
 
 @dataclass(frozen=True)

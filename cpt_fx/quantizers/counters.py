@@ -2,9 +2,9 @@
 
 `counters[0]` counts runs. `counters[b]`, b = 1..32, holds the number of distinct levels seen at bit-width b, and
 `counters[32 + b]` the relative rounding error seen there, in parts per billion. Levels and error are measured on a
-sample, the first time a quantizer runs at a bit-width, and only where that needs no synchronisation with a device.
-At 32 bits there is no error. Its place, `counters[ARMED]`, says of a gradient quantizer whether a forward pass went
-through it: 1 if no gradient was to be expected, 2 if one was, `DIFFERENTIATED` once that came with a graph of its own.
+sample, the first time a quantizer runs at a bit-width, and only where that needs no synchronization with a device.
+At 32 bits there is no error; its place, `counters[ARMED]`, holds the state of a gradient quantizer: 0 before its first
+forward pass, then 1 if no gradient is expected, 2 if one is, `DIFFERENTIATED` after one with a graph of its own.
 `counters[SKIPPED]` counts batches that were not finite, which running ranges ignore; it is negative where a sparse
 tensor was passed on unquantized.
 """
@@ -46,7 +46,7 @@ def new_counters() -> Tensor:
 def sample_group(x: Tensor, grid: Grid) -> _Sample:
     """Return up to `SAMPLE` elements that share one range, the first ones of the tensor.
 
-    By NumPy, which is faster on small arrays, and which no census sees. It has no bfloat16, so the bits are passed.
+    NumPy is faster on small arrays, and a census does not see it. It has no bfloat16, so the bits are passed.
     """
     is_bfloat16 = x.dtype is torch.bfloat16
     values = array_of(x.view(torch.int16) if is_bfloat16 else x)

@@ -36,7 +36,7 @@ class Running(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """The result of a kernel, and all that it takes to compute it again."""
+    """The result of a kernel, and all that is needed to compute it again."""
 
     values: Tensor
     value_ranges: Tensor
@@ -46,9 +46,9 @@ class Quantized(NamedTuple):
 
 
 def serves(x: Tensor, grid: Grid, *, as_stored: bool = False) -> bool:
-    """Return whether the kernel takes a tensor, which has to be a plain one: not traced, not batched by torch.func.
+    """Return whether the kernel supports a tensor: it must be plain, neither traced nor batched by torch.func.
 
-    With `as_stored` its elements are dense in memory, and may be quantized in that order.
+    `as_stored` states that its elements are dense in memory, and may be quantized in that order.
     """
     return (
         native.reads(x)
@@ -115,17 +115,17 @@ def _layout(shape: torch.Size, grid: Grid) -> tuple[int, int, int, int] | None:
 _WORTH_IT = 1 << 17
 """Size in bytes from which the C library asks the system for new pages."""
 _MOST = 4
-"""Buffers kept per thread: the operands of a product, and a spare. More would show in a model's memory."""
+"""Buffers kept per thread: the operands of a product, and a spare. More would take noticeable memory."""
 
 
-class _Mine(threading.local):
-    """The buffers of one thread: two threads must not take the same free one."""
+class _ThreadBuffers(threading.local):
+    """The buffers of one thread: two threads must not reuse the same one."""
 
     def __init__(self) -> None:
         self.buffers: OrderedDict[int, Any] = OrderedDict()
 
 
-_MINE = _Mine()
+_LOCAL = _ThreadBuffers()
 
 
 def new_like(x: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ def new_like(x: Tensor) -> Tensor:
     size = x.numel() * x.element_size()
     if size < _WORTH_IT:
         return torch.empty_like(x)
-    buffers = _MINE.buffers
+    buffers = _LOCAL.buffers
     for key, storage in reversed(buffers.items()):
         # One use is the cache's own. Other processes that share the memory are not counted.
         unused = storage.nbytes() == size and torch._C._storage_Use_Count(storage._cdata) == 1

@@ -1,11 +1,11 @@
 """The noise of stochastic rounding: a hash of a seed and of an element's index, the same in every kind of execution.
 
 torch's own generators give different numbers in eager code, in compiled code and in kernels of our own, and the one on
-CPU draws element after element on one core. Here the generator draws only the seed, two numbers; everything else
-computes the noise of an element from there: torch operators, compiled code, `native/simulate.cpp`, an exported graph.
-So the hash is made of sums and products that do not overflow an integer of 64 bits, and of divisions by powers of two:
+CPU draws element after element on one core. Here the generator draws only the seed, two numbers; torch operators,
+compiled code, `native/simulate.cpp` and exported graphs all compute the noise of an element from the seed.
+So the hash consists of sums and products that do not overflow an integer of 64 bits, and of divisions by powers of two:
 signed overflow is undefined behaviour for compilers, and not every runtime has bitwise operators. Products of a number
-with itself do the mixing: without them all would be one linear function.
+with itself do the mixing: without them the hash would be a linear function.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from cpt_fx.quantizers.noise import new_seed, uniform
 from cpt_fx.quantizers.widths import is_watched
 
 SCALE_FLOOR = 1e-8
-"""Smallest step of a grid with `floored`, as published. A range too small for it falls to one value."""
+"""Smallest step of a grid with `floored`, as published. A range too small for it collapses to one value."""
 
 
 class Grid(NamedTuple):
@@ -34,7 +34,7 @@ class Grid(NamedTuple):
     floored: bool = False
 
     def keywords(self) -> dict[str, Any]:
-        """Return the keywords of the op; besides granularity, scheme and rounding those that are not the default."""
+        """Return the keywords of the op: granularity, scheme, rounding, and others that differ from the default."""
         named = {"keep": list(self.keep)} if self.over is None else {"over": list(self.over)}
         options: dict[str, Any] = {**named, "scheme": self.scheme.value, "rounding": self.rounding.value}
         if self.exponent:
@@ -110,7 +110,7 @@ def percentile_range(x: Tensor, percentile: float) -> ValueRange:
     # kthvalue, since torch.quantile refuses tensors of more than 2**24 elements.
     cut = int(values.numel() * (1 - percentile / 100) / 2)
     low, high = values.kthvalue(1 + cut).values, values.kthvalue(values.numel() - cut).values
-    # kthvalue sorts NaN to the end, where a cut-off tail would lose it. This sum is zero, or NaN if there is one.
+    # kthvalue sorts NaN to the end, where a cut-off tail would lose it. This sum is NaN if any value is not finite.
     poison = (values * 0).sum()
     return _between(low + poison, high + poison)
 
@@ -171,7 +171,7 @@ def levels_of(bits: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _round_(codes: Tensor, rounding: Rounding, low: Tensor, high: Tensor, seed: Tensor | None = None) -> Tensor:
-    """Clamp to the ends of the grid, then round to whole codes in place: to nearest even, or up by the fraction's odds.
+    """Clamp to the grid, then round to whole codes in place: to nearest even, or up with the fraction as probability.
 
     The published order adds noise of up to half a step, clamps and rounds to nearest: the same distribution, since the
     ends are grid points. But the sum is rounded too, and at 16 bits that moved one grid point in 800 by a full step.
@@ -195,9 +195,9 @@ def _seed(device: torch.device) -> Tensor:
 
 
 def _once(value: Tensor) -> Tensor:
-    """Keep a compiler from computing a number that is the same for many elements again for each of them.
+    """Keep a compiler from computing a number that many elements share again for each of them.
 
-    Inductor inlines what it counts as cheap; a shift, two divisions and four comparisons per range took ten times as
+    Inductor inlines what it considers cheap; a shift, two divisions and four comparisons per range took ten times as
     long as the work on the element. `as_strided` needs memory to view, so the number is stored. Its strides are those
     of one dim: inductor may store tensors of more dims in another order than the trace says. A tensor that was only
     reshaped would be viewed as it is stored, so it is negated in between.
@@ -217,8 +217,8 @@ def affine_scale(range: Tensor, levels: Tensor, *, floored: bool) -> Tensor:
 def divisor(scale: Tensor) -> Tensor:
     """Return the divisor for a step: at least the smallest normal number, since smaller steps have no inverse.
 
-    Only the division uses it. With a floor in the product, zeros would become subnormal numbers, and tensors that are
-    equal but for their unit would not be rounded alike.
+    Only the division uses it. With a floor in the product, zeros would become subnormal numbers, and scaling a tensor
+    would change how it is rounded.
     """
     return scale.clamp_min(torch.finfo(scale.dtype).tiny)
 
@@ -311,7 +311,7 @@ def _floating(x: Tensor, bits: Tensor, grid: Grid, scale: Tensor, largest: Tenso
 
 
 def in_blocks(x: Tensor, grid: Grid) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Cut what shares a range into blocks of `grid.block` elements along a new last dim; return also the inverse."""
+    """Split what shares a range into blocks of `grid.block` elements along a new last dim; also return the inverse."""
     dims = reduced_dims(x.ndim, grid.keep, grid.over)
     kept = tuple(dim for dim in range(x.ndim) if dim not in dims)
     order = (*kept, *dims)
@@ -325,7 +325,7 @@ def in_blocks(x: Tensor, grid: Grid) -> tuple[Tensor, Callable[[Tensor], Tensor]
     def back(result: Tensor) -> Tensor:
         flat = result.flatten(-2).narrow(-1, 0, length).reshape(moved.shape)
         inverse = sorted(range(x.ndim), key=order.__getitem__)
-        # The operator and not the method, which looks for the device that fake tensors only name.
+        # The operator, not the method: the method accesses the device, which fake tensors only name.
         whole: Tensor = torch.ops.aten.contiguous.default(flat.permute(inverse))
         return whole
 

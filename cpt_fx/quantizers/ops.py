@@ -1,8 +1,8 @@
 """The operators that rewritten graphs are made of: `torch.ops.cpt_fx.*`.
 
 Each is one readable node. The Autograd kernel is composite: compilers trace through it, so it fuses with its
-neighbours. Eager code runs the same, or on CPU a native kernel with equal bits. Bit-widths are 0-dim tensors and never
-read while tracing; in eager code, where reading a CPU tensor is free, full precision skips the arithmetic.
+neighbours. Eager code runs the same, or on CPU a native kernel with the same bits. Bit-widths are 0-dim tensors and
+never read while tracing; in eager code, where reading a CPU tensor is free, full precision skips the arithmetic.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ class LearnedRange(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Save the tensor: the backward pass finds out again which elements were clamped."""
+        """Save the tensor: the backward pass computes again which elements were clamped."""
         x, zero_point, range, bits, grid = inputs
         ctx.floored = grid.floored
         # Copies: a layer that is called twice, or an optimizer, may write the range before the backward pass.
@@ -311,8 +311,8 @@ for _function in (_quantized_gradient, LearnedRange.backward):
     skip_frame(_function.__code__, inside=True)
 
 
-# Compilers cache on disk what they made of a graph, under the names of its operators. They trace through ours, which
-# may change from one version to the next: a hash of our code is part of the keys.
+# Compilers cache compiled graphs on disk, under keys with the names of operators. They trace through ours, whose code
+# may change from one version to the next: so a hash of our code becomes part of the keys.
 torch.compiler.config.cache_key_tag += f" cpt_fx:{digest_of_code()}"
 LIBRARY = torch.library.Library("cpt_fx", "DEF")
 
@@ -320,7 +320,7 @@ LIBRARY = torch.library.Library("cpt_fx", "DEF")
 def define(schema: str, kernel: Callable[..., Any], *keys: str) -> Callable[..., Any]:
     """Define an operator. Composite ones have one implementation for all dispatch keys.
 
-    The default keys are three: `inference_mode` skips Autograd, and torch.func decomposes the operator first.
+    There are three default keys: `inference_mode` skips Autograd, and torch.func decomposes the operator first.
     """
     name = schema.partition("(")[0]
     LIBRARY.define(schema)

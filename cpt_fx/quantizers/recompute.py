@@ -1,7 +1,7 @@
 """Recomputation of quantized tensors: for the backward pass a product keeps their source, not the quantized copy.
 
 A product saves its operands. Without quantizers these are tensors that the layer before keeps anyway; quantized copies
-would be additional memory, half as much again. So the source is kept, and the backward pass quantizes it once more, to
+would need extra memory, half as much again. So the source is kept, and the backward pass quantizes it once more, to
 the same bits: same bit-width, same range, same noise. If checkpointing reruns a forward pass, it uses the bit-widths of
 the original one.
 """
@@ -31,7 +31,7 @@ _SOURCE = "_cpt_fx_source"
 _WORTH_IT = 1 << 16
 """Number of elements from which the memory is worth the microseconds of a hook."""
 _VIEWS_BETWEEN = 3
-"""Most steps from a result back to its product over views: a linear layer over a batch of sequences has one view."""
+"""Maximum number of nodes from a result over views to its product: a linear layer over sequences has one view."""
 
 
 class Source(NamedTuple):
@@ -64,16 +64,16 @@ def computed_again() -> Iterator[None]:
 
 
 def mark(quantized: Tensor, source: Source) -> None:
-    """Attach its source to a quantized tensor, if that is large."""
+    """Attach the source to a quantized tensor, if the tensor is large."""
     if quantized.numel() >= _WORTH_IT:
         setattr(quantized, _SOURCE, source)
-        _stand_before_hooks()
+        _wrap_hooks()
 
 
 def keep_sources(product: Tensor) -> None:
     """Make the operator that computed a tensor save the sources of its quantized operands instead of the operands."""
     if _hooks() is not None:
-        # Saved tensors have gone through these hooks; reading them would call the hooks, and checkpointing recompute.
+        # Saved tensors have gone through these hooks; reading them would call the hooks, and recompute a checkpoint.
         return
     for node in _makers(product):
         for name in _saved_names(node.__class__):
@@ -112,7 +112,7 @@ def _makers(product: Tensor) -> Iterator[Any]:
 
 @cache
 def _saved_names(kind: Any) -> tuple[str, ...]:
-    """Return the names of the tensors that a kind of autograd node saves; custom functions are left alone."""
+    """Return the names of the tensors that a kind of autograd node saves; none for custom functions."""
     names = (name.removeprefix("_raw_saved_") for name in dir(kind) if name.startswith("_raw_saved_"))
     return tuple(name for name in names if hasattr(kind, f"_saved_{name}"))
 
@@ -136,9 +136,9 @@ class _Kept(NamedTuple):
     def again(self) -> Tensor:
         """Quantize the source again."""
         check_unchanged(self.x, self.version)
-        return self._made_of(self.x)
+        return self._requantized(self.x)
 
-    def _made_of(self, x: Tensor) -> Tensor:
+    def _requantized(self, x: Tensor) -> Tensor:
         source, grid = self.source, self.source.grid
         made = simulate.quantize(x, source.width, grid, source.value_ranges, source.seed)
         if LOOKING:
@@ -146,7 +146,7 @@ class _Kept(NamedTuple):
         return made.values.as_strided(self.size, self.stride, self.offset)
 
 
-class _Before(NamedTuple):
+class _SourceHooks(NamedTuple):
     """Saved-tensor hooks around the user's own, which get sources instead of quantized tensors."""
 
     pack: Callable[[Tensor], Any]
@@ -164,7 +164,7 @@ class _Before(NamedTuple):
         """Undo `packed`."""
         kept, what = packed
         tensor = self.unpack(what)
-        return tensor if kept is None else kept._made_of(tensor.contiguous())
+        return tensor if kept is None else kept._requantized(tensor.contiguous())
 
 
 def _hooks() -> tuple[Any, Any] | None:
@@ -173,17 +173,17 @@ def _hooks() -> tuple[Any, Any] | None:
     return hooks
 
 
-def _stand_before_hooks() -> None:
-    """Replace the user's active hooks by ours around them; removing the user's removes ours.
+def _wrap_hooks() -> None:
+    """Wrap the user's active hooks in ours; removing the user's removes ours.
 
-    Those of checkpointing, which save nothing, are left alone.
+    Those of checkpointing, which save nothing, are not wrapped.
     """
     hooks = _hooks()
-    if hooks is None or isinstance(getattr(hooks[0], "__self__", None), _Before):
+    if hooks is None or isinstance(getattr(hooks[0], "__self__", None), _SourceHooks):
         return
     if getattr(hooks[0], "__module__", "") == home.__name__:
         return
-    before = _Before(*hooks)
+    before = _SourceHooks(*hooks)
     torch._C._autograd._pop_saved_tensors_default_hooks()
     torch._C._autograd._push_saved_tensors_default_hooks(before.packed, before.unpacked)
 

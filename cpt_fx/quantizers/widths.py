@@ -1,4 +1,4 @@
-"""Bit-widths as 0-dim tensors whose value the host knows, so that no device is asked for it."""
+"""Bit-widths as 0-dim tensors whose value is known on the host, so that no device is read for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_watched() -> bool:
 def width_tensor(width: int, device: torch.device, source: str = "") -> Tensor:
     """Return the tensor of a bit-width on a device; it is shared and never written.
 
-    Each bit-width source has its own, also at equal bit-widths: compiled graphs guard which inputs are the same tensor.
+    Each bit-width source has its own, even at equal bit-widths: compiled graphs guard which inputs are the same tensor.
     """
     if is_watched():
         # Tensors made under a mode are the mode's own: a fake one must not be cached.
@@ -46,7 +46,7 @@ def host_value(tensor: Tensor) -> int | None:
 
 
 def is_free(tensor: Tensor) -> bool:
-    """Return whether reading a value needs no synchronisation with a device."""
+    """Return whether reading a value needs no synchronization with a device."""
     return tensor.is_cpu and not is_batched(tensor) and not isinstance(tensor, torch._subclasses.FakeTensor)
 
 

@@ -1,1 +1,1 @@
-"""The Dynamo frontend: graphs are captured and rewritten while a model runs, products between them are quantized."""
+"""The Dynamo frontend: graphs are captured and rewritten while a model runs; products between them are quantized."""

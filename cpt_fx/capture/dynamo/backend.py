@@ -74,8 +74,8 @@ class Backend:
     ) -> Callable[..., Any]:
         """Wrap a graph to count its runs, and to check that inputs it reads by name are still the model's tensors.
 
-        If not (a module was replaced, or no guard covers the way to the graph), the plain graph runs under the net:
-        operator by operator, each with the quantizers of its actual tensors.
+        If they are not (a module was replaced, or no guard covers the path to the graph), the plain graph runs under
+        the net, operator by operator, each with the quantizers of its actual tensors.
         """
         owner = self.owner
         readers = [(place, *_reader(owner.root, name)) for place, name in expected]
@@ -101,7 +101,7 @@ def _reader(root: nn.Module, name: str) -> tuple[dict[str, Tensor | None], str]:
 
 
 def _frame(root: nn.Module) -> Frame:
-    """Return whose code Dynamo is capturing, and guard the graph on the identity of the modules in it.
+    """Return the `Frame` that Dynamo is capturing, and guard the graph on the identity of the modules in it.
 
     Dynamo shares a graph between modules of one class, but ranges belong to one module. Modules that are reached from
     one of the frame's own variables need no guard of their own: that variable has one.
@@ -136,10 +136,10 @@ def outermost_frame() -> tuple[Any, dict[str, Any]]:
 
 
 def _value_of(source: str, scope: dict[str, Any]) -> Any:
-    """Return the value of a source; None if it is no plain expression over the frame's variables."""
+    """Return the value of a source; None if it is not a plain expression over the frame's variables."""
     try:
         return eval(source, {"__builtins__": {}}, scope)
-    except Exception:  # it uses helpers of Dynamo's: iterators, weak references, never a module itself
+    except Exception:  # it uses Dynamo's helpers (iterators, weak references) and is never a module
         return None
 
 
@@ -152,7 +152,7 @@ def broken_by(graph_module: fx.GraphModule) -> str:
 
 
 def why_broken(error: Exception) -> str:
-    """Return why a model cannot be one graph, with the line of its code."""
+    """Return why a model cannot be captured as one graph, with the line of its code."""
     frame = getattr(error, "innermost_user_frame_summary", None)
     return f"{_place(frame) if frame is not None else type(error).__name__}: {_in_short(error)}"
 
@@ -162,7 +162,7 @@ def _place(frame: FrameSummary) -> str:
 
 
 def _in_short(text: object) -> str:
-    """Return the explanation in an error message of Dynamo's, else its first line."""
+    """Return the explanation in a Dynamo error message, or else its first line."""
     lines = [line.strip() for line in str(text).splitlines() if line.strip()]
     explained = next((line.partition(":")[2].strip() for line in lines if line.startswith("Explanation:")), "")
     return explained or (lines[0] if lines else "no reason given")
@@ -173,7 +173,7 @@ _RUN_AS: dict[Any, Callable[..., Any]] = {**RUN_AS, TAG_CHECKPOINT: checkpointed
 
 
 class Frame:
-    """Whose code a graph comes from: a module's path, and the stack lines from its forward to the code."""
+    """Where the code of a graph comes from: a module's path, and the stack lines from its forward to the code."""
 
     def __init__(self, places: TreePlaces, path: str, lines: str) -> None:
         self.places = places
@@ -316,7 +316,7 @@ def _read(view: nn.Module, path: str) -> Tensor:
 
 
 class _Lift:
-    """A graph in which everything it reads becomes a placeholder, and its subgraphs likewise."""
+    """A copy of a graph in which every tensor that it or a subgraph reads becomes a placeholder."""
 
     def __init__(self, view: QuantizedGraphModule, given: dict[int, str]) -> None:
         self.view = view

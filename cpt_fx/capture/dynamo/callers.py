@@ -60,7 +60,7 @@ def caller_of(places: TreePlaces) -> Caller:
 
 
 def lines_to_forward(name: str) -> str:
-    """Return the stack lines from a forward to a function that Dynamo captures by itself.
+    """Return the stack lines from a forward to a function that Dynamo captures separately.
 
     An operator in a function that is captured together with its caller has these lines already; its place must be the
     same in both cases.

@@ -63,7 +63,7 @@ def quantized_again(engine: DynamoEngine) -> Iterator[None]:
 def _call(self: CheckpointHigherOrderVariable, tx: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Capture a checkpoint as part of a graph; break the graph at a reentrant one if gradients are enabled.
 
-    A reentrant checkpoint first runs its code without gradients, which the code can see, and has no gradients if no
+    A reentrant checkpoint first runs its code without gradients, which the code can detect, and has none if no
     argument requires them. A graph would run the code with gradients.
     """
     reentrant = kwargs.get("use_reentrant")

@@ -26,11 +26,11 @@ Values = Sequence[Any]
 Results = tuple[Any, ...]
 
 RUN_AS: dict[Any, Callable[..., Results]] = {}
-"""For each operator of Dynamo's, the function that a rewritten graph calls instead."""
+"""For each operator in Dynamo's graphs, the function that a rewritten graph calls instead."""
 
 
-def _stands_for(operator: Any) -> Callable[[Callable[..., Results]], Callable[..., Results]]:
-    """Run a function in place of an operator, except under compilers and torch.func, which support only the latter."""
+def _replaces(operator: Any) -> Callable[[Callable[..., Results]], Callable[..., Results]]:
+    """Run a function in place of an operator, except under compilers and torch.func, which support only operators."""
 
     def decorate(run: Callable[..., Results]) -> Callable[..., Results]:
         @wraps(run)
@@ -44,13 +44,13 @@ def _stands_for(operator: Any) -> Callable[[Callable[..., Results]], Callable[..
     return decorate
 
 
-@_stands_for(torch.ops.higher_order.cond)
+@_replaces(torch.ops.higher_order.cond)
 def chosen(which: Any, if_true: Body, if_false: Body, operands: Values) -> Results:
     """Run one of two subgraphs, as `torch.cond` does."""
     return _from((if_true if which else if_false)(*operands), operands)
 
 
-@_stands_for(while_loop_op)
+@_replaces(while_loop_op)
 def repeated(condition: Body, body: Body, carried: Values, given: Values) -> Results:
     """Run a subgraph on its own results as long as a condition holds, as `while_loop` does."""
     values: Values = tuple(value.clone() if isinstance(value, Tensor) else value for value in carried)
@@ -59,13 +59,13 @@ def repeated(condition: Body, body: Body, carried: Values, given: Values) -> Res
     return _from(values, (*carried, *given))
 
 
-@_stands_for(map_impl)
+@_replaces(map_impl)
 def mapped(body: Body, rows: Values, given: Values) -> Results:
     """Run a subgraph on each row of some tensors, and stack the results, as `map` does."""
     return scanned(body, (), rows, given)
 
 
-@_stands_for(scan_op)
+@_replaces(scan_op)
 def scanned(body: Body, first: Values, rows: Values, given: Values) -> Results:
     """Run a subgraph on each row and a carried state; return the last state and all results, as `scan` does."""
     state, results = tuple(first), []
@@ -77,7 +77,7 @@ def scanned(body: Body, first: Values, rows: Values, given: Values) -> Results:
 
 
 def controls(module: fx.GraphModule) -> bool:
-    """Whether a graph or a subgraph has control flow operators, which no compiler takes with their state."""
+    """Return whether a graph or a subgraph has control flow operators, which no compiler takes with their state."""
     ours = set(RUN_AS.values())
     return any(node.target in ours for graph in graphs_of(module) for node in graph.graph.nodes)
 

@@ -36,9 +36,9 @@ from cpt_fx.ir.module import QuantizedGraphModule
 from cpt_fx.ir.result import part_of, plain_class
 
 WHOLE_GRAPHS = 64
-"""Limit of captures of a model as one graph, for modes, shapes and branches; beyond it, capture is in parts."""
+"""Maximum number of captures of a model as one graph, for modes, shapes and branches; then it is captured in parts."""
 PARTS = 64
-"""Limit of captures of one piece of code in parts, plus 8 per module; beyond it, the code runs under the net.
+"""Maximum number of captures of one piece of code in parts, plus 8 per module; then the code runs under the net.
 
 Past such a limit (torch's own is 8), Dynamo runs code as it is, which without the net would have no quantizers.
 """
@@ -46,7 +46,7 @@ RENEWALS = 8
 """How often all graphs may be discarded because tensors were replaced."""
 
 ATTEMPTS = 2
-"""How often a module may fail to be one graph: some set themselves up in their first call, and are one afterwards."""
+"""How often capture of a module as one graph may fail: it may succeed once the first call has initialized it."""
 
 CAPTURE = {
     "allow_rnn": True,
@@ -119,13 +119,13 @@ class DynamoEngine:
         """Whether a graph was called with tensors that are no longer the model's: the next call captures all again."""
         self._renewals = 0
         self.attempts: dict[int, int] = {}
-        """How often each module may still fail to be one graph, by its id."""
+        """How often capture of each module as one graph may still fail, by its id."""
         self._calls: dict[tuple[int, int, bool, Any], tuple[Any, Callable[..., Any]]] = {}
         self._entered: nn.Module | None = None
         self._wants_one = False
         self._rewritten = 0
         self._settled = -1
-        """How many graphs and operators outside of them were known when the coverage was checked."""
+        """How many graphs and operators outside of them were known when the coverage was last checked."""
         self._learned = sum(1 for _ in ranges(self.root))
         self._copied = len(session.found)
         """How many captures come from the model that this one is a copy of: listed until it has its own."""
@@ -161,7 +161,7 @@ class DynamoEngine:
             self.session.left.append(item)
 
     def runs_here(self) -> bool:
-        """Whether the model's own code is running in this thread."""
+        """Return whether the model's own code is running in this thread."""
         return self.running and self._thread == threading.get_ident()
 
     def renew(self) -> None:
@@ -195,7 +195,7 @@ class DynamoEngine:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], compiler: Compiler | None = None,
         whole: bool = False,
     ) -> Any:  # fmt: skip
-        """Run a module, its graphs compiled by `compiler`, in a single one if `whole`; check what is new in them."""
+        """Run a module with its graphs compiled by `compiler`, as one graph if `whole`; check what was added."""
         session = self.session
         with self.entered():
             if self.outdated:
@@ -218,7 +218,7 @@ class DynamoEngine:
         return result
 
     def _warn_of_late_state(self) -> None:
-        """Warn of new ranges: what was made before, such as an optimizer, does not know them."""
+        """Warn of new ranges: an optimizer, DDP or EMA that was created before them does not include them."""
         session = self.session
         count = sum(1 for _ in ranges(self.root))
         if count > self._learned and not session.looking:
@@ -292,7 +292,7 @@ def compiled_by(
     """Return a forward that Dynamo captures whenever its guards fail, in one graph if `whole`."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        # Dynamo captures functions, but no forward of torch's own modules: this function is its entry.
+        # Dynamo captures functions, but no forward of torch's own modules: this function is its entry point.
         if whole and not torch.compiler.is_dynamo_compiling():
             raise NotCapturedError("Dynamo is switched off")
         return forward(*args, **kwargs)
@@ -317,7 +317,7 @@ def outer_compiler() -> tuple[Compiler | None, bool]:
     return compiler, assert_one
 
 
-# Skipped, not disabled: that would hide the compiler it looks for.
+# Skipped, not disabled: disabling it would hide the compiler that it looks for.
 skip_code(outer_compiler.__code__)
 
 
@@ -333,7 +333,7 @@ _ALONE = "the model inside is transformed by cpt_fx, which captures it itself: c
 
 @torch.compiler.disable(recursive=False, reason=_ALONE)  # type: ignore[untyped-decorator]
 def enter(session: Session, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the rewritten graph of a module under an outer compiler, which sees the graph, not the way to it."""
+    """Run the rewritten graph of a module under an outer compiler, which does not see the code that selects it."""
     before = session.state.handed
     view = _ready(session, module)
     if view is None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _HELD = (Tensor, *fx.node.base_types, type(None), type(...), slice, range)
 """Types of values that the arguments of a node may hold."""
 VARIANTS = 32
-"""Limit of cached graphs per call site: a call whose numeric arguments keep changing makes ever new ones."""
+"""Maximum number of cached graphs per call site: numeric arguments that keep changing would need ever more of them."""
 
 
 class Net(TorchFunctionMode):
@@ -63,7 +63,7 @@ class Net(TorchFunctionMode):
         return result
 
     def _note(self, result: Any, args: Any, kwargs: Any) -> None:
-        """Record as weights what is computed from parameters alone, as it would be in a graph."""
+        """Record results computed from parameters alone as weights, as in a graph."""
         first = args[0] if args else None
         if not self.is_weight(first[0] if isinstance(first, (list, tuple)) and first else first):
             return
@@ -73,7 +73,7 @@ class Net(TorchFunctionMode):
             self._weights.pop(first, None)  # something else was written to it
 
     def is_weight(self, value: Any) -> bool:
-        """Whether a value is a parameter, or computed from parameters alone."""
+        """Return whether a value is a parameter, or computed from parameters alone."""
         return isinstance(value, nn.Parameter) or (isinstance(value, Tensor) and value in self._weights)
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -99,7 +99,7 @@ class Net(TorchFunctionMode):
         try:
             result = self._run(view, tensors)
         except Exception:
-            # The operator refuses its operands, which its caller may expect.
+            # The operator rejects its operands; the caller may expect the error.
             self.owner.forget_last()
             raise
         if len(graphs) < VARIANTS:

@@ -54,7 +54,7 @@ class WholeFloat(float):
 
 @dataclass
 class Recording:
-    """The graph of one run of a model, with what went in and came out."""
+    """The graph of one run of a model, with its inputs and outputs."""
 
     places: TreePlaces
     view: QuantizedGraphModule
@@ -96,7 +96,7 @@ def record(engine: DynamoEngine, args: tuple[Any, ...], kwargs: dict[str, Any], 
         except Exception as error:
             if recorder.ran or isinstance(error, NotCapturedError):
                 raise  # the model's own error
-            output = _again(recorder, args, kwargs, dynamic, error)
+            output = _retry(recorder, args, kwargs, dynamic, error)
         if recorder.recording is not None:
             recorder.recording.args, recorder.recording.kwargs, recorder.recording.output = args, kwargs, output
         return output
@@ -124,8 +124,8 @@ def _one_graph(engine: DynamoEngine) -> Iterator[None]:
         yield
 
 
-def _again(recorder: _Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool, error: Exception) -> Any:
-    """Try once more: some models initialize themselves in their first call, and are one graph from then on.
+def _retry(recorder: _Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool, error: Exception) -> Any:
+    """Capture once more: some models initialize themselves in their first call, and are one graph from then on.
 
     Then try with sizes of 1 fixed: code that broadcasts a dim of size 1 in the examples needs that.
     """
@@ -184,7 +184,7 @@ def _silence() -> Iterator[None]:
 def _several(engine: DynamoEngine, breaks: list[str]) -> CaptureError:
     found: dict[str, str] = {}
     for place in filter(None, breaks):
-        found.setdefault(place.partition(" (")[0], place)  # one reason per line of code: the first says most
+        found.setdefault(place.partition(" (")[0], place)  # one reason per line of code: the first is the most specific
     listed = "".join(f"\n  {place}" for place in found.values())
     return CaptureError(
         f"{engine.session.kind} is not one graph. Its code breaks at:{listed}\nChange these lines, or capture with "
@@ -199,7 +199,7 @@ class _Recorder(Backend):
     ran = False
 
     def _rewrite(self, graph_module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        recording = self.recording = self._taken_down(graph_module, inputs)
+        recording = self.recording = self._record(graph_module, inputs)
 
         def run(*given: Any) -> Any:
             self.ran = True
@@ -209,7 +209,7 @@ class _Recorder(Backend):
 
         return run
 
-    def _taken_down(self, graph_module: fx.GraphModule, inputs: list[Any]) -> Recording:
+    def _record(self, graph_module: fx.GraphModule, inputs: list[Any]) -> Recording:
         engine = self.owner
         translator, scope = outermost_frame()
         output = translator.output
@@ -297,7 +297,7 @@ def _refuse_effects(effects: SideEffects) -> None:
 
 
 def _unchanged(owner: Any, name: str, value: Any) -> bool:
-    """Whether code stored a value that was there already."""
+    """Return whether a stored value equals the previous one."""
     try:
         new, old = value.as_python_constant(), getattr(owner, name)
     except Exception:  # not a constant, or nothing there

@@ -32,7 +32,7 @@ from cpt_fx.overrides import SELECTED
 def single_graph_of(
     session: Session, args: tuple[Any, ...], kwargs: dict[str, Any], *, dynamic: bool
 ) -> QuantizedGraphModule:
-    """Capture a model in one graph and rewrite it; what the model has learned is shared and not changed."""
+    """Capture a model in one graph and rewrite it; the graph shares the model's learned state, which is not changed."""
     with dry_run(session.root):
         recording = record(session.engine, args, kwargs, dynamic)
     # Only after the dry run, during which copies replace the buffers.
@@ -42,7 +42,7 @@ def single_graph_of(
     with session.engine.net.asleep():
         reports = session.pipeline.run(module)
     _share_ranges(module, session.root)
-    # Only after the passes, which expect outputs as in any graph of Dynamo's.
+    # Only after the passes, which expect outputs as in any Dynamo graph.
     interface.restore_outputs(module)
     for graph in graphs_of(module):
         _keep_gradient_mode(graph)
@@ -298,7 +298,7 @@ class Interface:
 
 
 def _is_its_items(value: dict[Any, Any]) -> bool:
-    """Whether a dict subclass can be made from its items, and holds nothing else."""
+    """Return whether a dict subclass can be rebuilt from its items, and holds nothing else."""
     try:
         again = type(value)(list(value.items()))
     except Exception:  # whatever its constructor raises when given pairs
@@ -314,7 +314,7 @@ class _Sizes(PythonPrinter):
         self.names = names
 
     def can(self, expression: Any) -> bool:
-        """Whether all symbols in an expression are known sizes; strides are checked by the operators themselves."""
+        """Return whether all symbols in an expression are known sizes; operators check strides themselves."""
         return all(symbol in self.names for symbol in expression.free_symbols)
 
     def _print_Symbol(self, expr: Any) -> str:  # noqa: N802  (sympy calls it so)

@@ -1,4 +1,4 @@
-"""The torch.fx frontend: fast, needs no example inputs, and refuses what it would get silently wrong."""
+"""The torch.fx frontend: fast, needs no example inputs, and refuses code that it would silently get wrong."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TraceResult(NamedTuple):
     dropped_checkpoints: bool = False
     notes: tuple[str, ...] = ()
     loses: str = ""
-    """What the graph drops, or refuses at run time, and another frontend may keep; empty if nothing."""
+    """What the graph drops or refuses at run time although another frontend may keep it; empty if nothing."""
     asked: Mapping[str, str] = {}
     """Arguments that the code compares with None, with the place in the code."""
     names: frozenset[str] | None = None
@@ -58,7 +58,7 @@ class TraceResult(NamedTuple):
 
 
 def trace_symbolic(session: Session, entry: Entry, examples: Examples | None = None) -> TraceResult:
-    """Trace with torch.fx; raise `CaptureError` if the graph would not do what the code does."""
+    """Trace with torch.fx; raise `CaptureError` if the graph would behave differently from the code."""
     module = session.root.get_submodule(entry.path)
     if PART in module.__dict__ and part_of(module).forward is not None:
         raise CaptureError(
@@ -119,7 +119,7 @@ def _both_modes(session: Session, entry: Entry, fixed: Mapping[str, object]) -> 
 
 
 def is_constant(node: fx.Node) -> bool:
-    """Whether a node reads a tensor that was created during the trace."""
+    """Return whether a node reads a tensor that was created during the trace."""
     return node.op == "get_attr" and "_tensor_constant" in str(node.target)
 
 
@@ -186,7 +186,7 @@ def _set_mode(module: nn.Module, mode: bool) -> None:
 
 
 def _trace_with_guards(tracer: Tracer, root: nn.Module, entry: nn.Module) -> fx.Graph:
-    # Guards walk up the stack to this function, which they know by its name (refusals.TRACE).
+    # Guards walk up the stack to this function, which they recognize by its name (refusals.TRACE).
     tracer.remember(root)
     return tracer.trace(entry)
 
@@ -225,7 +225,7 @@ def _constants_of(model: nn.Module, examples: Examples) -> dict[str, object]:
 
 
 def _same_but_for(without_it: fx.Graph, fixed: fx.Graph, name: str, value: object) -> bool:
-    """Whether a graph with an argument as a placeholder equals the specialized one, after constant folding."""
+    """Return whether a graph with an argument as a placeholder equals the specialized one, after constant folding."""
     right = iter([node for node in fixed.nodes if node.target is not expect])
     matching: dict[fx.Node, object] = {}
 

@@ -29,7 +29,7 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 class DynamoNeededError(Exception):
-    """The code is about to import Dynamo, which would take our replacements of functions for the functions."""
+    """The code is about to import Dynamo, which would take our replacements of functions for the originals."""
 
 
 @contextmanager
@@ -68,7 +68,7 @@ def _replaced(functions: Replacements) -> Iterator[None]:
             yield
     finally:
         if not had_table:
-            # Made meanwhile, as when Dynamo is imported, it has the replacements instead of torch's own functions.
+            # A table made inside the block, as when Dynamo is imported, holds the replacements of torch's functions.
             _dynamo_table().cache_clear()
 
 
@@ -78,8 +78,8 @@ def _dynamo_table() -> Any:
     return getattr(rules, "get_torch_obj_rule_map", None) or cache(lambda: None)
 
 
-def _lost() -> Replacements:
-    """Return functions that refuse calls which leave nothing behind in a graph."""
+def _refusing_modes() -> Replacements:
+    """Return functions that refuse calls which a graph would not record."""
 
     def refusing(what: str) -> Callable[..., None]:
         return lambda *_: refuse(f"forward {what}")
@@ -117,7 +117,7 @@ def _refusing_functions() -> Iterator[None]:
         yield
 
 
-def _stored() -> Replacements:
+def _refusing_stores() -> Replacements:
     """Return a function that refuses to store values in a module: a graph would do so once, or not at all.
 
     `self.buffer += 1` is fine: the update in place is in the graph, and storing the same tensor again changes nothing.
@@ -294,6 +294,6 @@ def _unchanged_state(model: nn.Module) -> Iterator[Kept]:
 @contextmanager
 def guarding(model: nn.Module, replacements: Replacements) -> Iterator[Kept]:
     """Put all guards around the trace of a model, and replace more functions of torch."""
-    functions = _replaced({**replacements, **_lost(), **_stored()})
+    functions = _replaced({**replacements, **_refusing_modes(), **_refusing_stores()})
     with _unchanged_state(model) as kept, _RefusingTensors(model), _without_dynamo(), functions, _refusing_functions():
         yield kept

@@ -1,4 +1,4 @@
-"""Refuse what a model's code asks while it is traced: type, identity or attributes of a value, or process state.
+"""Refuse questions that a model's code asks in a trace: type, identity or attributes of a value, or process state.
 
 Functions such as `isinstance` are replaced by ours. Questions that Python answers without calling anything (`a is b`,
 `x is None`, patterns) are found in the bytecode of each function that runs, and checked when their line runs. So are
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class StackItem(NamedTuple):
-    """What the bytecode says about one operand of an instruction."""
+    """Facts from the bytecode about one operand of an instruction."""
 
     paths: tuple[tuple[str, ...], ...] = ()
     """The variables, with attributes, that it is computed from."""
@@ -95,7 +95,7 @@ def _caught(code: CodeType) -> tuple[tuple[int, int], ...]:
 
 
 def is_caught(frame: FrameType) -> bool:
-    """Whether an exception that is raised in a function now may be caught there."""
+    """Return whether an exception that is raised in a function now may be caught there."""
     return any(start <= frame.f_lasti < end for start, end in facts_of(frame.f_code).caught)
 
 
@@ -134,8 +134,8 @@ def _questions(code: CodeType) -> dict[int, list[Question]]:
 def _operands(whole: list[_Step], count: int) -> tuple[StackItem, ...]:
     """Return the operands of the last of some instructions.
 
-    An operand that is no plain variable may be computed from all that is read since the last instruction of an earlier
-    line; in patterns, from all that is read in the function so far.
+    An operand that is not a plain variable may be computed from all that is read since the last instruction of an
+    earlier line; in patterns, from all that is read in the function so far.
     """
     line = whole[-1].line
     first = next((place for place in range(len(whole) - 1, 0, -1) if whole[place - 1].line < line), 0)
@@ -187,7 +187,7 @@ def look(question: Question, frame: FrameType) -> None:
         if not is_made_inside(asked[0].paths[0][0], frame):
             refuse(f"the code sets {asked[0].paths[0][0]} outside of itself, which a graph would not do on every call,")
     elif question.kind == "store":
-        _look_at_store(asked[0], values[0], frame)
+        _check_store(asked[0], values[0], frame)
     elif question.kind == "match":
         _refuse_if(involved, "of what kind a value is")
     elif len(asked) == 1:
@@ -208,7 +208,7 @@ def _refuse_if(wrong: bool, what: str) -> None:
         refuse(f"the code asks {what}, which torch.fx cannot answer for a value that is only traced,")
 
 
-def _look_at_store(operand: StackItem, value: Any, frame: FrameType) -> None:
+def _check_store(operand: StackItem, value: Any, frame: FrameType) -> None:
     """Refuse writes to objects that existed before: classes, parameters, and objects from outer scopes."""
     path = operand.paths[0] if operand.is_variable else ()
     name = path[0] if path else ""
@@ -335,7 +335,7 @@ class _Watcher:
         names.update(new)
 
     def _remember(self, frame: FrameType) -> None:
-        """Take snapshots of the containers that a function knows from outer scopes."""
+        """Take snapshots of the containers that a function reaches through outer scopes."""
         code = frame.f_code
         for name in code.co_names if is_traced_code(code.co_filename) else ():
             if name in frame.f_globals:
@@ -347,7 +347,7 @@ class _Watcher:
 
 @contextmanager
 def refusing_questions(kept: Kept) -> Iterator[Callable[..., Any]]:
-    """Yield the trace function that inspects the model's code, and refuses what it asks and catches."""
+    """Yield the trace function that inspects the model's code, and refuses its questions and caught exceptions."""
     watcher = _Watcher(kept)
     for owner in (*_STATES, operator):
         watcher.replace(vars(owner), {})

@@ -31,7 +31,7 @@ _MACHINE = (
     os.path.join(_TORCH, "utils", "checkpoint.py"),
     "<eval_with_key>",
 )
-"""Files whose code records operators, or has itself recorded: it may ask anything about a traced value."""
+"""Files whose code records operators, or is recorded as a call: it may ask anything about a traced value."""
 
 _QUIET = (os.path.join(_TORCH, "_library", ""), os.path.join(_TORCH, "utils", "_pytree.py"))
 """Files that recording code calls all the time: not inspected, but their questions count as those of their caller."""
@@ -46,7 +46,7 @@ _noted: list[list[Exception]] = []
 
 
 def looked_at(function: Callable[..., Any], look: Any = None) -> Callable[..., Any]:
-    """Wrap a function to run under the trace function `look`; under none, the default, it is not inspected."""
+    """Wrap a function to run under the trace function `look`; by default under none: it is not inspected."""
 
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -89,7 +89,7 @@ def refuse_question(what: str, frame: FrameType | None) -> None:
 
 
 def asks(frame: FrameType | None) -> bool:
-    """Whether a frame is of the traced code or a library function that it calls, not of the recording code."""
+    """Return whether a frame is of the traced code or a library function that it calls, not of the recording code."""
     while frame is not None and not is_traced_code(frame.f_code.co_filename):
         if is_machine(frame.f_code.co_filename):
             return False
@@ -98,7 +98,7 @@ def asks(frame: FrameType | None) -> bool:
 
 
 def is_inside(frame: FrameType | None) -> bool:
-    """Whether a frame runs inside the trace: not in another thread, and not during an import."""
+    """Return whether a frame runs inside the trace: not in another thread, and not during an import."""
     while frame is not None and frame.f_code.co_name != TRACE:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return False
@@ -108,26 +108,26 @@ def is_inside(frame: FrameType | None) -> bool:
 
 @cache
 def is_machine(name: str) -> bool:
-    """Whether a file's code records operators."""
+    """Return whether a file's code records operators."""
     return name.startswith(_MACHINE)
 
 
 @cache
 def is_quiet(name: str) -> bool:
-    """Whether a file's code serves the recording code, and is not inspected."""
+    """Return whether a file's code serves the recording code, and is not inspected."""
     return name.startswith(_QUIET)
 
 
 @cache
 def is_the_models(name: str) -> bool:
-    """Whether a file's code may be the model's own."""
+    """Return whether a file's code may be the model's own."""
     installed = "-packages" in name.removeprefix(_PYTHON)  # a package installed inside of the standard library's folder
     return not name.startswith(("<frozen", *_MACHINE, _TORCH)) and (installed or not name.startswith(_PYTHON))
 
 
 @cache
 def is_traced_code(name: str) -> bool:
-    """Whether a file's code is traced: the model's own, and that of torch's layers."""
+    """Return whether a file's code is traced: the model's own, and that of torch's layers."""
     return is_the_models(name) or (name.startswith(_LAYERS) and not name.endswith("module.py"))
 
 
@@ -144,7 +144,7 @@ def callers(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def is_made_inside(name: str, frame: FrameType | None) -> bool:
-    """Whether a variable of an outer scope belongs to another function that is being traced."""
+    """Return whether a variable of an outer scope belongs to another function that is being traced."""
     return any(name in each.f_code.co_cellvars for each in callers(frame))
 
 

@@ -80,7 +80,7 @@ class Traced(fx.Proxy, metaclass=_Kind):
         refuse("the code asks for the attributes of a value, which torch.fx cannot know,")
 
     def __iter__(self) -> Iterator[Any]:
-        """Unpack a value into as many names as the assignment has. (torch.fx's own way keeps frames alive.)"""
+        """Unpack a value into as many names as the assignment has. (torch.fx's own method keeps frames alive.)"""
         caller = sys._getframe(1)
         into = next(step for step in dis.get_instructions(caller.f_code) if step.offset == caller.f_lasti)
         if into.opname != "UNPACK_SEQUENCE":
@@ -129,7 +129,7 @@ _NAMES = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand
 
 
 def _update(name: str) -> Callable[[Any, Any], Any]:
-    """Return a function around that of `operator`, for which fx would print `n += 1`, which is wrong for integers."""
+    """Return a wrapper of an `operator` function: for the function itself, fx prints `n += 1`, wrong for integers."""
     operation = getattr(operator, name)
 
     def update(target: Any, value: Any) -> Any:
@@ -150,7 +150,7 @@ for _name in _NAMES:
 
 
 def is_traced(value: Any) -> bool:
-    """Whether a value is a traced value, or the class of one, without calling any of its methods."""
+    """Return whether a value is a traced value, or the class of one, without calling any of its methods."""
     return type(value) is Traced or type(value) is TracedAttribute or type(value) is _Kind
 
 
@@ -161,7 +161,7 @@ def traced_in(value: Any) -> list[Any]:
 
 
 def is_there(value: Any) -> bool:
-    """Whether a value is known not to be None; an argument of the model counts as such, and the graph checks it."""
+    """Return whether a value is known not to be None, as are arguments of the model, which the graph checks."""
     if type(value) is TracedAttribute:
         return False
     if not is_traced(value):

@@ -68,12 +68,12 @@ class Tracer(fx.Tracer):
         return looked_at(function, self.look), inputs
 
     def read(self, name: str, frame: FrameType) -> None:
-        """Refuse to read an attribute of a traced value where the code may catch that there is none."""
+        """Refuse to read an attribute of a traced value where the code may catch the error that it is missing."""
         if is_caught(frame):
             refuse(f"the code reads .{name} where it catches exceptions, which torch.fx cannot know of a traced value,")
 
     def refuse_survivors(self) -> None:
-        """Refuse code that keeps a traced value anywhere: it is no tensor, and a graph would not keep it."""
+        """Refuse code that keeps a traced value anywhere: it is not a tensor, and a graph would not keep it."""
         self._read.clear()
         if any(made() is not None for made in self._made):
             gc.collect()
@@ -111,7 +111,7 @@ class Tracer(fx.Tracer):
         return node
 
     def _updates(self, node: fx.Node) -> bool:
-        """Whether a node writes to a buffer, as an in-place operator or as a norm that learns statistics."""
+        """Return whether a node writes to a buffer, as an in-place operator or as a norm that learns statistics."""
         if node.op == "call_module":
             module = self._called
             assert module is not None
@@ -140,7 +140,7 @@ class Tracer(fx.Tracer):
         return super().is_leaf_module(m, module_qualified_name)
 
     def is_called(self, module: nn.Module) -> bool:
-        """Whether a module must be called as a module: for hooks, a forward of its own, or a transform of its own."""
+        """Return whether a module must be called as a module: it has hooks, or a forward or transform of its own."""
         if isinstance(module, parametrize.ParametrizationList):
             return False
         return self.every_module or id(module) in self._wanted or PART in module.__dict__
@@ -156,7 +156,7 @@ class Tracer(fx.Tracer):
         return result
 
     def path_of_module(self, mod: nn.Module) -> str:
-        """Return a module's path, also if the code reaches the original through a bound method or a closure."""
+        """Return a module's path, even if the code reaches the original through a bound method or a closure."""
         if id(mod) in self.originals:
             return self.originals[id(mod)]
         return super().path_of_module(mod)
@@ -188,7 +188,7 @@ class Tracer(fx.Tracer):
         return self._read[name]
 
     def replacements(self) -> Replacements:
-        """Return functions that record as nodes `torch.zeros` and the like, and the padding of transposed convolutions.
+        """Return functions that record `torch.zeros` and the like, and the padding of transposed convolutions.
 
         Run at trace time, their result would be a constant: shared between calls if the code fills it in place, the
         same at every call if it is random, and valid for one input size only.
