@@ -112,10 +112,9 @@ def _checked(
         raise ValueError(f"give keep= or over=, not both: got keep={tuple(keep)}, over={tuple(over)}")
     kind = choice(Scheme, scheme, "scheme")
     check_grid(kind, exponent, block)
-    width = _as_bits(bits)
+    width, over = _as_bits(bits), None if over is None else tuple(over)
     if not isinstance(bits, Tensor) and 0 < bits < minimum_bits(kind):
         raise ValueError(f"scheme={scheme!r} needs at least {minimum_bits(kind)} bits, got {bits}")
-    over = None if over is None else tuple(over)
     rounds, special = choice(Rounding, rounding, "rounding"), choice(Specials, specials, "specials")
     return width, Grid(tuple(keep), over, kind, rounds, exponent, special, block, floored=True)
 

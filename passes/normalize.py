@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import fx, nn
-from torch.nn.modules.module import _has_any_global_hook
 
+from cpt_fx.common.torch_private import has_any_global_hook
 from cpt_fx.errors import TransformError
 from cpt_fx.ir.meta import CALLED, get_attribute
 from cpt_fx.ir.pass_base import Pass, Report
@@ -65,7 +65,7 @@ _HOLDERS = (dict, OrderedDict, set)
 def _sharing_key(layer: nn.Module, call: fx.Node) -> Hashable:
     """Return a key: calls of torch's own layers with equal keys share one graph; other calls have unique keys."""
     held = {key: value for key, value in vars(layer).items() if key not in ("_parameters", "_buffers")}
-    is_own = type(layer).__module__.startswith("torch.nn.modules.") and not _has_any_global_hook()
+    is_own = type(layer).__module__.startswith("torch.nn.modules.") and not has_any_global_hook()
     # Not with hooks or a forward set on the instance: their repr does not show what they do.
     is_plain = all(isinstance(value, _PLAIN) or (type(value) in _HOLDERS and not value) for value in held.values())
     if call.kwargs or not (is_own and is_plain):

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
-from torch.utils._sympy.numbers import int_oo
 
 from cpt_fx.capture.base import CaptureError
 from cpt_fx.capture.symbolic.guards import PLAIN
 from cpt_fx.capture.symbolic.tracer import expect
+from cpt_fx.capture.torch_private import int_oo
+from cpt_fx.common.torch_private import pytree
 from cpt_fx.ir.subgraphs import free_name
 
 Expression = Any

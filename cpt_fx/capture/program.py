@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
-from torch.utils import _pytree as pytree
 
 from cpt_fx.capture.base import CaptureError, drop_unread, holder_at
 from cpt_fx.capture.input_checks import EntryBuilder, Fact, Required, bounds_of, expression_of, formed, said
+from cpt_fx.capture.torch_private import HigherOrderOperator
+from cpt_fx.common.torch_private import OpOverload, enter_autocast, exit_autocast, functorch, pytree, set_grad_enabled
 from cpt_fx.ir.meta import get_attribute, module_path, module_stack, read_before
 from cpt_fx.ir.module import blank, take_tensors
 from cpt_fx.operators.around import FLAGS, ONE_MODE
@@ -31,7 +31,7 @@ _DEAD = ("aten._assert_tensor_metadata.default", "aten._assert_scalar.default", 
 
 def program_module(program: torch.export.ExportedProgram) -> tuple[fx.GraphModule, tuple[str, ...]]:
     """Return a module equivalent to a program, with the program's tensors, and notes for the user."""
-    if any(map(torch._C._functorch.is_functorch_wrapped_tensor, program.constants.values())):
+    if any(map(functorch.is_functorch_wrapped_tensor, program.constants.values())):
         raise CaptureError("the program holds values of torch.func's, frozen when it was exported: capture the module")
     exported: Any = program.module(check_guards=False)
     graph: fx.Graph = exported.graph
@@ -103,7 +103,7 @@ _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 def inline_regions(module: fx.GraphModule) -> None:
     """Inline every region, between nodes that enter and leave it; refuse all other subgraphs."""
     for node in list(module.graph.nodes):
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
+        if isinstance(node.target, HigherOrderOperator):
             _inline(module, node)
     drop_unread(module.graph)
     for name, child in list(module._modules.items()):
@@ -117,16 +117,16 @@ def _inline(module: fx.GraphModule, node: fx.Node) -> None:
         enabled, subgraph, *inputs = node.args
         with graph.inserting_before(node):
             before = graph.call_function(torch.is_grad_enabled)
-            graph.call_function(torch._C._set_grad_enabled, (enabled,))
+            graph.call_function(set_grad_enabled, (enabled,))
             results = _copy(module, node, subgraph, inputs)
             # Restore the mode at run time, not that of the capture: the model may run under no_grad itself.
-            graph.call_function(torch._C._set_grad_enabled, (before,))
+            graph.call_function(set_grad_enabled, (before,))
     elif node.target is _AUTOCAST:
         device, dtype, enabled, cache, subgraph, *inputs = node.args
         with graph.inserting_before(node):
-            region = graph.call_function(_enter_autocast, (device, dtype, enabled, cache))
+            region = graph.call_function(enter_autocast, (device, dtype, enabled, cache))
             results = _copy(module, node, subgraph, inputs)
-            graph.call_function(_exit_autocast, (region,))
+            graph.call_function(exit_autocast, (region,))
     else:
         name = getattr(node.target, "__name__", str(node.target))
         stack = [path for path, _ in module_stack(node) if path]
@@ -250,7 +250,7 @@ class _Switches:
 
 def _set(node: fx.Node, name: str, value: Any) -> None:
     """Set an argument of an ATen call by its name in the schema."""
-    assert isinstance(node.target, torch._ops.OpOverload)
+    assert isinstance(node.target, OpOverload)
     place = [argument.name for argument in node.target._schema.arguments].index(name)
     if place < len(node.args):
         node.update_arg(place, value)

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -23,6 +22,8 @@ from cpt_fx.capture.dry_run import dry_run, eager_model, tensors_in
 from cpt_fx.capture.session import Session
 from cpt_fx.capture.side_effects import keep_generator, unchanged
 from cpt_fx.capture.standalone import transformed_in
+from cpt_fx.capture.torch_private import set_version_counter
+from cpt_fx.common.torch_private import BatchNorm
 from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.ir.history import LOGGER
 from cpt_fx.ir.layer_state import is_range
@@ -84,10 +85,10 @@ def _unlearning(root: nn.Module) -> Iterator[None]:
 class Recalibration:
     """New statistics of batch norm, in use until the `with` block ends or `restore()` is called."""
 
-    def __init__(self, layers: dict[str, _BatchNorm], found: dict[str, Tensor], sessions: list[Session]) -> None:
+    def __init__(self, layers: dict[str, BatchNorm], found: dict[str, Tensor], sessions: list[Session]) -> None:
         self.layers = tuple(found)
         """Names of the layers that have new statistics."""
-        self._old: list[tuple[_BatchNorm, str, Tensor, Tensor, int]] = []
+        self._old: list[tuple[BatchNorm, str, Tensor, Tensor, int]] = []
         for path, rows in found.items():
             for name, buffer, value in zip(
                 ("running_mean", "running_var"), _statistics(layers[path]), rows, strict=True
@@ -108,7 +109,7 @@ class Recalibration:
                 now.copy_(value)
             if now is buffer:
                 # To a pending backward pass the buffer is unchanged.
-                torch._C._autograd._unsafe_set_version_counter((buffer,), (version,))
+                set_version_counter((buffer,), (version,))
         lags, self._lags = self._lags, []
         for session, widths in lags:
             session.trained_at = session.trained_at or widths
@@ -177,14 +178,14 @@ def recalibrate(
     return Recalibration(layers, found, [session for session in sessions if isinstance(session, Session)])
 
 
-def batch_norms(model: nn.Module, exclude: Pattern | Iterable[Pattern] = ()) -> dict[str, _BatchNorm]:
+def batch_norms(model: nn.Module, exclude: Pattern | Iterable[Pattern] = ()) -> dict[str, BatchNorm]:
     """Return the batch norm layers that have running statistics, by name."""
     patterns = Patterns(as_patterns(exclude), "exclude")
     modules = list(model.named_modules(remove_duplicate=False))
     kinds = {path: type(module) for path, module in modules}
-    layers, excluded = dict[int, tuple[str, _BatchNorm]](), set[int]()
+    layers, excluded = dict[int, tuple[str, BatchNorm]](), set[int]()
     for path, module in modules:
-        if isinstance(module, _BatchNorm) and module.running_mean is not None:
+        if isinstance(module, BatchNorm) and module.running_mean is not None:
             layers.setdefault(id(module), (path, module))
             places = [place for place in kinds if place in ("", path) or path.startswith(f"{place}.")]
             if patterns.matches(path, [(place, kinds[place]) for place in places]):
@@ -203,7 +204,7 @@ def learns_statistics(model: nn.Module) -> bool:
         return any(layer.training for layer in batch_norms(model).values())
 
 
-def _alone_in_training(model: nn.Module, layers: dict[str, _BatchNorm]) -> dict[str, _BatchNorm]:
+def _alone_in_training(model: nn.Module, layers: dict[str, BatchNorm]) -> dict[str, BatchNorm]:
     """Put only those layers into training mode that `model.train()` would; return them."""
     model.train()
     layers = {name: layer for name, layer in layers.items() if layer.training}
@@ -216,7 +217,7 @@ def _alone_in_training(model: nn.Module, layers: dict[str, _BatchNorm]) -> dict[
 
 
 def _sums(
-    model: nn.Module, layers: dict[str, _BatchNorm], batches: Iterable[Any], call: Callable[[nn.Module, Any], object]
+    model: nn.Module, layers: dict[str, BatchNorm], batches: Iterable[Any], call: Callable[[nn.Module, Any], object]
 ) -> dict[str, Tensor]:
     """Run all batches; return for each layer three rows: the sums of weights, weighted means, weighted variances."""
     sums = {name: torch.zeros(3, len(_statistics(layer)[0]), dtype=torch.float64) for name, layer in layers.items()}
@@ -271,13 +272,13 @@ def _averages(sums: dict[str, Tensor], wrapper: DistributedDataParallel | None) 
     return found
 
 
-def _statistics(layer: _BatchNorm) -> tuple[Tensor, Tensor]:
+def _statistics(layer: BatchNorm) -> tuple[Tensor, Tensor]:
     mean, variance = layer.running_mean, layer.running_var
     assert mean is not None and variance is not None
     return mean, variance
 
 
-def _counter(layer: _BatchNorm) -> tuple[Tensor, ...]:
+def _counter(layer: BatchNorm) -> tuple[Tensor, ...]:
     return () if layer.num_batches_tracked is None else (layer.num_batches_tracked,)
 
 
@@ -314,7 +315,7 @@ def _without_layer(session: Session) -> Iterator[str]:
     for node in (node for graph in session.graphs() for node in graph.graph.nodes if node.op == "call_function"):
         if "batch_norm" in getattr(node.target, "__name__", ""):
             path, _ = module_path(node)
-            if not isinstance(modules.get(path), _BatchNorm):
+            if not isinstance(modules.get(path), BatchNorm):
                 yield path or session.kind
 
 

@@ -19,12 +19,11 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from cpt_fx.capture.base import ABSENT
+from cpt_fx.common.torch_private import FakeTensor, is_traceable_wrapper_subclass
 from cpt_fx.ir.contexts import ModesOf
 from cpt_fx.ir.layer_state import PREFIX
 from cpt_fx.ir.result import PART

@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, fx, nn
-from torch.nn.modules import module as torch_module
 
 from cpt_fx.capture.base import ABSENT
 from cpt_fx.capture.tree import is_plain_object
+from cpt_fx.common.torch_private import has_any_global_hook
 from cpt_fx.ir.result import CONTAINERS, derived, plain_class
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -56,7 +56,7 @@ class Snapshot:
 
 def has_global_hooks() -> bool:
     """Return whether global module hooks are set."""
-    return bool(torch_module._has_any_global_hook())
+    return bool(has_any_global_hook())
 
 
 class _Seen:

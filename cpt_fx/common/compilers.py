@@ -10,36 +10,35 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from cpt_fx.common import torch_private as private
 from cpt_fx.errors import TransformError
-
-_frames: Any = torch._C._dynamo.eval_frame
 
 
 def skip_frame(code: CodeType, *, inside: bool = False) -> None:
     """Make Dynamo run a function as plain Python; what it calls is still captured, unless `inside` skips that, too."""
-    action = _frames._FrameAction
-    strategy = _frames._FrameExecStrategy(action.SKIP, action.SKIP if inside else action.DEFAULT)
-    _frames.set_code_exec_strategy(code, strategy)
+    action = private.FrameAction
+    strategy = private.FrameExecStrategy(action.SKIP, action.SKIP if inside else action.DEFAULT)
+    private.frames.set_code_exec_strategy(code, strategy)
 
 
 def is_compiler_around() -> bool:
     """Return whether a `torch.compile` around this call inspects every frame."""
-    return _frames.get_eval_frame_callback() is not None
+    return private.frames.get_eval_frame_callback() is not None
 
 
 def imported_aside(name: str) -> Any:
     """Import a module with Dynamo switched off, which would otherwise inspect the code of the module."""
-    before = _frames.set_eval_frame(None)
+    before = private.frames.set_eval_frame(None)
     try:
         return import_module(name)
     finally:
-        _frames.set_eval_frame(before)
+        private.frames.set_eval_frame(before)
 
 
 def is_one_graph_demanded() -> bool:
     """Return whether the compiler that traces this code must produce one graph: `fullgraph=True`, export."""
-    translator: Any = import_module("torch._dynamo.symbolic_convert").InstructionTranslator.current_tx()
-    return bool(translator.one_graph or translator.error_on_graph_break)
+    tracing = private.translator()
+    return bool(tracing.one_graph or tracing.error_on_graph_break)
 
 
 # Dynamo calls it while tracing, and treats the result as a constant.
@@ -57,11 +56,11 @@ def has_proxies(values: Iterable[Any]) -> bool:
 def refuse_tools(root: nn.Module) -> None:
     """Raise under tools that cannot trace what Dynamo captures: they would get the model without quantizers."""
     tool = ""
-    if torch._C._is_tracing():
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
         tool = "torch.jit.trace"
     elif torch.compiler.is_exporting():
         tool = "torch.export"
-    elif torch._C._are_functorch_transforms_active():
+    elif private.are_transforms_active():
         tool = "torch.func"
     elif any(
         value is not None and not isinstance(value, nn.Parameter)
@@ -76,5 +75,5 @@ def refuse_tools(root: nn.Module) -> None:
         )
 
 
-for _function in (is_compiler_around, imported_aside, has_proxies):
+for _function in (is_compiler_around, imported_aside, has_proxies, private.forward_ad_level):
     skip_frame(_function.__code__)

@@ -7,25 +7,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils import _pytree as pytree
 
-_wraps = torch._C._functorch.is_functorch_wrapped_tensor
-_unwrapped = torch._C._functorch.get_unwrapped
+from cpt_fx.common import torch_private as private
 
-outside = temporarily_clear_interpreter_stack
+_wraps, _unwrapped = private.functorch.is_functorch_wrapped_tensor, private.functorch.get_unwrapped
+outside = private.temporarily_clear_interpreter_stack
 """Context that leaves all transforms: inside, random numbers may be drawn and unwrapped tensors written."""
 
 
 def is_transformed() -> bool:
     """Return whether this code runs under a transform."""
-    return bool(torch._C._are_functorch_transforms_active())
+    return bool(private.are_transforms_active())
 
 
 def is_batched(tensor: Tensor) -> bool:
     """Return whether a tensor is batched at any level: it has no single value, nor memory that a kernel can read."""
     while _wraps(tensor):
-        if torch._C._functorch.is_batchedtensor(tensor):
+        if private.functorch.is_batchedtensor(tensor):
             return True
         tensor = _unwrapped(tensor)
     return are_gradients(tensor)
@@ -33,7 +31,7 @@ def is_batched(tensor: Tensor) -> bool:
 
 def are_gradients(tensor: Tensor) -> bool:
     """Return whether a tensor stands for several gradients that autograd has batched."""
-    return bool(torch._C._functorch.is_legacy_batchedtensor(tensor))
+    return bool(private.functorch.is_legacy_batchedtensor(tensor))
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -48,17 +46,17 @@ def each(function: Callable[[Tensor], Any], gradients: Tensor) -> Any:
 
     Autograd uses an older vmap for it, which supports few operators and no random numbers.
     """
-    level = torch._C._vmapmode_increment_nesting() - 1
+    level = private.vmapmode_increment_nesting() - 1
     for _ in range(2):
-        torch._C._vmapmode_decrement_nesting()
+        private.vmapmode_decrement_nesting()
     try:
-        rows = torch._remove_batch_dim(gradients, level, 1, 0).unbind()
-        made = [pytree.tree_flatten(function(row)) for row in rows]
+        rows = private.remove_batch_dim(gradients, level, 1, 0).unbind()
+        made = [private.pytree.tree_flatten(function(row)) for row in rows]
     finally:
-        torch._C._vmapmode_increment_nesting()
+        private.vmapmode_increment_nesting()
     columns = zip(*(leaves for leaves, _ in made), strict=True)
-    whole = [None if column[0] is None else torch._add_batch_dim(torch.stack(column), 0, level) for column in columns]
-    return pytree.tree_unflatten(whole, made[0][1])
+    whole = [None if column[0] is None else private.add_batch_dim(torch.stack(column), 0, level) for column in columns]
+    return private.pytree.tree_unflatten(whole, made[0][1])
 
 
 def write(state: Tensor, value: Tensor, what: str) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from cpt_fx.common.torch_private import native_multi_head_attention, transformer_encoder_layer
 from cpt_fx.decompose.building import Builder, Decomposer, StaysFusedError, arguments, static
 from cpt_fx.ir.meta import example_of
 
@@ -278,7 +279,7 @@ def _given(builder: Builder, *known: str) -> dict[str, Any]:
 DECOMPOSERS = {
     F.scaled_dot_product_attention: Decomposer(_PRODUCTS, _scaled_dot_product),
     F.multi_head_attention_forward: Decomposer((*_PRODUCTS, *_PROJECTIONS), _multi_head),
-    torch._native_multi_head_attention: Decomposer((*_PRODUCTS, *_PROJECTIONS), _fast_path),
-    torch._transformer_encoder_layer_fwd: Decomposer((*_PRODUCTS, *_PROJECTIONS), _encoder_layer),
+    native_multi_head_attention: Decomposer((*_PRODUCTS, *_PROJECTIONS), _fast_path),
+    transformer_encoder_layer: Decomposer((*_PRODUCTS, *_PROJECTIONS), _encoder_layer),
 }
 """The attention operators, and how to decompose them."""

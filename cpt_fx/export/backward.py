@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._decomp import decomposition_table
 from torch.overrides import enable_reentrant_dispatch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from cpt_fx.common.torch_private import disable_current_modes
 from cpt_fx.export.refusals import UnsupportedError
+from cpt_fx.export.torch_private import decomposition_table
 
 aten = torch.ops.aten
 Sizes = Sequence[Any]
@@ -159,7 +159,7 @@ def adaptive_pooling(size: Any, out: Any) -> Tensor:
 
 def _matrix(size: Any, operator: Any, *options: Any) -> Tensor:
     """Return the matrix of an operator that is linear along a dim: what it makes of unit vectors."""
-    with _disable_current_modes():
+    with disable_current_modes():
         made: Tensor = operator(torch.eye(int(size)).unsqueeze(0), *options)[0].T.contiguous()
         return made
 
@@ -177,7 +177,7 @@ def _antialias_backward(forward: Any) -> Callable[..., Tensor]:
             place, shape, sizes = [1, 1], [2, 2], [2, 2]
             place[dim], shape[dim], sizes[dim] = size, size, out
             factors = [scale if other == dim else None for other, scale in enumerate(scales)]
-            with _disable_current_modes():
+            with disable_current_modes():
                 units = torch.eye(size).view(1, size, *place).expand(1, size, *shape).contiguous()
                 made = forward(units, sizes, corners, *factors)
                 matrices.append(made[0].movedim(1 + dim, 1).flatten(2)[..., 0].T.contiguous())

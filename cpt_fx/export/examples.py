@@ -12,10 +12,10 @@ import onnx_ir as ir
 import sympy
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from cpt_fx.api import single_graph
 from cpt_fx.capture.dry_run import dry_run
+from cpt_fx.common.torch_private import pytree
 from cpt_fx.errors import ExportError
 from cpt_fx.export.program import Call, Graph
 

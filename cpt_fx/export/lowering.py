@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._decomp import decomposition_table
 from torch.onnx import ops as onnx_ops
 from torch.overrides import TorchFunctionMode
 
 from cpt_fx.errors import ExportError
 from cpt_fx.export.functions import DOMAIN, LEARNED, UNIFORM, QuantizerKind, constant, kind_of
+from cpt_fx.export.torch_private import decomposition_table
 from cpt_fx.quantizers import ops
 from cpt_fx.quantizers.numerics import in_blocks, reduced_dims
 from cpt_fx.quantizers.straight_through import grid_of

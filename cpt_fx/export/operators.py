@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._decomp import decomposition_table
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
+from cpt_fx.common.torch_private import disable_current_modes, pytree
 from cpt_fx.export.backward import adaptive_pooling, average_pooling, through, transposed_convolution
+from cpt_fx.export.torch_private import decomposition_table
 
 aten, prims = torch.ops.aten, torch.ops.prims
 Sizes = Sequence[Any]
@@ -53,7 +52,7 @@ def _adaptive_max_pool(operator: Any, x: Tensor, sizes: Sizes) -> tuple[Tensor, 
     made = decomposition_table[operator](x, sizes)
     if made is not NotImplemented:
         return made  # type: ignore[no-any-return]
-    with _disable_current_modes():
+    with disable_current_modes():
         places = torch.zeros(1, 1, dtype=torch.int64)
         for size, out in zip(x.shape[-len(sizes) :], sizes, strict=True):
             window = adaptive_pooling(size, out) > 0

@@ -12,9 +12,9 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call
-from torch.utils import _pytree as pytree
 
 from cpt_fx.capture.standalone import precision_of
+from cpt_fx.common.torch_private import pytree
 from cpt_fx.errors import ExportError
 from cpt_fx.export.functions import QuantizerKind
 from cpt_fx.export.lowering import QUANTIZER, Lowering

@@ -24,22 +24,17 @@ from onnx_ir.passes import common
 from onnx_ir.tape import Tape
 from onnxscript import optimizer
 from torch import Tensor, fx, nn
-from torch._decomp import core_aten_decompositions, decomposition_table
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses import fake_tensor
-from torch.export import Dim
+from torch.export import Dim, default_decompositions
 from torch.fx.experimental import symbolic_shapes
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# Tells which operators the exporter translates; there is no public API for that.
-from torch.onnx._internal.exporter._registration import ONNXRegistry
-from torch.utils import _pytree as pytree
-
 from cpt_fx.capture.base import patched
+from cpt_fx.common.torch_private import pytree
 from cpt_fx.export.backward import BACKWARD, embedding_bag
 from cpt_fx.export.operators import EVERYWHERE, OPERATORS
 from cpt_fx.export.refusals import UnsupportedError, check_nodes, check_numbers, operator_of
+from cpt_fx.export.torch_private import ONNXRegistry, decomposition_table, enable_python_dispatcher, fake_tensor
 
 OPSET = 18
 Table = Mapping[Any, Callable[..., Any]]
@@ -65,7 +60,7 @@ def decompositions() -> Table:
     """Return the decompositions for training steps: operators that ONNX lacks, in operators that it has."""
     with _quiet():
         known = _known()
-    plain = {key: entry for key, entry in core_aten_decompositions().items() if not known.is_registered(key)}
+    plain = {key: entry for key, entry in default_decompositions().items() if not known.is_registered(key)}
     backward = {key: entry for key, entry in decomposition_table.items() if "_backward" in str(key)}
     # ONNX has this loss, but not the sum of weights that its backward pass needs.
     backward |= {key: entry for key, entry in decomposition_table.items() if "nll_loss" in str(key)}

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpt_fx.capture.dry_run import dry_run
+from cpt_fx.common.torch_private import BatchNorm, TorchDispatchMode, current_autograd_node, get_sequence_number, pytree
 from cpt_fx.errors import ExportError
+from cpt_fx.export.torch_private import InstanceNorm
 from cpt_fx.ir.meta import WidthSource, module_path
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class _Seen(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         odd = any(map(_is_odd, pytree.tree_leaves(result)))
         if func._schema.name.partition("::")[2] == self.name and (odd > self.odd or not self.found):
-            step = torch._C._current_autograd_node()
+            step = current_autograd_node()
             place = bisect_left(self.layers, (step._sequence_nr() + 1, "")) if step else len(self.layers)
             self.found = self.layers[place][1] if place < len(self.layers) else self.layer
             self.odd = odd
@@ -131,9 +131,9 @@ class _Walk(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         self.seen.layer = module_path(n)[0] or "the model"
         result = super().run_node(n)
-        self.seen.layers.append((torch._C._autograd._get_sequence_nr(), self.seen.layer))
+        self.seen.layers.append((get_sequence_number(), self.seen.layer))
         return result
 
 
 _DRAWS = {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
-_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+_NORMS = (BatchNorm, InstanceNorm)

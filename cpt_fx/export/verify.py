@@ -19,12 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpt_fx.capture.dry_run import dry_run, tensors_in
 from cpt_fx.capture.standalone import precision_of
 from cpt_fx.common.arrays import Array, array_of
+from cpt_fx.common.torch_private import TorchDispatchMode, pytree
 from cpt_fx.errors import ExportError
 from cpt_fx.export.examples import tensors_of
 from cpt_fx.export.lowering import Calls

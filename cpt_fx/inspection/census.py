@@ -19,16 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.function import FunctionCtx
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _pop_mode, _push_mode
 
 from cpt_fx.capture.base import patched
 from cpt_fx.capture.standalone import transformed_in
+from cpt_fx.common import torch_private as private
 from cpt_fx.common.compilers import skip_frame
 from cpt_fx.common.functorch import plain
 from cpt_fx.common.resources import OWN
 from cpt_fx.inspection.levels import Grids
 from cpt_fx.inspection.places import Place, PlaceKind, ProductPlaces, applied, operands_at
+from cpt_fx.inspection.torch_private import disabled_torch_dispatch, has_computed_kernel, pop_mode, push_mode
 from cpt_fx.inspection.views import OF_A_SECOND
 from cpt_fx.ir.meta import BY_DECISION, LEFT, Uncovered
 from cpt_fx.ir.result import sessions_in
@@ -113,7 +113,7 @@ def list_what_runs(model: nn.Module, seen: Seen) -> None:
                 session.left.append(item)
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(private.TorchDispatchMode):
     """Sees every operator that reaches ATen."""
 
     supports_higher_order_operators = True
@@ -134,9 +134,9 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Check the operands of an operator, and run it."""
         kwargs = kwargs or {}
-        if types and any(kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for kind in types):
+        if types and any(kind.__torch_dispatch__ is not disabled_torch_dispatch for kind in types):
             return NotImplemented  # a tensor subclass: the operators it dispatches to are checked
-        if not isinstance(func, torch._ops.OpOverload):
+        if not isinstance(func, private.OpOverload):
             if form_of(func) is not None:  # flex attention: query, key and value come first
                 self.seen.product(func, list(args[:3]))
             return func(*self._watched(args), **self._watched(kwargs))
@@ -144,7 +144,7 @@ class _Watch(TorchDispatchMode):
         if is_composite:
             with self:
                 return func.decompose(*args, **kwargs)
-        with torch._C.DisableTorchFunction():
+        with torch.DisableTorchFunction():
             if positions and self.seen.is_open:
                 self.seen.product(func, [args[place] for place in positions if place < len(args)])
             if func.namespace not in _CLOSED and not positions:
@@ -160,12 +160,12 @@ class _Watch(TorchDispatchMode):
 
     def _opened(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a custom operator so that the operators its code calls are seen."""
-        devices = {leaf.device.type for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        key = getattr(torch._C.DispatchKey, max(devices, default="").upper(), None)
-        if key is None or not torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), key.name):
+        devices = {leaf.device.type for leaf in private.pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        key = getattr(torch.DispatchKey, max(devices, default="").upper(), None)
+        if key is None or not has_computed_kernel(func.name(), key.name):
             return func(*args, **kwargs)
         with self:
-            return func.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
+            return func.redispatch(torch.DispatchKeySet(key), *args, **kwargs)
 
     def _watched(self, values: Any) -> Any:
         """Wrap the functions given to a higher-order operator, so that what they run is seen too."""
@@ -180,7 +180,7 @@ class _Watch(TorchDispatchMode):
 
             return call
 
-        return pytree.tree_map(wrapped, values)
+        return private.pytree.tree_map(wrapped, values)
 
 
 setattr(_Watch, LOOKS_ON, True)
@@ -196,7 +196,7 @@ def _what_is(func: Any) -> tuple[tuple[int, ...], bool, tuple[int | str, ...]]:
         for place, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
-    composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    composite = private.has_kernel(func.name(), "CompositeImplicitAutograd")
     return positions, bool(composite and not positions and func._can_decompose()), writes
 
 
@@ -251,7 +251,7 @@ class Seen:
         """Register the result of a quantizer."""
         if counters is not None:
             self.values[id(counters)] = self.values.get(id(counters), 0) + result.numel()
-        with torch._C.DisableTorchFunction(), torch.no_grad(), _disable_current_modes():
+        with torch.DisableTorchFunction(), torch.no_grad(), private.disable_current_modes():
             fits = self.grids.add(plain(result), bits, grid)
         if not fits:
             said = f"a quantizer shows more levels in one of its ranges than {bits} bits have"
@@ -266,7 +266,7 @@ class Seen:
                 return
             self.products += 1
             loose = tuple(number for number, operand in enumerate(operands) if not self.grids.hold(operand))
-            node: Any = torch._C._current_autograd_node()
+            node: Any = private.current_autograd_node()
             if node is None:
                 self._forward(func, operands, loose, self.places.now())
             elif loose or keeps_graph:
@@ -320,7 +320,7 @@ class Seen:
         if place.kind is PlaceKind.BACKWARD:
             unknown = Place(PlaceKind.NOWHERE, place.name or _name_of_node()), 0
             came, allowed = self._made.get(number, unknown)
-            if isinstance(torch._C._current_autograd_node(), FunctionCtx) and not came.applied:
+            if isinstance(private.current_autograd_node(), FunctionCtx) and not came.applied:
                 came, allowed = unknown  # the number belongs to what was made after it, not inside
             if keeps_graph:
                 second = came if came.kind is PlaceKind.LEFT else Place(PlaceKind.SECOND, came.name, came.node)
@@ -371,7 +371,7 @@ class Seen:
 
 def _sequence() -> int:
     """Return the sequence number of the next autograd node; the operator that runs now has the one before."""
-    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    number: int = private.get_sequence_number()
     return number
 
 
@@ -384,7 +384,7 @@ def _short(func: Any) -> str:
 
 
 def _name_of_node() -> str:
-    node = torch._C._current_autograd_node()
+    node = private.current_autograd_node()
     return "" if node is None else f"the backward pass of {node.name().removesuffix('Backward0')}"
 
 
@@ -412,13 +412,13 @@ def _in_every_thread(seen: Seen) -> Iterator[None]:
 
     def watched(task: Any, run: Callable[..., Any], *args: Any) -> Any:
         # Pushed directly: `with` also sets flags of the whole process.
-        if not seen.is_open or torch._C._len_torch_dispatch_stack():
+        if not seen.is_open or private.dispatch_depth():
             return run(task, *args)
-        _push_mode(_Watch(seen))
+        push_mode(_Watch(seen))
         try:
             return run(task, *args)
         finally:
-            _pop_mode()
+            pop_mode()
 
     places: list[tuple[Any, str]] = [(threading.Thread, "_bootstrap_inner"), (pool._WorkItem, "run")]
     with patched({(kind, name): partialmethod(watched, getattr(kind, name)) for kind, name in places}):

@@ -19,6 +19,7 @@ from cpt_fx.capture.dry_run import dry_run, eager_model
 from cpt_fx.capture.side_effects import run_aside
 from cpt_fx.capture.standalone import Result, transformed_in
 from cpt_fx.inspection.places import GENERATED, frames, nodes_by_line
+from cpt_fx.inspection.torch_private import get_mkldnn_enabled, set_mkldnn_enabled
 from cpt_fx.inspection.tree import Modules, module_of
 from cpt_fx.inspection.views import named_below
 from cpt_fx.ir.meta import DECISION, Decision
@@ -44,9 +45,8 @@ def _counting(model: nn.Module) -> Iterator[FlopCounterMode]:
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.backends.cudnn.flags(enabled=False))
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        # Not torch.backends.mkldnn.flags: it also sets an option of Intel GPUs, which warns where there are none.
-        stack.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
-        torch._C._set_mkldnn_enabled(False)
+        stack.callback(set_mkldnn_enabled, get_mkldnn_enabled())
+        set_mkldnn_enabled(False)
         stack.callback(torch.backends.mha.set_fastpath_enabled, fast_path)
         torch.backends.mha.set_fastpath_enabled(False)
         for module in model.modules():

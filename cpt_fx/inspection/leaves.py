@@ -12,8 +12,8 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from cpt_fx.common.torch_private import is_traceable_wrapper_subclass
 from cpt_fx.ir.result import plain_class
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.Size)

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
 
 from cpt_fx.common.arrays import array_of
 from cpt_fx.common.functorch import plain
+from cpt_fx.common.torch_private import FakeTensor, functorch, pytree
 from cpt_fx.formats import most_levels
 from cpt_fx.quantizers.numerics import Grid, reduced_dims
 
@@ -93,9 +93,9 @@ class Grids:
         return most <= allowed
 
     def _is_unread(self, value: Tensor) -> bool:
-        if value.is_meta or isinstance(value, torch._subclasses.FakeTensor):
+        if value.is_meta or isinstance(value, FakeTensor):
             self.unread.add("meta")
-        elif torch._C._functorch.is_functorch_wrapped_tensor(value):
+        elif functorch.is_functorch_wrapped_tensor(value):
             self.unread.add("functorch")
         else:
             return not value.numel()

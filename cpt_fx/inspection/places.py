@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.autograd import graph as engine
 from torch.autograd.function import Function, FunctionCtx
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils import checkpoint
 
 from cpt_fx.common.resources import OWN
+from cpt_fx.common.torch_private import current_autograd_node
+from cpt_fx.inspection.torch_private import run_backward
 from cpt_fx.integer.ops import INTEGER_PRODUCTS
 from cpt_fx.ir.contexts import TRANSFORMED
 from cpt_fx.ir.layer_names import frames_of
@@ -96,7 +97,7 @@ class ProductPlaces:
     def now(self) -> Place:
         """Return the place of the calling code; inside a backward pass, only frames since its start count."""
         line, own, layer, again = "", "", 0, False
-        backward = torch._C._current_autograd_node() is not None
+        backward = current_autograd_node() is not None
         for frame in frames():
             code = frame.f_code
             file = code.co_filename
@@ -108,7 +109,7 @@ class ProductPlaces:
                     return place
                 if found is not None and not line:
                     line = _line_of(found)
-            elif code is engine._engine_run_backward.__code__ and backward:
+            elif code is run_backward.__code__ and backward:
                 break
             elif file.startswith(OWN) and (Path(file).name, code.co_name) == _LISTING:
                 given = frame.f_locals

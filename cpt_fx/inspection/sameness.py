@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpt_fx.capture.base import MODULE_OWN
 from cpt_fx.capture.dry_run import called, dry_run, eager_model, tensors_in
 from cpt_fx.capture.tree import plain_tree
+from cpt_fx.common.torch_private import TorchDispatchMode, pytree
 from cpt_fx.formats import FULL_PRECISION
 from cpt_fx.inspection.asking import GRADIENTS, TRAINING, asked
 from cpt_fx.inspection.leaves import (

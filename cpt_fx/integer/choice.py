@@ -25,10 +25,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from cpt_fx import native
 from cpt_fx.common.files import replace
+from cpt_fx.common.torch_private import disable_current_modes
 from cpt_fx.errors import check_choice
 from cpt_fx.integer.codes import Codes
 from cpt_fx.integer.kernels import Geometry
@@ -84,7 +84,7 @@ def _decided(kind: str, sizes: tuple[int, ...], threads: int, surroundings: str)
     ratio = _read().get(key)
     if ratio is None:
         # Outside of all dispatch modes: selective checkpointing would save these tensors as the model's.
-        with _disable_current_modes():
+        with disable_current_modes():
             ratio = round(_measure(kind, sizes), 3)
         _write(_read() | {key: ratio})
     _LOG.debug("integer products: %s: %s times as fast", key, ratio)

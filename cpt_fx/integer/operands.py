@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from cpt_fx.common.functorch import is_transformed
+from cpt_fx.common.torch_private import forward_ad_level
 from cpt_fx.formats import Rounding
 from cpt_fx.integer import choice
 from cpt_fx.integer.codes import WIDEST, Codes, quantize_codes, scale_shape
@@ -56,7 +56,7 @@ def symmetric(options: dict[str, Any], rounding: str) -> Grid:
 def is_supported(x: Tensor) -> bool:
     """Return whether a tensor can have codes: others, on other devices or under transforms, are simulated."""
     ordinary = x.layout is torch.strided and x.dtype in _SUPPORTED and x.device.type == "cpu"
-    return ordinary and not is_transformed() and forward_ad._current_level < 0
+    return ordinary and not is_transformed() and forward_ad_level() < 0
 
 
 def _has_codes(x: Tensor, width: int) -> bool:

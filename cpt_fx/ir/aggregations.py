@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from cpt_fx.common.torch_private import OpOverload
 from cpt_fx.ir.meta import asks_for_size, example_of, module_path
 from cpt_fx.operators import Row, row_of
 from cpt_fx.operators.around import ADDS, DIVIDES, FILLED, MULTIPLIES, PASSED_ON, SUBTRACTS, SUMS
@@ -156,7 +157,7 @@ def _called(node: fx.Node, name: str) -> bool:
 
 def _plain_name(node: fx.Node) -> str:
     """Return the name of what a node calls, the same for functions, methods and ATen operators."""
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         return str(node.target._schema.name).rpartition("::")[2]
     return str(getattr(node.target, "__name__", node.target))
 

@@ -9,11 +9,12 @@ from functools import cache
 from types import FunctionType
 from typing import Any
 
-import torch
 from torch import fx, nn
 
+from cpt_fx.common.torch_private import OpOverload, OpOverloadPacket
 from cpt_fx.ir.meta import CALLED
 from cpt_fx.ir.subgraphs import calls_of, graphs_of
+from cpt_fx.ir.torch_private import schemas_of
 from cpt_fx.operators import form_of, is_opaque, row_for
 from cpt_fx.operators.around import FRESH, UPDATES, VIEWS
 from cpt_fx.quantizers.ops import QUANTIZE_GRADIENT, QUANTIZERS
@@ -40,16 +41,16 @@ def overwritten(node: fx.Node, modules: Mapping[str, nn.Module]) -> list[fx.Node
     return _nodes(found + (_by_signature(target, node) if isinstance(target, FunctionType) else []))
 
 
-_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_OPERATORS = (OpOverload, OpOverloadPacket)
 
 
 @cache
 def _written_by(operator: Any) -> list[tuple[int, str]]:
     """Return the arguments that an operator, or the ATen operator of a name, overwrites, as (position, name)."""
-    if isinstance(operator, torch._ops.OpOverload):
+    if isinstance(operator, OpOverload):
         schemas = [] if operator.namespace == "cpt_fx" else [operator._schema]  # ours write only ranges and counters
     else:
-        schemas = torch._C._jit_get_schemas_for_operator(getattr(operator, "_qualified_op_name", operator))
+        schemas = schemas_of(getattr(operator, "_qualified_op_name", operator))
     return [
         (sys.maxsize if argument.kwarg_only else place, argument.name)
         for schema in schemas

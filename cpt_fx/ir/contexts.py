@@ -9,16 +9,14 @@ import torch
 from torch import fx
 
 from cpt_fx.common.compilers import skip_frame
+from cpt_fx.common.torch_private import enter_autocast, exit_autocast, set_grad_enabled
+from cpt_fx.ir.torch_private import enter_inference_mode, exit_inference_mode
 
 _DEVICES = ("cpu", "cuda", "mps", "xpu", "mtia", "hpu", "xla", "privateuseone")
 _GUARDS: list[Any] = []
-_SET_GRAD: frozenset[Any] = frozenset({torch._C._set_grad_enabled, torch.set_grad_enabled})
-_ENTER: frozenset[Any] = frozenset({
-    torch.amp.autocast_mode._enter_autocast, torch.autograd.grad_mode._enter_inference_mode,
-})  # fmt: skip
-_EXIT: frozenset[Any] = frozenset({
-    torch.amp.autocast_mode._exit_autocast, torch.autograd.grad_mode._exit_inference_mode,
-})  # fmt: skip
+_SET_GRAD: frozenset[Any] = frozenset({set_grad_enabled, torch.set_grad_enabled})
+_ENTER: frozenset[Any] = frozenset({enter_autocast, enter_inference_mode})
+_EXIT: frozenset[Any] = frozenset({exit_autocast, exit_inference_mode})
 
 
 TRANSFORMED = "under torch.vmap or another transform of torch.func: running ranges and hooks have no place there"
@@ -43,7 +41,7 @@ class ModesOf:
             return
         if torch.is_inference_mode_enabled() is not self.inference:
             # The region's own guard may be freed later and restores the same mode. This one is never freed.
-            _GUARDS.append(torch._C._InferenceMode(self.inference))
+            _GUARDS.append(torch.inference_mode(self.inference))
             _GUARDS[-1].__enter__()
         if _modes() != self.before:
             switches, devices, nesting = self.before
@@ -58,14 +56,14 @@ class ModesOf:
 
 
 _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
-    (torch.is_grad_enabled, torch._C._set_grad_enabled),
+    (torch.is_grad_enabled, set_grad_enabled),
     (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
-    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
-    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
-    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
 )
 """Modes that have a getter and a setter."""
 
@@ -102,7 +100,7 @@ class Regions:
     @property
     def infers(self) -> bool:
         """Whether the current node runs in inference mode, in which nothing has a gradient."""
-        modes = [node.args for node in self._entered if node.target is torch.autograd.grad_mode._enter_inference_mode]
+        modes = [node.args for node in self._entered if node.target is enter_inference_mode]
         return bool(modes) and modes[-1] == (True,)
 
     @property

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-import torch
 from torch import fx, nn
 
 from cpt_fx.common.resources import OWN
 from cpt_fx.ir.meta import NAME, module_path
+from cpt_fx.ir.torch_private import DISPATCHING
 from cpt_fx.operators import HIDING, OPERATOR_OF
 
 NAMES = "cpt_fx_names"
@@ -21,7 +21,7 @@ Frame = tuple[str, int, str]
 Place = tuple[tuple[Frame, ...], int]
 """Where in a module's code an operator is called, and its occurrence index there within one call of the module."""
 
-_CALLING = (*OWN, torch._ops.__file__, torch._tensor.__file__)
+_CALLING = (*OWN, *DISPATCHING)
 """Files whose frames are dropped: ours, and those of torch that dispatch operators."""
 _FRAME = re.compile(r'^\s*File "(.*)", line (\d+), in (.*)$', re.MULTILINE)
 RESUMED = re.compile(r"^torch_dynamo_resume_in_(.*)_at_\d+$")

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
+
+from cpt_fx.common.torch_private import FakeTensor
 
 PREFIX = "cpt_fx_"
 """Prefix of the names of all our tensors: one filter strips them from a state_dict."""

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from cpt_fx.common.torch_private import OpOverload, OpOverloadPacket
 from cpt_fx.ir.meta import DECISION, FAMILY, LEFT, NAME, PASS, QUANTIZER, SIMULATED, WEIGHT
+from cpt_fx.ir.torch_private import get_qualified_name
 
 _GRAPH_ATTRIBUTES = ("_graph", "_code", "_lineno_map", "_prologue_start", "_codegen")
 STATE_DICT_HOOKS = (
@@ -119,10 +121,10 @@ class _FunctionRef:
 
 def _reference(target: Any) -> Any:
     """Return a form of a node's target that can be pickled."""
-    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if isinstance(target, (OpOverload, OpOverloadPacket)):
         return _FunctionRef(f"torch.ops.{target}")
     if "<locals>" in getattr(target, "__qualname__", ""):
-        path = fx.node._get_qualified_name(target)
+        path = get_qualified_name(target)
         if path.startswith("torch.") and _FunctionRef(path).load() is target:
             return _FunctionRef(path)
     return target

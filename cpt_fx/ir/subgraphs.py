@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from cpt_fx.common.torch_private import OpOverload, OpOverloadPacket
 from cpt_fx.ir.layer_state import place_for_widths
 from cpt_fx.ir.meta import QUANTIZER, STATE, get_attribute
 from cpt_fx.ir.module import QuantizedGraphModule, blank
@@ -31,7 +32,7 @@ _STATE = f"{STATE}."
 AUTHORS_OWN: frozenset[Any] = frozenset({torch.ops.higher_order.autograd_function_apply})
 """Operators whose subgraphs are a forward pass and the author's own backward pass: passes leave them unchanged."""
 
-_ON_TENSORS = (BuiltinFunctionType, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_ON_TENSORS = (BuiltinFunctionType, OpOverload, OpOverloadPacket)
 """Types of targets that take no subgraph: a shortcut, since most get_attr nodes read tensors for such targets."""
 
 CONSTANTS = 3

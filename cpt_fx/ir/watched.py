@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch._guards import TracingContext
 
 from cpt_fx.common.compilers import skip_frame
+from cpt_fx.common.torch_private import TracingContext
 
 if TYPE_CHECKING:
     from cpt_fx.capture.session import Session

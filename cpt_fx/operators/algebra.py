@@ -8,16 +8,13 @@ import torch
 import torch.nn.functional as F
 
 from cpt_fx.operators.row import left
+from cpt_fx.operators.torch_private import LOW_RANK
 
 _FACTORED = "linear algebra in full precision: rounding inside a decomposition or a solution has no meaning of its own"
 _POWERS = "it multiplies a matrix with itself, and what it makes on the way is not seen: write the products"
 _STATISTICS = "a product of deviations from a mean, which are made inside"
 _NORM = "a norm that decomposes its matrix"
-_LOW_RANK = (
-    torch.svd_lowrank, torch.pca_lowrank, torch._lowrank.get_approximate_basis, torch._lowrank._svd_lowrank,
-    torch._linalg_utils.matmul, torch._linalg_utils.bform, torch._linalg_utils.qform, torch._linalg_utils.basis,
-    torch._linalg_utils.symeig,
-)  # fmt: skip
+_LOW_RANK = (torch.svd_lowrank, torch.pca_lowrank, *LOW_RANK)
 
 
 def _is_nuclear(input: Any = None, p: Any = "fro", *rest: Any, **more: Any) -> bool:

@@ -9,21 +9,23 @@ from typing import Any
 import torch
 from torch import fx
 
+from cpt_fx.common.torch_private import OpOverload
 from cpt_fx.operators.around import CONVERTED, FIRST_RESULT, SAME, SAME_METHOD
 from cpt_fx.operators.row import Call
 from cpt_fx.operators.table import form_of, respelled
+from cpt_fx.operators.torch_private import nn_functions
 
 Arguments = dict[str, Any]
 
 
 def name_of(node: fx.Node) -> str:
     """Return `aten.linear.default` for a call of that operator, and an empty string for any other node."""
-    return str(node.target) if isinstance(node.target, torch._ops.OpOverload) else ""
+    return str(node.target) if isinstance(node.target, OpOverload) else ""
 
 
 def arguments_of(node: fx.Node) -> Arguments:
     """Return the arguments of an ATen call by their names in the schema, defaults included."""
-    assert isinstance(node.target, torch._ops.OpOverload)
+    assert isinstance(node.target, OpOverload)
     given: Arguments = dict(node.kwargs)
     for place, argument in enumerate(node.target._schema.arguments):
         if place < len(node.args):
@@ -91,7 +93,7 @@ def _in_place(packet: str) -> Callable[..., Any] | str:
     """Return the tensor method of an in-place operator, or the function of torch if there is none."""
     if hasattr(torch.Tensor, packet):
         return packet
-    function: Callable[..., Any] = getattr(torch, packet, None) or getattr(torch._C._nn, packet)
+    function: Callable[..., Any] = getattr(torch, packet, None) or getattr(nn_functions, packet)
     return function
 
 

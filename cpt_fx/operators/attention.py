@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from cpt_fx.common.torch_private import native_multi_head_attention, transformer_encoder_layer
 from cpt_fx.operators.row import Call, Row, left
 
 _TWO = "fused attention: its two products are not separate operators in this graph"
@@ -45,10 +46,10 @@ ROWS = (
         "", "multi_head_attention_forward", function=F.multi_head_attention_forward, left=_FUSED,
         modules=(nn.MultiheadAttention,),
     ),
-    left(_FUSED, "_native_multi_head_attention", function=torch._native_multi_head_attention),
+    left(_FUSED, "_native_multi_head_attention", function=native_multi_head_attention),
     left(
         f"fused encoder layer: {_INSIDE}", "_transformer_encoder_layer_fwd",
-        function=torch._transformer_encoder_layer_fwd,
+        function=transformer_encoder_layer,
     ),
     left(
         _FUSED, "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",

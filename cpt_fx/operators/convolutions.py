@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from cpt_fx.operators.row import Call, Places, Row, left
+from cpt_fx.operators.torch_private import convolution
 
 _KERNELS: dict[str, Places] = {
     **dict.fromkeys(
@@ -57,7 +58,7 @@ def _tbc_backward_flops(self: Any, input: Any, weight: Any, *rest: Any, out_shap
     return 4 * torch.Size(self).numel() * int(weight[0]) * int(weight[1])
 
 
-_GENERAL = {spelling: _general for spelling in (torch.convolution, "aten::convolution", torch._convolution,
+_GENERAL = {spelling: _general for spelling in (torch.convolution, "aten::convolution", convolution,
                                                 "aten::_convolution", "aten::convolution_overrideable")}  # fmt: skip
 _GRADIENTS: Any = importlib.import_module("torch.nn.grad")
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from cpt_fx.operators.row import FIRST_DIM, Call, Row
+from cpt_fx.operators.torch_private import embedding_bag
 
 _MODES = ("sum", "mean", "max")
 
@@ -42,7 +43,7 @@ def _table(function: Any, kind: type[nn.Module], **more: Any) -> Row:
     )  # fmt: skip
 
 
-_BAGS = (torch.embedding_bag, torch._embedding_bag, "aten::embedding_bag", "aten::_embedding_bag")
+_BAGS = (torch.embedding_bag, embedding_bag, "aten::embedding_bag", "aten::_embedding_bag")
 ROWS = (
     _table(F.embedding, nn.Embedding, converts=dict.fromkeys((torch.embedding, "aten::embedding"), _embedding)),
     _table(F.embedding_bag, nn.EmbeddingBag, converts=dict.fromkeys(_BAGS, _bag), firsts=_BAGS),

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from cpt_fx.operators.row import Call, Groups, Row, left, with_in_place
+from cpt_fx.operators.torch_private import VF, grouped_mm
 
-_VF: Any = torch._C._VariableFunctions
 """Namespace of the builtins that torch's functions in Python call."""
 
 
@@ -100,22 +100,22 @@ ROWS = (
     Row(
         "matmul", "tensordot", ("input", "other"), _BOTH, function=torch.tensordot,
         keywords=(("a", "input"), ("b", "other")),
-        converts=dict.fromkeys((_VF.tensordot, "aten::tensordot"), _by_dims),
+        converts=dict.fromkeys((VF.tensordot, "aten::tensordot"), _by_dims),
     ),
     # Mixture of experts: each row of the left operand is multiplied by the matrix of its group.
     _product(
-        "grouped_mm", "_grouped_mm", "transformers::grouped_mm_fallback", function=torch._grouped_mm,
+        "grouped_mm", "_grouped_mm", "transformers::grouped_mm_fallback", function=grouped_mm,
         others=(F.grouped_mm,), keywords=_GROUPED,
         flops={"aten::_grouped_mm": _grouped_flops},
     ),
     _several(
         "einsum", "equation", 1, function=torch.einsum,
-        converts=dict.fromkeys((_VF.einsum, "aten::einsum"), _einsum),
+        converts=dict.fromkeys((VF.einsum, "aten::einsum"), _einsum),
     ),
     _several("multi_dot", "tensors", names=("linalg_multi_dot",)),
     _several(
         "chain_matmul", "matrices", function=torch.chain_matmul, fresh=False,
-        converts=dict.fromkeys((_VF.chain_matmul, "aten::chain_matmul"), _listed),
+        converts=dict.fromkeys((VF.chain_matmul, "aten::chain_matmul"), _listed),
     ),
     left("fused products: what it multiplies in between is not seen", "_compute_linear_combination", "_foreach_mm"),
     left(

@@ -12,8 +12,8 @@ from weakref import WeakSet
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function
-from torch.utils import _pytree as pytree
 
+from cpt_fx.common.torch_private import OpOverload, OpOverloadPacket, has_kernel, pytree
 from cpt_fx.errors import check_choice, nearest
 from cpt_fx.operators import table
 from cpt_fx.operators.row import MULTIPLY, Row
@@ -91,7 +91,7 @@ def register(
         tuple(sorted((arguments.index(name), kind) for name, kind in given.items())),
         tuple((arguments.index(name), ((axis,), None)) for name, axis in (output_axes or {}).items()
               if name in arguments),
-        function=target, names=(title,) if isinstance(target, torch._ops.OpOverloadPacket) else (),
+        function=target, names=(title,) if isinstance(target, OpOverloadPacket) else (),
         flops=_costs(title, target, flops, multiplies=family in MULTIPLY and not left), left=left, registered=True,
         fresh=_is_new(target),
         mutates=tuple(arguments.index(argument) for argument in mutates if argument in arguments),
@@ -115,11 +115,11 @@ def _calls(function: Any) -> tuple[str, Any, list[dict[str, str]]]:
         if not name or not hasattr(getattr(torch.ops, namespace), name):
             raise ValueError(f"there is no operator {function!r}: import what defines it first")
         function = getattr(getattr(torch.ops, namespace), name)
-    if isinstance(function, torch._ops.OpOverload) and function._overloadpacket.overloads() == ["default"]:
+    if isinstance(function, OpOverload) and function._overloadpacket.overloads() == ["default"]:
         function = function._overloadpacket
-    if isinstance(function, torch._ops.OpOverload):
+    if isinstance(function, OpOverload):
         return function._schema.name, function, [_placed(function)]
-    if isinstance(function, torch._ops.OpOverloadPacket):
+    if isinstance(function, OpOverloadPacket):
         return function._qualified_op_name, function, [_placed(overload) for overload in _overloads_of(function)]
     title = str(getattr(function, "__qualname__", None) or getattr(function, "__name__", function))
     try:
@@ -154,24 +154,24 @@ def _is_new(target: Any) -> bool:
     return bool(overloads) and all(given.alias_info is None for given in returns)
 
 
-def _overloads_of(target: Any) -> list[torch._ops.OpOverload]:
-    if isinstance(target, torch._ops.OpOverloadPacket):
+def _overloads_of(target: Any) -> list[OpOverload]:
+    if isinstance(target, OpOverloadPacket):
         return [getattr(target, overload) for overload in target.overloads()]
-    return [target] if isinstance(target, torch._ops.OpOverload) else []
+    return [target] if isinstance(target, OpOverload) else []
 
 
-def _placed(overload: torch._ops.OpOverload) -> dict[str, str]:
+def _placed(overload: OpOverload) -> dict[str, str]:
     return {given.name: str(given.type) for given in overload._schema.arguments if not given.kwarg_only}
 
 
 def _costs(
     title: str, target: Any, flops: Callable[..., int] | None, *, multiplies: bool
 ) -> dict[str, Callable[..., int]]:
-    if not isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if not isinstance(target, (OpOverload, OpOverloadPacket)):
         if flops is not None:
             raise ValueError(f"{title} is a function: what it calls is counted, it needs no flops=")
         return {}
-    composite = torch._C._dispatch_has_kernel_for_dispatch_key(title, "CompositeImplicitAutograd")
+    composite = has_kernel(title, "CompositeImplicitAutograd")
     if flops is not None or not multiplies or composite:
         return {title: flops} if flops is not None else {}
     return {title: _Uncounted(title)}

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from cpt_fx.common.torch_private import OpOverload, OpOverloadPacket
 from cpt_fx.operators.row import Call, Convert, Places, Row
+from cpt_fx.operators.torch_private import VF, linalg, nn_functions, sparse
 
 
 class Form(NamedTuple):
@@ -34,12 +36,11 @@ WRITES = "it writes its result to a tensor it is given (out=), in a form that is
 
 _OF_NUMPY = (("x", "input"), ("a", "input"), ("x1", "input"), ("x2", "other"))
 """NumPy's names of arguments, which functions of torch accept, too."""
-_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
-_C: Any = torch._C
+_OPERATORS = (OpOverload, OpOverloadPacket)
 _PLACES: tuple[tuple[str, Any, str], ...] = (
-    ("", torch, ""), ("", _C._VariableFunctions, ""), ("", _C._nn, ""), ("linalg_", torch.linalg, ""),
-    ("linalg_", _C._linalg, "linalg_"), ("special_", torch.special, ""), ("sparse_", torch.sparse, ""),
-    ("_sparse_", torch.sparse, ""), ("sparse_", _C._sparse, "sparse_"),
+    ("", torch, ""), ("", VF, ""), ("", nn_functions, ""), ("linalg_", torch.linalg, ""),
+    ("linalg_", linalg, "linalg_"), ("special_", torch.special, ""), ("sparse_", torch.sparse, ""),
+    ("_sparse_", torch.sparse, ""), ("sparse_", sparse, "sparse_"),
 )  # fmt: skip
 """Where functions of torch are: a prefix of the ATen name, the namespace, and the prefix used there instead."""
 
@@ -115,7 +116,7 @@ def form_of(target: Any) -> Form | None:
     if form is not None or not isinstance(target, _OPERATORS):
         return form
     form = FORMS.get(_name(target))
-    if form is None or not (isinstance(target, torch._ops.OpOverload) and target._overloadname.endswith("out")):
+    if form is None or not (isinstance(target, OpOverload) and target._overloadname.endswith("out")):
         return form
     # No function of torch takes `out` at that position: the operator keeps its target.
     return Form(form.row if form.convert is None else replace(form.row, operands=(), left=WRITES), target)
@@ -127,7 +128,7 @@ def writes(form: Form, kwargs: Mapping[str, Any]) -> bool:
 
 
 def _name(target: Any) -> str:
-    return str(target._schema.name if isinstance(target, torch._ops.OpOverload) else target._qualified_op_name)
+    return str(target._schema.name if isinstance(target, OpOverload) else target._qualified_op_name)
 
 
 def row_for(target: Any) -> Row | None:
@@ -203,7 +204,7 @@ def respelled(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cal
     return target, tuple(args), kwargs
 
 
-def factors(func: torch._ops.OpOverload) -> Places:
+def factors(func: OpOverload) -> Places:
     """Return the positions in its schema of the tensors that an operator below autograd multiplies.
 
     Empty for one that multiplies nothing. A position may hold a list of tensors, all of which are multiplied, or None

@@ -15,6 +15,7 @@ from cpt_fx.formats import Rounding, Scheme
 from cpt_fx.native import address
 from cpt_fx.quantizers.noise import new_seed
 from cpt_fx.quantizers.numerics import Grid, ValueRange, reduced_dims
+from cpt_fx.quantizers.torch_private import storage_use_count
 
 _SCHEMES = {Scheme.AFFINE: 0, Scheme.AFFINE_INTEGER: 1, Scheme.SYMMETRIC: 2}
 _AFFINE_FLOORED = 3
@@ -141,7 +142,7 @@ def new_like(x: Tensor) -> Tensor:
     buffers = _LOCAL.buffers
     for key, storage in reversed(buffers.items()):
         # One use is the cache's own. Other processes that share the memory are not counted.
-        unused = storage.nbytes() == size and torch._C._storage_Use_Count(storage._cdata) == 1
+        unused = storage.nbytes() == size and storage_use_count(storage._cdata) == 1
         if unused and not storage.is_shared():
             buffers.move_to_end(key)
             return x.new_empty(0).set_(storage, 0, x.shape, x.stride())

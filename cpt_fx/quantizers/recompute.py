@@ -20,9 +20,11 @@ from torch.fx import traceback
 from torch.utils import checkpoint as home
 
 from cpt_fx.common.compilers import skip_frame
+from cpt_fx.common.torch_private import top_saved_tensors_hooks
 from cpt_fx.quantizers import kernels as simulate
 from cpt_fx.quantizers.counters import LOOKING, show
 from cpt_fx.quantizers.numerics import Grid
+from cpt_fx.quantizers.torch_private import graph_task_id, pop_saved_tensors_hooks, push_saved_tensors_hooks
 
 if TYPE_CHECKING:
     from cpt_fx.ir.state import Precision, Widths
@@ -169,7 +171,7 @@ class _SourceHooks(NamedTuple):
 
 def _hooks() -> tuple[Any, Any] | None:
     """Return the saved-tensor hooks that are active."""
-    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks: tuple[Any, Any] | None = top_saved_tensors_hooks(False)
     return hooks
 
 
@@ -184,8 +186,8 @@ def _wrap_hooks() -> None:
     if getattr(hooks[0], "__module__", "") == home.__name__:
         return
     before = _SourceHooks(*hooks)
-    torch._C._autograd._pop_saved_tensors_default_hooks()
-    torch._C._autograd._push_saved_tensors_default_hooks(before.packed, before.unpacked)
+    pop_saved_tensors_hooks()
+    push_saved_tensors_hooks(before.packed, before.unpacked)
 
 
 skip_frame(_Kept.again.__code__, inside=True)  # runs in the backward pass, which forward itself may call
@@ -195,7 +197,7 @@ _MARK = "_cpt_fx_widths"
 
 def widths_of_pass(state: Precision, now: Widths) -> Widths:
     """Return the bit-widths in force, or, in a recomputation, those of the original forward pass."""
-    again = torch._C._current_graph_task_id() != -1
+    again = graph_task_id() != -1
     owner = _checkpoint(again)
     if owner is None:
         return now
@@ -208,13 +210,13 @@ def widths_of_pass(state: Precision, now: Widths) -> Widths:
 
 def is_recomputing() -> bool:
     """Return whether this forward runs inside a backward pass: checkpointing, which must not update a range twice."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return not torch.compiler.is_compiling() and graph_task_id() != -1
 
 
 def _checkpoint(again: bool) -> Any:
     """Return the object that the surrounding checkpoint keeps from its forward pass to its recomputation, or None."""
     if not again:
-        hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        hooks: Any = top_saved_tensors_hooks(True)
         if hooks is not None and hooks[0].__module__ == home.__name__:
             cells = dict(zip(hooks[0].__code__.co_freevars, hooks[0].__closure__ or (), strict=True))
             return cells["frame"].cell_contents if "frame" in cells else None

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from cpt_fx.common.compilers import skip_frame
 from cpt_fx.common.functorch import is_batched, is_transformed, outside, plain
+from cpt_fx.common.torch_private import forward_ad_level
 from cpt_fx.formats import FULL_PRECISION, Rounding, Scheme, Specials
 from cpt_fx.quantizers import kernels as simulate
 from cpt_fx.quantizers.counters import ARMED, LOOKING, count_levels, show
@@ -67,12 +67,7 @@ def by_kernel(
     learner: Running | None = None,
 ) -> Tensor | None:  # fmt: skip
     """Quantize by the kernel, in eager code on CPU at a bit-width that quantizes; otherwise return None."""
-    if (
-        is_transformed()
-        or is_batched(x)
-        or forward_ad._current_level >= 0
-        or (counters is not None and not counters.is_cpu)
-    ):
+    if is_transformed() or is_batched(x) or forward_ad_level() >= 0 or (counters is not None and not counters.is_cpu):
         return None
     width = host_value(bits)
     if width is None or not 0 < width < FULL_PRECISION:

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from cpt_fx.common.functorch import is_batched
+from cpt_fx.common.torch_private import FakeTensor, dispatch_depth
+from cpt_fx.quantizers.torch_private import dispatch_mode_at
 
 _VALUE = "_cpt_fx_width"
 LOOKS_ON = "_cpt_fx_looks_on"
@@ -15,8 +17,8 @@ _KEPT: dict[tuple[int, torch.device, str], Tensor] = {}
 
 def is_watched() -> bool:
     """Return whether a mode intercepts operators (fake tensors, a tracer); one that observes does not (`LOOKS_ON`)."""
-    depth = torch._C._len_torch_dispatch_stack()
-    return depth > 0 and not all(hasattr(torch._C._get_dispatch_stack_at(place), LOOKS_ON) for place in range(depth))
+    depth = dispatch_depth()
+    return depth > 0 and not all(hasattr(dispatch_mode_at(place), LOOKS_ON) for place in range(depth))
 
 
 def width_tensor(width: int, device: torch.device, source: str = "") -> Tensor:
@@ -47,7 +49,7 @@ def host_value(tensor: Tensor) -> int | None:
 
 def is_free(tensor: Tensor) -> bool:
     """Return whether reading a value needs no synchronization with a device."""
-    return tensor.is_cpu and not is_batched(tensor) and not isinstance(tensor, torch._subclasses.FakeTensor)
+    return tensor.is_cpu and not is_batched(tensor) and not isinstance(tensor, FakeTensor)
 
 
 def on_device(bits: Tensor, device: torch.device) -> Tensor:

@@ -10,17 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo.exc import RestartAnalysis
-from torch._dynamo.guards import GuardBuilder
-from torch._dynamo.source import AttrSource, LocalSource
-from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._guards import Source, TracingContext
 
 from cpt_fx.capture.base import copy_graph, over, put_graph
 from cpt_fx.capture.dynamo.callers import caller_of, lines_to_forward
 from cpt_fx.capture.dynamo.checkpoint import checkpointed
 from cpt_fx.capture.dynamo.control import RUN_AS, controls
+from cpt_fx.capture.dynamo.torch_private import AttrSource, GuardBuilder, LocalSource, RestartAnalysis, Source
 from cpt_fx.capture.tree import TreePlaces
+from cpt_fx.common.torch_private import TracingContext, translator
 from cpt_fx.ir.meta import STATE, WEIGHT, attribute_or_none, get_attribute, read_before
 from cpt_fx.ir.module import ROOT, QuantizedGraphModule, blank
 from cpt_fx.ir.result import plain_class
@@ -129,10 +126,10 @@ def _frame(root: nn.Module) -> Frame:
 
 def outermost_frame() -> tuple[Any, dict[str, Any]]:
     """Return Dynamo's translator of the function that it started with, and the scope to evaluate sources in."""
-    translator: Any = InstructionTranslator.current_tx()
-    while translator.parent is not None:
-        translator = translator.parent
-    return translator, {"L": translator.f_locals, "G": translator.f_globals}
+    outermost = translator()
+    while outermost.parent is not None:
+        outermost = outermost.parent
+    return outermost, {"L": outermost.f_locals, "G": outermost.f_globals}
 
 
 def _value_of(source: str, scope: dict[str, Any]) -> Any:

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
-from torch._dynamo.exc import unimplemented
-from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import checkpoint as home
 
 from cpt_fx.capture.base import patched
 from cpt_fx.capture.dynamo.callers import caller_of
+from cpt_fx.capture.dynamo.torch_private import CheckpointHigherOrderVariable, capture_checkpoint, unimplemented
 
 if TYPE_CHECKING:
     from cpt_fx.capture.dynamo.engine import DynamoEngine
@@ -74,10 +73,7 @@ def _call(self: CheckpointHigherOrderVariable, tx: Any, args: Any, kwargs: dict[
             explanation="torch.utils.checkpoint with use_reentrant=True runs its code without gradients first",
             hints=["Use use_reentrant=False."],
         )
-    return _IN_A_GRAPH(self, tx, args, kwargs)
-
-
-_IN_A_GRAPH = CheckpointHigherOrderVariable._call_function
+    return capture_checkpoint(self, tx, args, kwargs)
 
 
 def reentrant_apart() -> AbstractContextManager[None]:

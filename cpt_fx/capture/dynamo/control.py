@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._higher_order_ops.map import map_impl
-from torch._higher_order_ops.scan import scan_op
-from torch._higher_order_ops.while_loop import while_loop_op
 
+from cpt_fx.capture.dynamo.torch_private import map_impl, scan_op, while_loop_op
 from cpt_fx.common.functorch import is_transformed
 from cpt_fx.ir.subgraphs import graphs_of
 

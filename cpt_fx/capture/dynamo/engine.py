@@ -14,19 +14,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo import config as dynamo_config
-from torch._dynamo import eval_frame
-from torch._dynamo.callback import callback_handler
-from torch._dynamo.eval_frame import skip_code
 
 from cpt_fx.capture.base import resolves
 from cpt_fx.capture.captured import AsItIs, Capture
 from cpt_fx.capture.dynamo.backend import Backend, Compiler, why_broken
 from cpt_fx.capture.dynamo.checkpoint import quantized_again, reentrant_apart
 from cpt_fx.capture.dynamo.net import Net, noticed_scripts
+from cpt_fx.capture.dynamo.torch_private import callback_handler, config, eval_frame, stance
 from cpt_fx.capture.running_statistics import warn_of_ranges
 from cpt_fx.capture.session import ACTIVE, Session, nets_asleep
 from cpt_fx.capture.tree import TreePlaces
+from cpt_fx.common.torch_private import frames
 from cpt_fx.errors import TransformError
 from cpt_fx.ir.contexts import ModesOf
 from cpt_fx.ir.history import LOGGER, check_coverage
@@ -237,7 +235,7 @@ class DynamoEngine:
             if self._wants_one:
                 before, self.failure = self.runs, None
                 try:
-                    with dynamo_config.patch(ONE_GRAPH):
+                    with config.patch(ONE_GRAPH):
                         result = self._compiled(module, compiler, True)(*args, **kwargs)
                     if module is self.root:
                         self.session.breaks_because = ""
@@ -253,7 +251,7 @@ class DynamoEngine:
             else:
                 reason = self.session.breaks_because
             self.failure, self._wants_one = None, False
-            with self.net, quantized_again(self), noticed_scripts(self), dynamo_config.patch(SEVERAL):
+            with self.net, quantized_again(self), noticed_scripts(self), config.patch(SEVERAL):
                 result = self._compiled(module, compiler, False)(*args, **kwargs)
             if self.failure is not None:
                 raise self.failure
@@ -307,7 +305,7 @@ def compiled_by(
 
 def outer_compiler() -> tuple[Compiler | None, bool]:
     """Return the compiler of a `torch.compile` around the model, if there is one, and whether it demands one graph."""
-    callback = torch._C._dynamo.eval_frame.get_eval_frame_callback()
+    callback = frames.get_eval_frame_callback()
     if not callable(callback):
         return None, False
     compiler = eval_frame.innermost_backend(callback)
@@ -318,12 +316,12 @@ def outer_compiler() -> tuple[Compiler | None, bool]:
 
 
 # Skipped, not disabled: disabling it would hide the compiler that it looks for.
-skip_code(outer_compiler.__code__)
+eval_frame.skip_code(outer_compiler.__code__)
 
 
 def default_stance() -> AbstractContextManager[Any]:
     """Set the default stance of torch.compile: any other would skip the rewritten graphs and their quantizers."""
-    now = eval_frame._stance
+    now = stance()
     is_default = now.stance == "default" and now.backend is None
     return nullcontext() if is_default else torch.compiler.set_stance("default")
 

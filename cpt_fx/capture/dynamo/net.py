@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo.eval_frame import skip_code
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cpt_fx.capture.base import over, patched
 from cpt_fx.capture.dynamo.callers import Caller, caller_of
+from cpt_fx.capture.dynamo.torch_private import eval_frame
 from cpt_fx.capture.tree import TreePlaces
 from cpt_fx.common.functorch import is_transformed
+from cpt_fx.common.torch_private import pytree
 from cpt_fx.ir.contexts import TRANSFORMED
 from cpt_fx.ir.layer_names import OCCURRENCE
 from cpt_fx.ir.meta import WEIGHT, is_transposed
@@ -158,7 +158,7 @@ class Net(TorchFunctionMode):
 
 
 # Dynamo handles the mode while it traces; the frame itself is not to be captured.
-skip_code(Net.__torch_function__.__code__)
+eval_frame.skip_code(Net.__torch_function__.__code__)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -170,7 +170,7 @@ def _quantized(net: Net, func: Any, args: Any, kwargs: Any) -> Any:
 @contextmanager
 def noticed_scripts(engine: DynamoEngine) -> Iterator[None]:
     """Record TorchScript functions that multiply in the model's own code as uncovered: they cannot be rewritten."""
-    kind: Any = torch._C.ScriptFunction
+    kind: Any = torch.jit.ScriptFunction
     plain = kind.__call__
 
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -6,18 +6,13 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo import config as dynamo_config
-from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.source import AttrSource, LocalSource
-from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
-from torch._guards import ChainedSource, Source
 
 from cpt_fx.capture.base import CaptureError
+from cpt_fx.capture.dynamo import torch_private as private
 from cpt_fx.capture.dynamo.backend import Backend, Frame, broken_by, outermost_frame, view_of, why_broken
 from cpt_fx.capture.dynamo.engine import ONE_GRAPH, SEVERAL, DynamoEngine, NotCapturedError, default_stance
 from cpt_fx.capture.tree import TreePlaces
@@ -26,8 +21,6 @@ from cpt_fx.ir.result import plain_class
 
 EXACT = {"specialize_int": True, "specialize_float": True, "allow_unspec_int_on_nn_module": False}
 """Numbers among the arguments become constants of the graph, which checks them."""
-
-shapes_config: Any = import_module("torch.fx.experimental._config")  # torch does not type it
 
 _LOGGING = ("debug", "info", "warning", "warn", "error", "critical", "exception", "log")
 
@@ -118,8 +111,8 @@ def _one_graph(engine: DynamoEngine) -> Iterator[None]:
     # Without NNPACK, whose test for a batch below 16 would become a condition of the graph.
     with (
         _silence(), engine.entered(), default_stance(), torch.backends.nnpack.flags(enabled=False),
-        shapes_config.patch(**ANY_SIZE),
-        dynamo_config.patch({**ONE_GRAPH, **EXACT, "ignore_logging_functions": _log_functions()}),
+        private.shapes_config.patch(**ANY_SIZE),
+        private.config.patch({**ONE_GRAPH, **EXACT, "ignore_logging_functions": _log_functions()}),
     ):  # fmt: skip
         yield
 
@@ -135,7 +128,7 @@ def _retry(recorder: _Recorder, args: tuple[Any, ...], kwargs: dict[str, Any], d
     for sizes in (ANY_SIZE, ANY_BUT_ONE):
         engine.failure = None
         try:
-            with shapes_config.patch(**sizes):
+            with private.shapes_config.patch(**sizes):
                 return engine.compiled_for(recorder, dynamic=dynamic)(*args, **kwargs)
         except Exception:
             if recorder.ran:
@@ -158,7 +151,7 @@ def _breaks(engine: DynamoEngine, args: tuple[Any, ...], kwargs: dict[str, Any],
         return module.forward
 
     try:
-        with dynamo_config.patch({**SEVERAL, "fail_on_recompile_limit_hit": False}):
+        with private.config.patch({**SEVERAL, "fail_on_recompile_limit_hit": False}):
             engine.compiled_for(collect, dynamic=False, whole=False)(*args, **kwargs)
     except Exception as own:
         raise CaptureError(
@@ -215,7 +208,7 @@ class _Recorder(Backend):
         output = translator.output
         _refuse_effects(output.side_effects)
 
-        def value_of(source: Source) -> Any:
+        def value_of(source: private.Source) -> Any:
             return eval(source.name, scope)
 
         places = engine.places
@@ -248,37 +241,37 @@ def _marked(value: Any) -> Any:
     return WholeFloat(value) if type(value) is float else value
 
 
-def _property(source: Source | None) -> str:
+def _property(source: private.Source | None) -> str:
     """Return the method that reads a number from a tensor: `size`, `stride` or `storage_offset`; empty if none does."""
     kind = getattr(source, "prop", None)
     return kind.name.lower() if kind is not None else ""
 
 
-def _input(node: fx.Node, source: Any, value_of: Callable[[Source], Any]) -> Input:
+def _input(node: fx.Node, source: Any, value_of: Callable[[private.Source], Any]) -> Input:
     of = (value_of(source.base), _property(source), source.idx) if _property(source) else None
     chain = [source]
-    while isinstance(chain[-1], ChainedSource):
+    while isinstance(chain[-1], private.ChainedSource):
         chain.append(chain[-1].base)
     start = chain[-1]
-    argument = isinstance(start, LocalSource) and start.local_name in ("args", "kwargs")
+    argument = isinstance(start, private.LocalSource) and start.local_name in ("args", "kwargs")
     return Input(node, getattr(source, "name", node.name), argument, "Random" in type(start).__name__, of)
 
 
-def _modes(guards: Any, places: TreePlaces, value_of: Callable[[Source], Any]) -> dict[str, bool]:
+def _modes(guards: Any, places: TreePlaces, value_of: Callable[[private.Source], Any]) -> dict[str, bool]:
     """Return the modules whose `training` the code read, with its value, for which the graph holds."""
     sources = (guard.originating_source for guard in guards)
-    read = [value_of(one.base) for one in sources if isinstance(one, AttrSource) and one.member == "training"]
+    read = [value_of(one.base) for one in sources if isinstance(one, private.AttrSource) and one.member == "training"]
     modules = [one for one in read if isinstance(one, nn.Module) and id(one) in places.modules]
     return dict(sorted((places.modules[id(module)], module.training) for module in modules))
 
 
-def _refuse_effects(effects: SideEffects) -> None:
+def _refuse_effects(effects: private.SideEffects) -> None:
     """Refuse code with side effects on Python objects: Dynamo applies them outside of the graph."""
     if effects.tensor_hooks:
         raise CaptureError("forward registers a hook on a tensor, which is no part of a graph")
     for variable in effects.id_to_variable.values():
         if not effects.is_modified(variable) or isinstance(
-            variable.mutation_type, (AttributeMutationNew, ValueMutationNew)
+            variable.mutation_type, (private.AttributeMutationNew, private.ValueMutationNew)
         ):
             continue
         stored = effects.store_attr_mutations.get(variable, {})

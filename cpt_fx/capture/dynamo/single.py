@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import sympy
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
-from torch.utils._sympy.printers import PythonPrinter
 
 from cpt_fx.capture import input_checks as checks
 from cpt_fx.capture.base import CaptureError, assemble
 from cpt_fx.capture.dry_run import dry_run
 from cpt_fx.capture.dynamo.recording import Input, Recording, WholeFloat, WholeInt, record
+from cpt_fx.capture.dynamo.torch_private import PythonPrinter
 from cpt_fx.capture.session import Session
 from cpt_fx.capture.standalone import finish, hold_state
+from cpt_fx.common.torch_private import pytree, set_grad_enabled
 from cpt_fx.ir.history import History, check_coverage
 from cpt_fx.ir.layer_names import NAMES
 from cpt_fx.ir.layer_state import is_range
@@ -89,7 +89,7 @@ def _keep_gradient_mode(module: fx.GraphModule) -> None:
     was captured under `no_grad`, such a region is like the rest, and its switches are removed.
     """
     graph = module.graph
-    switches = graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
+    switches = graph.find_nodes(op="call_function", target=set_grad_enabled)
     if not switches:
         return
     if torch.is_grad_enabled():

@@ -9,7 +9,6 @@ import random
 import threading
 import warnings
 from collections.abc import Mapping
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy
@@ -22,6 +21,7 @@ from cpt_fx.capture.symbolic.guards import PLAIN, DynamoNeededError, guarding
 from cpt_fx.capture.symbolic.questions import refusing_questions
 from cpt_fx.capture.symbolic.refusals import noting, place_of_error, place_of_forward
 from cpt_fx.capture.symbolic.tracer import Tracer, expect, expect_given
+from cpt_fx.capture.torch_private import import_dynamo
 from cpt_fx.capture.tree import own_tree
 from cpt_fx.ir.aliasing import overwritten
 from cpt_fx.ir.meta import get_attribute, module_path, module_stack, read_before
@@ -151,7 +151,7 @@ def _trace(session: Session, entry: Entry, fixed: Mapping[str, object], *, mode:
     # An error that the model's code caught comes first: what it did afterwards may follow from it.
     first = noted[0] if noted else failed
     if isinstance(first, DynamoNeededError):
-        import_module("torch._dynamo")
+        import_dynamo()
         return _trace(session, entry, fixed, mode=mode)
     if isinstance(first, CaptureError):
         raise first

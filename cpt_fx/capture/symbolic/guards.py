@@ -13,15 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.autograd.function import _SingleLevelFunction
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpt_fx.capture.base import ABSENT, MODULE_OWN, patched
 from cpt_fx.capture.side_effects import keep_container, keep_tensor
 from cpt_fx.capture.symbolic.questions import is_caught
 from cpt_fx.capture.symbolic.refusals import callers, file_of_class, is_the_models, note, place_of_forward, refuse
+from cpt_fx.capture.torch_private import SingleLevelFunction
 from cpt_fx.capture.tree import is_plain_object
+from cpt_fx.common.torch_private import TorchDispatchMode, pytree
 from cpt_fx.ir.aliasing import overwritten
 
 PLAIN = (bool, int, float, str, type(None))
@@ -107,13 +106,13 @@ def _refusing_functions() -> Iterator[None]:
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != thread:
-            return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+            return super(SingleLevelFunction, cls).apply(*args, **kwargs)
         refuse(
             f"forward calls the autograd.Function {cls.__name__}: torch.fx would trace its forward, its backward "
             "would be lost"
         )
 
-    with patched({(_SingleLevelFunction, "apply"): classmethod(apply)}):
+    with patched({(SingleLevelFunction, "apply"): classmethod(apply)}):
         yield
 
 

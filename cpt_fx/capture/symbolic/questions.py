@@ -21,7 +21,6 @@ from types import CodeType, FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.fx._symbolic_trace
 from torch import Tensor, nn
 
 from cpt_fx.capture.base import ABSENT, CaptureError
@@ -38,6 +37,7 @@ from cpt_fx.capture.symbolic.refusals import (
     refuse_question,
 )
 from cpt_fx.capture.symbolic.traced import is_there, is_traced, traced_in
+from cpt_fx.capture.torch_private import STATES
 
 if TYPE_CHECKING:
     from cpt_fx.capture.symbolic.guards import Kept
@@ -279,9 +279,8 @@ _STATES = {
             "get_autocast_dtype", "get_autocast_cpu_dtype", "get_autocast_gpu_dtype", "is_autocast_cache_enabled",
             "get_default_dtype", "get_default_device", "are_deterministic_algorithms_enabled"),
     torch.random: ("initial_seed", "manual_seed", "seed", "get_rng_state", "set_rng_state", "fork_rng"),
-    torch._C: ("is_grad_enabled", "_is_any_autocast_enabled"),
     torch.overrides: ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"),
-    torch.fx._symbolic_trace: ("is_fx_tracing", "is_fx_symbolic_tracing"),
+    **STATES,
 }  # fmt: skip
 """Functions that read or set the state of the process, or tell whether values are traced."""
 

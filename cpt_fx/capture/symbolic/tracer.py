@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.nn.modules.conv import _ConvTransposeNd
 from torch.nn.utils import parametrize
 
 from cpt_fx.capture.base import CaptureError
@@ -22,7 +21,9 @@ from cpt_fx.capture.symbolic.guards import Replacements, context, refuse_handler
 from cpt_fx.capture.symbolic.questions import is_caught
 from cpt_fx.capture.symbolic.refusals import looked_at, note, place_of, place_of_forward, refuse
 from cpt_fx.capture.symbolic.traced import Traced
+from cpt_fx.capture.torch_private import ConvTransposeNd, conv_output_padding
 from cpt_fx.capture.tree import TreePlaces
+from cpt_fx.common.torch_private import top_saved_tensors_hooks
 from cpt_fx.ir.aliasing import overwritten
 from cpt_fx.ir.meta import CALLED, module_path
 from cpt_fx.ir.result import PART
@@ -98,7 +99,7 @@ class Tracer(fx.Tracer):
             note(CaptureError(f"{what}{place_of(sys._getframe(1))}"))
         changed = [name for name, state in context().items() if state != self._context[name]]
         # Saved-tensor hooks change what is kept for the backward pass, not what is computed.
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        if top_saved_tensors_hooks(True) is not None:
             self.dropped_checkpoints = True
             if self._updates(node):
                 refuse("forward updates a buffer inside torch.utils.checkpoint, which does so twice in each step,")
@@ -202,15 +203,13 @@ class Tracer(fx.Tracer):
 
             return record
 
-        padding = _ConvTransposeNd._output_padding
-
         def padded(layer: nn.Module, x: Any, output_size: Any, *args: Any) -> Any:
             if output_size is None:
-                return padding(layer, x, output_size, *args)  # type: ignore[arg-type]
+                return conv_output_padding(layer, x, output_size, *args)
             return self.create_proxy("call_function", output_padding, (x, output_size, *args), {})
 
         factories: Replacements = {(torch, name): recorded(getattr(torch, name)) for name in FACTORIES}
-        return {**factories, (_ConvTransposeNd, "_output_padding"): padded}
+        return {**factories, (ConvTransposeNd, "_output_padding"): padded}
 
     def _proxy_placeholder(
         self, name: str, concrete_args: Any, sig: inspect.Signature, fn_for_analysis: Callable[..., Any]
@@ -227,7 +226,7 @@ class Tracer(fx.Tracer):
 
 def output_padding(x: torch.Tensor, output_size: Any, *args: Any) -> list[int]:
     """Return the padding that gives a transposed convolution its output size."""
-    return _ConvTransposeNd._output_padding(None, x, output_size, *args)  # type: ignore[arg-type]
+    return conv_output_padding(None, x, output_size, *args)
 
 
 def expect(given: object, value: object, name: str) -> None:
