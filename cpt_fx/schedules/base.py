@@ -52,7 +52,7 @@ class Schedule(ABC):
 
     Two schedules are equal if they have the same configuration; the position does not count. Functions that can be
     imported by name are compared by identity. Any other (a lambda, a nested function, a partial, a bound method) makes
-    its schedule, and any that contains it, equal only to itself: whether two such functions do the same cannot be known.
+    its schedule, and any that contains it, equal only to itself: whether two such functions agree cannot be known.
     """
 
     total_steps: int | None
