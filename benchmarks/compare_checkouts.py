@@ -6,8 +6,8 @@
 Each checkout runs in a process of its own, with the packages of this environment. All products that can run on integers
 do so: otherwise a measurement decides once which of them are faster, and a moment of high load would change what is
 compared. Seconds are CPU seconds, which other load disturbs less. The allocator keeps its memory: whether it returns
-pages after a step, only to request them again in the next, differs by chance between processes, and matters by up to
-half a step of `bert-small`. The output is the median ratio of neighbouring steps, second to first, with its 95 % interval.
+pages after a step, only to request them again in the next, differs by chance between processes, by up to half a step of
+`bert-small`. The output is the median ratio of neighbouring steps, second to first, with its 95 % interval.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def in_torch(model: Any, schedule: Any, x: torch.Tensor, y: torch.Tensor) -> Cal
 
 
 def measure(name: str, rounds: int, threads: int) -> dict[str, Any]:
-    """Time every contender of a model, in turns."""
+    """Time all contenders of a model, alternating."""
     print(f"{name} ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         steps, exported = contenders(name, threads, Path(folder, "exported"))

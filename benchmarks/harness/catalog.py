@@ -79,7 +79,7 @@ class Settings:
     backend: str = "inductor"
 
     def __post_init__(self) -> None:
-        """Check what only this command knows; schedules and recipes check their own."""
+        """Check the settings of this command; schedules and recipes check their own arguments."""
         check_int("steps", self.steps, 2)
         check_int("threads", self.threads, 1)
         check_range(self.q_min, self.q_max)

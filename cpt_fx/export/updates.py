@@ -213,7 +213,7 @@ def _with_numbers(func: Any, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _chosen(better: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Make `min` or `max` accept tensors, too."""
+    """Make `min` or `max` accept tensors as well."""
 
     def choose(*values: Any, **options: Any) -> Any:
         if not any(isinstance(value, Tensor) for value in values):

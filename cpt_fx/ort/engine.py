@@ -77,7 +77,7 @@ class BoundSession:
     ) -> dict[str, Array]:
         """Run on arrays and on blocks of memory, without copying blocks; return the outputs that have no block.
 
-        Everything is bound anew for each run: an input on another device than the node that reads it is copied when it
+        Everything is bound again for each run: an input on another device than the node that reads it is copied when it
         is bound, and memory that a run allocates for an output would be reused by the next, whose batch may be larger.
         """
         bindings = self._session.io_binding()

@@ -78,7 +78,7 @@ def figures(panels: Sequence[Panel]) -> dict[str, Figure]:
     """Return the figures that a study has data for, by name: "cost", "deficit", "window", "first-cycle", "delayed"."""
     import matplotlib
 
-    # Full precision is a line beside the points of others, and gets no figure by itself.
+    # Full precision is a line in figures with other points, and gets no figure of its own.
     drawable = [panel for panel in panels if {row.group for row in _valued(panel)} - {FULL}]
     drawn: dict[str, Figure] = {}
     with matplotlib.rc_context(STYLE):

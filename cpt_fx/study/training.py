@@ -250,7 +250,7 @@ def execute(train: TrainFunction, threads: int, task: Task) -> Outcome:
             returned = train(own, seed, options)
             widths = [(*bits, count) for bits, count in own._widths_that_ran()]
         metrics, error = checked(returned, metric)
-    except (Exception, SystemExit):  # the training may call sys.exit(); the study goes on
+    except (Exception, SystemExit):  # the training may call sys.exit(); the study continues
         error = traceback.format_exc()
     finally:
         torch.set_num_threads(before)
