@@ -1,4 +1,4 @@
-"""How far batch norm's running statistics lag behind in a phase of low precision, and what new ones give.
+"""How far batch norm's running statistics lag behind in a phase of low precision, and what new statistics gain.
 
     python benchmarks/batch_norm.py --fast            # one seed, less than a minute
     python benchmarks/batch_norm.py                   # the tables under benchmarks/results/
@@ -41,7 +41,7 @@ CYCLE, BATCH = 100, 64
 TABLE = (105, 110, 115, 120)
 """Steps after which the nets are evaluated for the first table: the second cycle, at 3 bits."""
 CYCLIC = (*TABLE, *range(126, 3 * CYCLE + 1, 6))
-"""The same for the second: two cycles with all widths."""
+"""The same for the second table: two cycles with all widths."""
 STATIC = (*TABLE, 150, 200)
 Data = tuple[Tensor, Tensor, Tensor, Tensor]
 RECIPES: dict[str, Callable[[], Any]] = {
@@ -87,7 +87,7 @@ def run(recipe: str, schedule: Schedule, seed: int, digits: Data, points: Iterab
 
 
 def measured(model: nn.Module, test: list[Tensor], few: list[Tensor], width: int, everything: bool) -> dict[str, float]:
-    """Return the accuracies of a net as it is now; nothing of it changes."""
+    """Return the accuracies of a net as it is now, without changing it."""
     found = {}
     if everything:
         with cpt_fx.at_bits(copied := copy.deepcopy(model).train(), width):
@@ -169,7 +169,7 @@ def main() -> None:
     began, digits = time.perf_counter(), data()
     runs: dict[str, dict[str, list[Any]]] = {}
     for recipe, name in track([(recipe, name) for recipe in RECIPES for name in schedules(options.fast)], "training"):
-        if name == "full precision" and recipe != "paper":  # which has no recipe
+        if name == "full precision" and recipe != "paper":  # full precision has no recipe
             continue
         points = TABLE if options.fast else CYCLIC if name.startswith("CR") else STATIC
         made = [run(recipe, schedules(options.fast)[name], seed, digits, points) for seed in seeds]

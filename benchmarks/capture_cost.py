@@ -1,14 +1,14 @@
-"""What Dynamo capture costs: the first call against Dynamo's own capture, and every later one against torch.fx.
+"""The cost of capture by Dynamo: the first call against Dynamo's own capture, every later call against torch.fx.
 
     python benchmarks/capture_cost.py            # table and JSON under benchmarks/results/
     python benchmarks/capture_cost.py --fast     # two models, to see that it works; writes nothing
     python benchmarks/capture_cost.py --json     # the numbers on standard output
 
 Capture: `transform(model, schedule, capture="dynamo")` and the first call of the result, against the first call of
-`torch.compile(model, backend="eager", fullgraph=True)` under the same options of Dynamo. Both forget all they know
-before each run, and take turns. Later calls: a training step (forward, backward) through Dynamo and through torch.fx,
-where that captures the model, and of the plain model. Sizes of tensors are small, so that overhead shows. Seconds are
-CPU seconds of the one thread that works, so that a busy machine disturbs less; the JSON holds wall time too.
+`torch.compile(model, backend="eager", fullgraph=True)` under the same options of Dynamo. Both are reset
+before each run, and alternate. Later calls: a training step (forward, backward) through Dynamo and through torch.fx,
+where that captures the model, and of the plain model. Tensors are small, so that overhead shows. Seconds are
+CPU seconds of the single working thread, so that other load disturbs less; the JSON also holds wall time.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from cpt_fx.capture.dynamo.engine import ONE_GRAPH, WHOLE_GRAPHS
 from cpt_fx.study.training import processor
 
 RATIO_LIMIT = 1.3
-"""What a capture may cost at most, in captures of Dynamo alone."""
+"""The largest allowed cost of a capture, in captures by Dynamo alone."""
 DEPTHS = 40
-"""Captures and steps run at so many depths of Python's stack, in turn.
+"""The number of depths of Python's stack at which captures and steps run, one after the other.
 
-CPython keeps its frames in chunks. A graph's code has a large frame; where that ends just before a chunk does, every
-call in it allocates one, and the same step takes half as long again. How deep that is, is chance. Dynamo's own code
-runs into it as well: alone, it took between 0.69 and 0.85 s for one model.
+CPython keeps its frames in chunks. A graph's code has a large frame; where the frame ends just before a chunk does,
+every call in it allocates a chunk, and the same step takes half as long again. At which depth that happens is chance.
+It affects Dynamo's own code as well: alone, it took between 0.69 and 0.85 s for one model.
 """
 
 Inputs = dict[str, Tensor]
@@ -132,7 +132,7 @@ def through_dynamo(model: nn.Module, inputs: Inputs) -> Callable[[], Any]:
 
 
 def dynamo_alone(model: nn.Module, inputs: Inputs) -> Callable[[], Any]:
-    """Let Dynamo capture the same and run it as it is. Return a later call."""
+    """Let Dynamo capture the same model and run it unchanged. Return a later call."""
     options = {"recompile_limit": WHOLE_GRAPHS, "isolate_recompiles": True}
     compiled = torch.compile(model, backend="eager", fullgraph=True, **options)
 
@@ -149,7 +149,7 @@ Seconds = tuple[float, float]
 
 
 def timed(action: Callable[[], Any]) -> tuple[Seconds, Any]:
-    """Run an action; return what it took, and its result."""
+    """Run an action; return the time it took, and its result."""
     gc.collect()
     wall, start = time.perf_counter(), time.process_time()
     result = action()
@@ -162,7 +162,7 @@ def at_depth(depth: int, action: Callable[[], Any]) -> Any:
 
 
 def in_turn(actions: dict[str, Callable[[], Any]], repeats: int) -> dict[str, dict[str, float]]:
-    """Run every action several times, in turn; return medians and spread."""
+    """Run all actions several times, alternating; return medians and spread."""
     taken: dict[str, list[Seconds]] = {name: [] for name in actions}
     for turn in range(repeats):
         for name, action in actions.items():
@@ -191,7 +191,7 @@ def measure_capture(build: Callable[[], tuple[nn.Module, Inputs]], repeats: int)
     found: dict[str, Any] = {name: summary(pairs) for name, pairs in first.items()}
     for name in ways:
         found[name]["later_cpu"] = summary(later[name])["cpu"]
-    # Of each turn, whose two runs were at one depth, close to each other in time.
+    # The ratio is taken within a turn, whose two runs were at one depth, and close in time.
     turns = list(zip(first["cpt_fx"], first["dynamo alone"], strict=True))
     less = list(zip(later["cpt_fx"], later["dynamo alone"], strict=True))
     found["ratio"] = statistics.median(ours[0] / alone[0] for ours, alone in turns)

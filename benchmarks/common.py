@@ -1,4 +1,4 @@
-"""What all scripts here share: where results go, and what a result says about where it comes from."""
+"""Shared by all scripts here: where results are written, and what a result says about its origin."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def about(command: str, threads: int) -> dict[str, Any]:
-    """Return machine, versions, command and date, as every result has them."""
+    """Return machine, versions, command and date, which every result holds."""
     return here(threads, command).to_dict()
 
 

@@ -77,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
 
 def measure(options: argparse.Namespace) -> None:
     """Compare, then print what was measured."""
-    # Read when torch is loaded: its allocator would remark on every block that is older than the profiler.
+    # Read when torch is loaded: without it, torch logs a line for every block allocated before the profiler started.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     low, high = options.bits
     named = options.model in PRESETS
@@ -121,12 +121,12 @@ def _preset(options: argparse.Namespace) -> Workload:
     from harness.models import preset
     from harness.preparing import quiet
 
-    with quiet():  # transformers looks for other packages, which have remarks
+    with quiet():  # transformers imports other packages, which print warnings
         return preset(options.model, options.batch)
 
 
 def _command(options: argparse.Namespace, settings: Settings) -> str:
-    """Return the command that would measure this again, whatever it was called as."""
+    """Return the command that repeats this measurement, however it was started."""
     words = [
         "python",
         "benchmarks/compare.py",
@@ -185,7 +185,7 @@ def _schedule(text: str) -> str:
 
 
 def _cores() -> int:
-    # As many as this process may run on, which a container may have limited.
+    # The cores that this process may run on, which a container may limit.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -4,10 +4,10 @@
     python benchmarks/compare_checkouts.py ../before . --models mlp resnet20 bert-small
 
 Each checkout runs in a process of its own, with the packages of this environment. All products that can run on integers
-do: which of them pay is measured once and kept, and one loaded moment must not decide what is compared. Seconds are
-those of the CPU, which a busy machine disturbs less. The allocator keeps the memory it has: whether it gives pages back
-after a step, to fetch them again in the next, is luck of a process and worth up to half a step of `bert-small`. Printed
-is the median of the ratios of neighbouring steps, second to first, with its 95 % interval from resampling.
+do so: otherwise a measurement decides once which of them are faster, and a moment of high load would change what is
+compared. Seconds are CPU seconds, which other load disturbs less. The allocator keeps its memory: whether it returns
+pages after a step, only to request them again in the next, differs by chance between processes, by up to half a step of
+`bert-small`. The output is the median ratio of neighbouring steps, second to first, with its 95 % interval.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def main() -> None:
                     step(worker)
             ratios = []
             for index in range(options.steps):
-                # The one that goes first takes turns, too.
+                # The two take turns in going first.
                 order = workers if index % 2 else workers[::-1]
                 seconds = {id(worker): step(worker) for worker in order}
                 ratios.append(seconds[id(workers[1])] / seconds[id(workers[0])])

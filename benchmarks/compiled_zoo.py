@@ -1,11 +1,11 @@
 """A whole schedule over the zoo of the tests, compiled: how often the compiler is called, and when.
 
     python benchmarks/compiled_zoo.py bert resnet gcn          # some models, with inductor
-    python benchmarks/compiled_zoo.py --backend aot_eager      # all of them, with the compiler that is quick
+    python benchmarks/compiled_zoo.py --backend aot_eager      # all of them, with the fast compiler
 
 Each model trains for twelve steps of a cycle from 3 to 8 bits, is evaluated, and trains on. A change of bits must not
-compile anything, a change of mode at most once. Models of transformers may fill in their configuration in the first
-call, which is a second capture of their own.
+compile anything, a change of mode at most once. Models of transformers may complete their configuration in the
+first call, which causes a second capture.
 """
 
 from __future__ import annotations

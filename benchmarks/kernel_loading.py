@@ -1,8 +1,8 @@
-"""How long it takes to load native kernels that are built, after torch is imported.
+"""How long it takes to load native kernels that are already built, after torch was imported.
 
     python benchmarks/kernel_loading.py --processes 20
 
-Each measurement is a process of its own. Printed are the median and the range, on the clock and of the processor.
+Each measurement is a separate process. The output is the median and the range of wall time and CPU time.
 """
 
 from __future__ import annotations

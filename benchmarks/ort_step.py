@@ -3,7 +3,7 @@
     pip install -c constraints.txt ".[ort]"          # docs/export.md: in an environment of its own
     python benchmarks/ort_step.py
 
-Contenders take turns, each with the same number of threads, so that whatever disturbs the machine disturbs all.
+Contenders take turns, each with the same number of threads, so that other load on the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Classifier(nn.Module):
 
 
 class Scores(nn.Module):
-    """A classifier of the harness that returns its logits alone."""
+    """A classifier of the harness that returns only its logits."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def in_torch(model: Any, schedule: Any, x: torch.Tensor, y: torch.Tensor) -> Cal
 
 
 def measure(name: str, rounds: int, threads: int) -> dict[str, Any]:
-    """Time every contender of a model, in turns."""
+    """Time all contenders of a model, alternating."""
     print(f"{name} ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         steps, exported = contenders(name, threads, Path(folder, "exported"))

@@ -1,7 +1,7 @@
-"""What a proof costs: `inspect(result).verify(*inputs)` in training steps of the plain model.
+"""The cost of a proof, `inspect(result).verify(*inputs)`, in training steps of the plain model.
 
 Each turn takes a step of the plain model (forward, loss, backward, SGD with momentum, eager) and proves the result on
-the same batch, one after the other, so that both see the same machine. `transform(..., example_inputs=...)` does the
+the same batch, one after the other, so that both run under the same load. `transform(..., example_inputs=...)` does the
 same once, after the model was captured.
 
     python benchmarks/proof_cost.py --threads 1
@@ -24,7 +24,7 @@ import cpt_fx
 
 MODELS = ("mlp", "resnet20", "bert-small")
 LIMIT = 6.0
-"""Plain steps that a proof may take."""
+"""The number of plain steps that a proof may take."""
 
 
 def stepping(work: Workload) -> Callable[[], None]:
@@ -50,7 +50,7 @@ def measure(name: str, repeats: int, capture: str) -> dict[str, Any]:
     work = preset(name)
     schedule = cpt_fx.schedules.named("CR", q_min=3, q_max=8, total_steps=1000)
     result = cpt_fx.transform(work.model, schedule, capture=capture)
-    result(*work.inputs)  # a result that nobody calls is reminded of
+    result(*work.inputs)  # a result that is never called triggers a reminder
     step = stepping(work)
 
     def prove() -> None:

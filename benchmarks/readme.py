@@ -1,4 +1,4 @@
-"""The page about all benchmarks, made from what `run.py` left in results/. Nothing is measured here."""
+"""The page about all benchmarks, made from the results that `run.py` wrote. Nothing is measured here."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def page(results: Path) -> str:
 
 
 def _targets(found: list[Result]) -> Iterator[str]:
-    """Say of every target whether it is met; those of models that were not measured are said not to be."""
+    """Yield for every target whether it is met; targets of models without a measurement are marked as such."""
     yield "## Targets"
     measured = {result.model: result.verdicts for result in found}
     for model in PRESETS:

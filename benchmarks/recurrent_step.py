@@ -1,14 +1,14 @@
-"""What a training step of a recurrent layer costs when it is decomposed, against torch's fused kernel.
+"""The cost of a training step of a decomposed recurrent layer, against torch's fused kernel.
 
     python benchmarks/recurrent_step.py            # table and JSON under benchmarks/results/
     python benchmarks/recurrent_step.py --fast     # one small size, to see that it works; writes nothing
     python benchmarks/recurrent_step.py --json     # the numbers on standard output
 
-Torch has one kernel for all time steps of an LSTM or a GRU. To quantize what its products multiply, the layer is
+Torch has one kernel for all time steps of an LSTM or a GRU. To quantize the operands of its products, the layer is
 decomposed: one product for the inputs of all steps, then a loop over the products of the state. A step here is forward
 and backward of the layer alone, in five ways: torch's kernel; the layer decomposed at 32 bits, where every quantizer is
 the identity; at 8 and at 5 bits; and the layer excluded, which keeps the kernel. They take turns; ratios are to torch's
-kernel of the same turn. Seconds are CPU seconds of the one thread that works, so that a busy machine disturbs less.
+kernel in the same turn. Seconds are CPU seconds of the single working thread, so that other load disturbs less.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ SIZES = {
     "35 steps, batch 20, width 256": (35, 20, 256),
     "35 steps, batch 20, width 800": (35, 20, 800),
 }
-"""The first is that of the King James study, the last the published one of PTB."""
+"""The first is the size in the King James study, the last the published size for PTB."""
 FAST = {"5 steps, batch 4, width 16": (5, 4, 16)}
 
 
 class Net(nn.Module):
-    """A recurrent layer, and beside it something else to quantize, so that the layer can be excluded."""
+    """A recurrent layer, and another layer to quantize, so that the recurrent one can be excluded."""
 
     def __init__(self, layer: nn.RNNBase) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def step_of(net: nn.Module, x: Tensor) -> Callable[[], None]:
 
 
 def steps(kind: str, size: tuple[int, int, int]) -> dict[str, Callable[[], None]]:
-    """Return a step for each way, all on the same numbers."""
+    """Return a step for each way, all on the same input."""
     length, batch, width = size
     x = torch.randn(length, batch, width, requires_grad=True)
     made: dict[str, Callable[[], None]] = {}
@@ -81,7 +81,7 @@ def steps(kind: str, size: tuple[int, int, int]) -> dict[str, Callable[[], None]
 
 
 def measure(kind: str, size: tuple[int, int, int], turns: int) -> dict[str, dict[str, float]]:
-    """Let all ways take turns; return medians, spread, and the ratio to torch's kernel."""
+    """Time all ways, alternating; return medians, spread, and the ratio to torch's kernel."""
     made = steps(kind, size)
     for step in made.values():
         for _ in range(2):

@@ -1,11 +1,11 @@
-"""All figures of this project, and the page about them, by one command.
+"""Measure all figures of this project, and write the page about them.
 
-    python benchmarks/run.py                      # everything: hours, most of it compilers
+    python benchmarks/run.py                      # everything: hours, most of them in compilers
     python benchmarks/run.py --only resnet74      # one model of `compare.py`, or one script below
-    python benchmarks/run.py --page               # the page again, from the results that are there
+    python benchmarks/run.py --page               # only the page, from existing results
 
-Each part runs in a process of its own, so that none finds what another one left behind. What a part measured goes
-to benchmarks/results/; benchmarks/README.md is written from there, with the targets that are not met.
+Each part runs in a separate process, so that parts do not affect each other. Results are written to
+benchmarks/results/; benchmarks/README.md is made from them, and says which targets are not met.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from readme import page
 HERE = Path(__file__).parent
 SCRIPTS = ("step_overhead", "transform_scaling", "capture_cost", "recurrent_step", "compiled_zoo")
 OPTIONS = {"compiled_zoo": ("gcn", "sdpa_causal_dropout")}
-"""The whole zoo would take hours: a model takes a compiler about a minute."""
+"""The whole zoo would take hours: compiling a model takes about a minute."""
 MODELS = tuple(name for name in PRESETS if name != "resnet20")
 
 
@@ -34,7 +34,7 @@ def command(part: str, results: Path, bench: list[str]) -> list[str]:
 
 
 def measure(part: str, results: Path, bench: list[str]) -> bool:
-    """Run one part; what `compare.py` prints is its result."""
+    """Run one part; for `compare.py` its output is the result."""
     print(f"{part} ...", flush=True)
     if part in SCRIPTS:
         return subprocess.run(command(part, results, bench)).returncode == 0

@@ -1,10 +1,10 @@
-"""What quantization adds to a training step, against width, depth, batch and sequence length.
+"""The overhead of quantization in a training step, against width, depth, batch size and sequence length.
 
     python benchmarks/step_overhead.py               # table, JSON and plot under benchmarks/results/
     python benchmarks/step_overhead.py --compiled    # compiled contenders too: minutes for each size
 
-Encoder layers of a transformer; one quantity varies, the others stay at their usual values. Every size is a comparison
-of its own, by what `compare.py` does: contenders take turns, ratios are to FP32 eager of the same round.
+Encoder layers of a transformer; one quantity varies, the others stay at their usual values. Every size is a separate
+comparison, as in `compare.py`: contenders take turns, ratios are to FP32 eager in the same round.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def measure(quantities: list[str], settings: Settings) -> list[dict[str, Any]]:
 
 
 def _kept(found: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
-    """Return what is kept of one contender; the compiled ones are relative to compiled FP32."""
+    """Return the numbers to store for a contender; compiled ones are relative to compiled FP32."""
     ratio = found.get("step_ratio_to_compiled" if found["name"].endswith("-compiled") else "step_ratio")
     kept = {"contender": found["name"], "label": found["label"], "reason": found["reason"], "ratio": ratio}
     return kept | {"memory": found.get("memory_ratio")}
@@ -88,7 +88,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw one panel for each quantity, with the range that eight in ten rounds lie in."""
+    """Draw one panel for each quantity, with the range that contains eight in ten rounds."""
     from matplotlib.figure import Figure
 
     quantities = list(dict.fromkeys(row["quantity"] for row in rows))

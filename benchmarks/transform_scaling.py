@@ -3,10 +3,10 @@
     python benchmarks/transform_scaling.py            # table, JSON and plot under benchmarks/results/
 
 Nets are generated: residual blocks of convolution, batch norm and relu with a linear gate. A size is the number of
-nodes of the captured graph. Capture (torch.fx's own tracing, twice) is measured apart from the passes. Every size runs
-several times in turn; the table shows the median and the spread. Seconds are CPU seconds of the one thread that works,
-so that a busy machine disturbs less. Memory is the peak that Python allocates in the
-passes, by tracemalloc, in a run of its own.
+nodes of the captured graph. Capture (torch.fx's own tracing, twice) is measured separately from the passes. All sizes
+run several times, alternating; the table shows the median and the spread. Seconds are CPU seconds of the single working
+thread, so that other load disturbs less. Memory is the peak of Python's allocations in the passes, by tracemalloc, in
+a separate run.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from cpt_fx.schedules import named
 
 SIZES = (100, 300, 1_000, 3_000, 10_000, 20_000)
 RATIO_LIMIT = 13.0
-"""A graph ten times as large may cost at most this many times as much."""
+"""A graph ten times as large may take at most this many times as long."""
 SECONDS_LIMIT = 5.0
-"""What 10,000 nodes may cost, capture apart."""
+"""The time that 10,000 nodes may take, without capture."""
 
 
 class Block(nn.Module):
@@ -60,7 +60,7 @@ NODES_PER_BLOCK = 17
 
 
 def captured_net(nodes: int) -> tuple[fx.GraphModule, float]:
-    """Generate and capture a net of about that many nodes; return its graph with the seconds that capture took."""
+    """Generate and capture a net of about `nodes` nodes; return its graph with the seconds that capture took."""
     net = nn.Sequential(*(Block() for _ in range(max(1, round(nodes / NODES_PER_BLOCK)))))
     start = time.process_time()
     session = Session(own_tree(net), Pipeline(()), "symbolic", strict=False)
@@ -99,7 +99,7 @@ def memory(nodes: int) -> float:
 
 
 def measure(sizes: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
-    """Measure every size, in turn, several times."""
+    """Measure all sizes several times, alternating."""
     run(sizes[0])  # imports and caches
     runs: dict[int, list[dict[str, float]]] = {size: [] for size in sizes}
     for _ in range(repeats):

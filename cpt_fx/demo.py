@@ -161,13 +161,13 @@ def run_demo(settings: DemoSettings, advance: Advance) -> tuple[DemoRun, DemoRun
 
 
 def train(name: str, schedule: Schedule, settings: DemoSettings, digits: Digits, advance: Advance) -> DemoRun:
-    """Train a new net under a schedule, and evaluate it on the way."""
+    """Train a new net under a schedule, with evaluations during training."""
     torch.manual_seed(settings.seed)
     model = transform(ResidualNet(), schedule, example_inputs=(digits.train_images[:BATCH],))
     run = DemoRun(name, schedule, model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.steps)
-    # A separate generator: stochastic rounding draws from the global one, how often depends on the recipe.
+    # A separate generator: stochastic rounding draws from the global one, and how often depends on the recipe.
     batches = torch.Generator().manual_seed(settings.seed)
     every = max(settings.steps // EVALUATIONS, 1)
     began = time.perf_counter()
@@ -210,7 +210,7 @@ def write_report(
     """Write the page about both runs, and beside it the page on which the graph can be explored."""
     folder.mkdir(parents=True, exist_ok=True)
     inspection.html(folder / "graph.html")
-    # One expanded level fits the width of a page; graph.html shows the rest. As an image it keeps its styles to itself.
+    # One expanded level fits the width of a page; graph.html shows the rest. An image keeps its styles to itself.
     drawing = b64encode(inspection.svg(depth=1).encode()).decode()
     said = f"Proven for {runs[0].name}, with evaluations among the runs: " + "; ".join(str(proof).splitlines())
     graph = (
@@ -242,7 +242,7 @@ def curves(runs: tuple[DemoRun, DemoRun], settings: DemoSettings) -> str:
 
     window = max(settings.steps // 40, 1)
     edges = range(settings.steps + 1)
-    # The climb from chance level would flatten all that follows: the axis starts below the accuracies after it.
+    # The rise from chance level would flatten the rest: the axis starts just below the later accuracies.
     settled = [100 * value for run in runs for step, value in run.accuracies.items() if 4 * step >= settings.steps]
     floor = 5 * (min(settled) // 5)
     with matplotlib.rc_context(figures.STYLE):
@@ -276,7 +276,7 @@ def curves(runs: tuple[DemoRun, DemoRun], settings: DemoSettings) -> str:
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
-    """Return the moving average of the last `window` values, fewer at the start; it skips what is not finite."""
+    """Return the moving average of the last `window` values, fewer at the start, without those that are not finite."""
     windows = (values[max(end - window, 0) : end] for end in range(1, len(values) + 1))
     finite = ([value for value in recent if math.isfinite(value)] for recent in windows)
     return [sum(recent) / len(recent) if recent else math.nan for recent in finite]

@@ -3,7 +3,7 @@
     python examples/digits.py             # about half a minute on one core
     python examples/digits.py --fast      # a few seconds
 
-The three lines that bring in low precision are marked.
+The three lines that add low precision are marked.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import cpt_fx
 
 
 class Block(nn.Module):
-    """Two convolutions and a way around them."""
+    """Two convolutions with a shortcut."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ def make_model(width: int = 24) -> nn.Module:
 
 
 def train(steps: int) -> float:
-    """Returns the share of the test images that are recognised at the end."""
+    """Train, and return the share of test images that are recognised at the end."""
     torch.manual_seed(0)
     bunch = load_digits()
     images = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / 16
@@ -62,7 +62,7 @@ def train(steps: int) -> float:
 
     print(cpt_fx.inspect(model).verify())
     model.eval()
-    # Batch norm's running statistics are those of the latest widths; these are of the width that is evaluated.
+    # Batch norm's running statistics come from the latest widths; these come from the evaluation width.
     with cpt_fx.recalibrate(model, train_images[:640].split(64)), torch.no_grad():
         return (model(images[test]).argmax(dim=1) == labels[test]).float().mean().item()
 

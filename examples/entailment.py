@@ -9,12 +9,12 @@
 or XNLI (tsv or jsonl). --model is any checkpoint of transformers by name or path, with its own tokenizer, or `tiny`:
 a few layers with random weights, and a vocabulary built from the training pairs.
 
-**`wordnet` and `python` are lexical entailment, not natural language inference**: they ask of two words whether one is
-a kind of the other, and have no sentences. Guessing is right in one of three cases. No word of the test is seen in
-training; support/lexical.py says what else is done so that words alone do not give the label away. Their metric is
-called `lexical_accuracy` wherever it appears.
+**`wordnet` and `python` are lexical entailment, not natural language inference**: they ask whether one of two
+words is a kind of the other, and have no sentences. Guessing is right in one of three cases. No test word is seen in
+training; support/lexical.py describes the other measures that keep single words from revealing the label. Their metric
+is always called `lexical_accuracy`.
 
-Quantized are all linear layers, the two products of attention, the pooler and the classifier.
+All linear layers are quantized, and the two products of attention, the pooler and the classifier.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from cpt_fx import recipes
 
 
 class Entailment(Task):
-    """Three labels for each pair of texts; AdamW, and a rate that falls to nothing."""
+    """Three labels for each pair of texts; AdamW, and a learning rate that falls to zero."""
 
     better = "higher"
 
@@ -58,7 +58,7 @@ class Entailment(Task):
         return tokenizer(pairs[:limit], self.options.length)
 
     def model(self) -> nn.Module:
-        """Return a classifier as transformers makes it."""
+        """Return an unmodified classifier of transformers."""
         return self.build()
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -66,11 +66,11 @@ class Entailment(Task):
         return torch.optim.AdamW(model.parameters(), lr=self.options.lr, weight_decay=self.options.weight_decay)
 
     def learning_rate(self, step: int, total_steps: int) -> float:
-        """Return the rate, which falls in a line."""
+        """Return the rate, which falls linearly."""
         return cast(float, self.options.lr * (1 - step / total_steps))
 
     def batch(self, step: int, seed: int) -> tuple[dict[str, Tensor], Tensor]:
-        """Return pairs as numbers, and their labels."""
+        """Return encoded pairs, and their labels."""
         epoch, place = divmod(step, self.steps_per_epoch)
         order = epoch_order(len(self.train.labels), epoch, seed)
         chosen = order[place * self.options.batch :][: self.options.batch]
@@ -119,7 +119,7 @@ SCRIPT = Script(description=__doc__, presets=PRESETS, fast=FAST, add_options=add
 
 
 def train(schedule: Any, seed: int = 0, **options: Any) -> dict[str, float]:
-    """Train under a schedule and return the metrics: what a study calls."""
+    """Train under a schedule and return the metrics; a study calls this."""
     return SCRIPT.train(schedule, seed, **options)
 
 

@@ -27,7 +27,7 @@ import cpt_fx
 
 
 class ImageClassification(Task):
-    """Cross entropy, SGD with momentum, a learning rate that falls in steps."""
+    """Cross entropy, SGD with momentum, a learning rate that drops in steps."""
 
     metric = "accuracy"
     better = "higher"
@@ -43,7 +43,7 @@ class ImageClassification(Task):
         count = len(self.data.train.labels)
         if not 1 <= options.batch <= count:
             raise ValueError(f"--batch must be between 1 and {count}, the training images, got {options.batch}")
-        self.steps_per_epoch = count // options.batch  # what is left over comes in another epoch, after another shuffle
+        self.steps_per_epoch = count // options.batch  # the remainder is used in another epoch, after another shuffle
         self.recipe = cpt_fx.recipes.paper()
         if not options.quantize_all:
             with torch.random.fork_rng():
@@ -59,7 +59,7 @@ class ImageClassification(Task):
         return torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9, weight_decay=options.weight_decay)
 
     def learning_rate(self, step: int, total_steps: int) -> float:
-        """Return the rate: a tenth of it from each of --lr-drops on."""
+        """Return the rate, divided by ten at each of --lr-drops."""
         return drop_at(self.options.lr, step, total_steps, tuple(self.options.lr_drops))
 
     def batch(self, step: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -118,7 +118,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "cifar100-mobilenetv2": MOBILENET | {"data": "cifar100"},
     "cifar10-resnet152": RESNET152 | {"data": "cifar10"},
     "cifar100-resnet152": RESNET152 | {"data": "cifar100"},
-    # Gradients keep 8 bits here: so it was run.
+    # Gradients stay at 8 bits here, as in the published runs.
     "cifar10-resnet152-6bit": RESNET152 | {"data": "cifar10", "q_max": 6},
     "cifar100-resnet152-6bit": RESNET152 | {"data": "cifar100", "q_max": 6},
     "cifar100-resnet74": CIFAR
@@ -135,7 +135,7 @@ SCRIPT = Script(description=__doc__, presets=PRESETS, fast=FAST, add_options=add
 
 
 def train(schedule: cpt_fx.schedules.Schedule, seed: int = 0, **options: Any) -> dict[str, float]:
-    """Train under a schedule and return the metrics: what a study calls."""
+    """Train under a schedule and return the metrics; a study calls this."""
     return SCRIPT.train(schedule, seed, **options)
 
 

@@ -7,13 +7,13 @@
     python examples/language_model.py --fast              # a few seconds, nothing to fetch
 
 --data is `kjv` (the King James Bible, from a Debian package), `python` (the help topics of this Python), a text file,
-or a folder with PTB (ptb.train.txt, ...) or WikiText (wiki.train.tokens, ...). One text is cut by position: the first
-90 % are for training, the last 5 % for the test. So the test part of `kjv` is the end of the New Testament, from
-Colossians 4 on: harder than a sample of all verses would be. The vocabulary is what is most frequent in the training
-part; the rest counts as one word, <unk>, whose share in the test is the column `unknown`. Perplexities of different
-vocabularies do not compare.
+or a folder with PTB (ptb.train.txt, ...) or WikiText (wiki.train.tokens, ...). A single text is split by position:
+the first 90 % are for training, the last 5 % for the test. So the test part of `kjv` is the end of the New Testament,
+from Colossians 4 on: harder than a sample of all verses would be. The vocabulary holds the most frequent words of the
+training part; all others count as one word, <unk>, whose share in the test is the column `unknown`. Perplexities with
+different vocabularies cannot be compared.
 
-Quantized are the gates of the LSTM and the decoder, or the products of the transformer. Embeddings stay in full
+The gates of the LSTM and the decoder are quantized, or the products of the transformer. Embeddings stay in full
 precision.
 """
 
@@ -37,7 +37,7 @@ RATES = ("cosine", "constant", "plateau")
 
 
 class LanguageModel(Task):
-    """Predict the next word or character. The state of an LSTM goes from each batch to the next."""
+    """Predict the next word or character. The state of an LSTM is carried from each batch to the next."""
 
     metric = "perplexity"
     better = "lower"
@@ -53,7 +53,7 @@ class LanguageModel(Task):
                 f"--bptt {options.bptt} and --batch {options.batch} need more text than the training part has, "
                 f"{len(self.corpus.train)} words or characters"
             )
-        self.state: tuple[Tensor, ...] | None = None  # that of the last training batch
+        self.state: tuple[Tensor, ...] | None = None  # of the last training batch
         self.best = math.inf  # loss on the validation part, for the plateau rule
 
     def model(self) -> nn.Module:
@@ -84,12 +84,12 @@ class LanguageModel(Task):
         return highest * (0.05 + 0.95 * (1 + math.cos(math.pi * step / total_steps)) / 2)
 
     def batch(self, step: int, seed: int) -> tuple[Tensor, Tensor, bool]:
-        """Return a piece of the text, what comes next at each position, and whether the text starts over."""
+        """Return a piece of the text, the next token at each position, and whether the text starts over."""
         place = step % self.steps_per_epoch
         return (*self._piece("train", place * self.options.bptt), place == 0)
 
     def _piece(self, part: str, start: int) -> tuple[Tensor, Tensor]:
-        """Return a piece of a text, and what comes next at each of its positions."""
+        """Return a piece of a text, and the next token at each of its positions."""
         stream = self.streams[part]
         end = min(start + self.options.bptt, len(stream) - 1)
         return stream[start:end], stream[start + 1 : end + 1]
@@ -108,7 +108,7 @@ class LanguageModel(Task):
         nn.utils.clip_grad_norm_(model.parameters(), self.options.clip)
 
     def after_epoch(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the rate by 4 where the validation part has not become better."""
+        """Divide the rate by 4 if the validation loss has not improved."""
         if self.options.rate != "plateau":
             return
         loss = self._mean_loss(model, "valid")
@@ -137,12 +137,12 @@ class LanguageModel(Task):
         return {"state": self.state, "best": self.best}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Restore the state that `state_dict` returned."""
         self.state, self.best = state["state"], state["best"]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what only language models have, and say what the defaults are."""
+    """Add the options of language models, and set the defaults."""
     group = parser.add_argument_group("language model")
     group.add_argument("--level", choices=LEVELS, default="word", help="default: %(default)s")
     group.add_argument("--vocabulary", type=int, metavar="N", help="keep the N most frequent words (default: 2000)")
@@ -170,7 +170,7 @@ SCRIPT = Script(description=__doc__, presets=PRESETS, fast=FAST, add_options=add
 
 
 def train(schedule: Any, seed: int = 0, **options: Any) -> dict[str, float]:
-    """Train under a schedule and return the metrics: what a study calls."""
+    """Train under a schedule and return the metrics; a study calls this."""
     return SCRIPT.train(schedule, seed, **options)
 
 

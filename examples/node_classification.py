@@ -7,7 +7,7 @@
     python examples/node_classification.py --preset ogbn-arxiv              # the published settings
 
 The models `gcn`, `sage` and `gat` are those of PyTorch Geometric, unmodified. `paper-gcn` and `paper-sage` are those of
-the published experiments, in plain PyTorch. Nothing here knows of precision but the recipe.
+the published experiments, in plain PyTorch. Only the recipe is about precision.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cpt_fx.schedules import Schedule, learning_rates
 
 Inputs = tuple[Any, ...]
 Batch = tuple[Inputs, Tensor, Tensor]
-"""What the model takes, which rows of its output count, and which nodes of the graph these are."""
+"""The model's inputs, the rows of its output that count, and the nodes of the graph that these stand for."""
 
 ARXIV = {"data": "ogbn-arxiv", "model": "paper-gcn", "hidden": 512, "layers": 3, "dropout": 0.2, "epochs": 500,
          "lr": 1e-3, "weight_decay": 0.0, "cycles": 8, "period": "published", "eval_bits": "current"}  # fmt: skip
@@ -47,7 +47,7 @@ FAST = {"data": "karate", "hidden": 16, "epochs": 60, "lr": 0.02, "weight_decay"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what only graphs have, and the defaults: GCN on Cora."""
+    """Add the options of graphs, and set the defaults: GCN on Cora."""
     group = parser.add_argument_group("graph")
     add = group.add_argument
     sums = "sums over neighbours in full precision, or of quantized messages (default: %(default)s)"
@@ -96,7 +96,7 @@ class NodeClassification(Task):
         return torch.optim.Adam(model.parameters(), lr=self.options.lr, weight_decay=self.options.weight_decay)
 
     def learning_rate(self, step: int, total_steps: int) -> float:
-        """Fall along half a cosine to a tenth."""
+        """Return the rate, which falls along half a cosine to a tenth."""
         return learning_rates.cosine(step, lr=self.options.lr, total_steps=total_steps)
 
     def batch(self, step: int, seed: int) -> Batch:
@@ -200,7 +200,7 @@ SCRIPT = Script(description=__doc__ or "", presets=PRESETS, fast=FAST, add_optio
 
 
 def train(schedule: Schedule, seed: int = 0, **options: Any) -> dict[str, float]:
-    """Train under a schedule and return the metrics: what `cpt-fx study` calls."""
+    """Train under a schedule and return the metrics; `cpt-fx study` calls this."""
     return SCRIPT.train(schedule, seed, **options)
 
 

@@ -6,7 +6,7 @@
     python examples/object_detection.py --preset voc-resnet18 --data VOCdevkit --backbone-weights resnet18-f37072fd.pth
 
 --data is composed-digits, composed-mnist or composed-fashion-mnist, or a folder of Pascal VOC or of COCO. Results on
-composed scenes are called so: nothing follows from them for photographs.
+composed scenes are marked as such: they say nothing about photographs.
 """
 
 from __future__ import annotations
@@ -145,11 +145,11 @@ class ObjectDetection(Task):
         return [detections(one, code, anchors) for one, code in zip(scores, codes, strict=True)]
 
     def _sized(self, scene: Scene) -> Scene:
-        """Return a photograph in the size that nets are trained on; composed scenes have one already."""
+        """Return a photograph in the training size; composed scenes already have theirs."""
         return scene if self.data.composed else scene.scaled(self.options.image_size, self.options.longest)
 
     def _stacked(self, scenes: list[Scene]) -> Tensor:
-        # The coarsest level that is computed from another by halving must not be cut short.
+        # The coarsest level, which is computed by repeated halving, must not be cut short.
         return stacked(scenes, self.data, self.anchors.strides[-1])
 
 
@@ -188,7 +188,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(data="composed-digits", model="small", epochs=16, batch=8, lr=1e-3)
 
 
-# Where the trained weights start from is not in the preset: fetch them, and name them with --backbone-weights.
+# The pretrained weights are not in the preset: fetch them, and name them with --backbone-weights.
 VOC: dict[str, Any] = {
     "data": "VOCdevkit", "epochs": 120, "cycles": 8, "period": "published", "eval_bits": "current", "lr": 3e-6,
     "clip": 0.1, "frozen_norm": True,
@@ -206,7 +206,7 @@ SCRIPT = Script(description=__doc__, presets=PRESETS, fast=FAST, add_options=add
 
 
 def train(schedule: cpt_fx.schedules.Schedule, seed: int = 0, **options: Any) -> dict[str, float]:
-    """Train under a schedule and return the metrics: what a study calls."""
+    """Train under a schedule and return the metrics; a study calls this."""
     return SCRIPT.train(schedule, seed, **options)
 
 

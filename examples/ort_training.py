@@ -1,12 +1,12 @@
-"""Train in ONNX Runtime what `transform` made in PyTorch, next to PyTorch: same weights, batches and bits.
+"""Train a transformed model in ONNX Runtime, next to PyTorch: same weights, batches and bits.
 
     python examples/ort_training.py                            # both models, some minutes on two cores
     python examples/ort_training.py --fast                     # a few steps only
     python examples/ort_training.py --picture curves.png       # with a picture of losses and bits
 
 A residual net and a small transformer learn scikit-learn's digits, the transformer row by row. Needs the extra `ort`
-(and `demo`, for the picture `viz`): docs/export.md. Stochastic rounding draws other noise in both, so the curves are
-not equal, only alike.
+(and `demo`, for the picture `viz`): docs/export.md. Stochastic rounding draws different noise in the two, so the
+curves are similar, but not equal.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def compare(name: str, steps: int, progress: Progress) -> dict[str, list[float]]:
-    """Train a model in both; return losses, bits, seconds a step and the share of test images recognised."""
+    """Train a model in both; return losses, bits, seconds per step and the share of test images recognised."""
     torch.manual_seed(0)
     train_images, train_labels, test_images, test_labels = digits()
     make, optimizer_of = MODELS[name]
@@ -82,7 +82,7 @@ def compare(name: str, steps: int, progress: Progress) -> dict[str, list[float]]
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder, "exported")
         cpt_fx.export.ort_training(model, (train_images[:BATCH],), directory, loss="cross_entropy", optimizer=optimizer)
-        # A schedule of its own: each side moves on after its own update.
+        # A separate schedule: each side advances after its own update.
         trainer = cpt_fx.ort.Trainer(
             directory,
             cpt_fx.schedules.named("CR", q_min=3, q_max=8, total_steps=steps),
@@ -108,7 +108,7 @@ def compare(name: str, steps: int, progress: Progress) -> dict[str, list[float]]
         model.eval()
         with torch.no_grad():
             found["torch accuracy"] = [(model(test_images).argmax(1) == test_labels).float().mean().item()]
-            # What was learned there goes on here.
+            # Copy the trained values back to PyTorch.
             trainer.to_torch(model)
             back = (model(test_images).argmax(1) == test_labels).float().mean().item()
         found["back in torch"] = [back]

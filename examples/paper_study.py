@@ -1,12 +1,12 @@
-"""Compare the ten schedules with static precision on real data, in three domains: makes what docs/results/ holds.
+"""Compare the ten schedules with static precision on real data, in three domains; this writes docs/results/.
 
-    python examples/paper_study.py --workers 2                 # hours on two cores; killed, it goes on
+    python examples/paper_study.py --workers 2                 # hours on two cores; continues if it was killed
     python examples/paper_study.py --only king-james --seeds 2
-    python examples/paper_study.py --fast                      # a trial on data that need no fetching
+    python examples/paper_study.py --fast                      # a quick check on data that need no fetching
 
-Each study is a script of this folder under the ten schedules, static precision and full precision, each with several
-seeds. Then come the experiments on critical learning periods and a range test. What is finished is kept in --store, one
-file for each study, and is not trained again.
+Each study trains a script of this folder under the ten schedules, static precision and full precision, each with
+several seeds. Then follow the experiments on critical learning periods and a range test. Finished runs are kept in
+--store, one file for each study, and are not trained again.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class Plan:
     model: str
     size: str
     published: str
-    """What the paper trains in this domain."""
+    """The setup of the paper in this domain."""
     limits: str
-    """What this cannot show."""
+    """The limits of this study."""
     script: str
     """The script of this folder that trains it."""
     options: Mapping[str, Any]
     """Options of the script."""
     family: str
-    """What kind of model it is, as `schedules.recommend` names it."""
+    """The kind of model, as `schedules.recommend` names it."""
     steps: int
     bits: tuple[tuple[int, int], ...]
     metric: str
@@ -67,7 +67,7 @@ class Plan:
 
     @property
     def notes(self) -> str:
-        """What was trained, what the paper trains, and what this cannot show."""
+        """What was trained, what the paper trains, and the limits of the study."""
         return (
             f"Data: {self.dataset}. Model: {self.model}. Training: {self.size}. The paper: {self.published}. What this "
             f"cannot show: {self.limits}"
@@ -153,7 +153,7 @@ FAST = (
 
 
 def run(plan: Plan, arguments: argparse.Namespace) -> None:
-    """Train everything that a plan asks for and that is not in the store, and write what came out."""
+    """Train everything in a plan that is not in the store yet, and write the results."""
     common: dict[str, Any] = {
         "store": arguments.store / f"{plan.name}.sqlite", "name": plan.name, "total_steps": plan.steps,
         "seeds": arguments.seeds or plan.seeds, "better": plan.better, "metric": plan.metric,
@@ -161,7 +161,7 @@ def run(plan: Plan, arguments: argparse.Namespace) -> None:
     }  # fmt: skip
     train = f"{HERE / plan.script}:train"
     options = dict(plan.options)
-    # What matters most comes first, for those who stop it early.
+    # The most important runs come first, in case the study is stopped early.
     study.run(train, schedules=(*plan.schedules, *BASELINES), bits=plan.bits[:1], options=options, **common)
     for part in plan.critical:
         more = {**part, "options": {**options, **part.get("options", {})}}
@@ -183,14 +183,14 @@ def report(plan: Plan, found: study.Study, out: Path) -> None:
 
 
 def recommendations(plan: Plan, found: study.Study, path: Path) -> None:
-    """Put what was measured where `cpt_fx.schedules.recommend` reads it."""
+    """Write the measurements to the file that `cpt_fx.schedules.recommend` reads."""
     figure = f"docs/results/{plan.name}-cost.png"
     task = measured.Task(dataset=plan.dataset, model=plan.model, size=plan.size, figure=figure, limits=plan.limits)
     measured.update(path, plan.family, task, found.records)
 
 
 def overview(plans: Sequence[Plan], store: Path, out: Path) -> None:
-    """Write one line for each study and (q_min, q_max) of which there are records."""
+    """Write one line for each study and (q_min, q_max) with records."""
     lines = [
         "# Overview",
         "| study | bits | metric | rank correlation of cost and quality | small, medium, large saving | static q_max "
@@ -214,7 +214,7 @@ def overview(plans: Sequence[Plan], store: Path, out: Path) -> None:
 
 
 def _overview_cells(panel: Panel) -> str:
-    """Return what the overview says of a panel."""
+    """Return the cells of the overview for a panel."""
     digits = 4 if panel.better == "higher" else 2
     order = cost_correlation(panel)
     rho = "–" if order.rho is None else f"{order.rho:+.2f}"
@@ -237,7 +237,7 @@ def _overview_cells(panel: Panel) -> str:
 
 
 def compare_aggregation(store: Path, out: Path) -> None:
-    """Write what quantized messages change, schedule by schedule."""
+    """Write the effect of quantized messages, schedule by schedule."""
     both = [store / f"{name}.sqlite" for name in ("cora-fp", "cora-q")]
     if not all(path.exists() for path in both):
         return

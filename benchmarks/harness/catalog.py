@@ -1,4 +1,4 @@
-"""The names of what can be compared: contenders and models. Nothing here imports torch, so that `--help` is quick."""
+"""The names of contenders and models. Nothing here imports torch, so that `--help` is quick."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Contender:
 
     @property
     def name(self) -> str:
-        """What it is called on the command line and in data."""
+        """The name on the command line and in data."""
         return f"{self.kind}-compiled" if self.compiled else self.kind
 
     @property
     def label(self) -> str:
-        """What it is called in tables."""
+        """The name in tables."""
         return f"{KINDS[self.kind]}, compiled" if self.compiled else KINDS[self.kind]
 
 
@@ -43,12 +43,12 @@ CONTENDERS = {
     for contender in (Contender(kind=kind, compiled=compiled) for kind in KINDS for compiled in (False, True))
 }
 REFERENCE = "fp32"
-"""What every ratio is relative to."""
+"""The contender that every ratio is relative to."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A model that can be asked for by name; `batch` is its usual batch."""
+    """A model that can be requested by name; `batch` is its usual batch size."""
 
     about: str
     batch: int
@@ -79,7 +79,7 @@ class Settings:
     backend: str = "inductor"
 
     def __post_init__(self) -> None:
-        """Check what only this command knows; schedules and recipes check their own."""
+        """Check the settings of this command; schedules and recipes check their own arguments."""
         check_int("steps", self.steps, 2)
         check_int("threads", self.threads, 1)
         check_range(self.q_min, self.q_max)
@@ -92,7 +92,7 @@ GROUPS = ("eager", "compiled")
 
 
 def chosen(names: Sequence[str]) -> tuple[str, ...]:
-    """Return contenders in the order of the catalog, the reference always among them; none named means all."""
+    """Return contenders in the order of the catalog, always including the reference; no names mean all."""
     for name in names:
         check_choice("contenders", name, (*CONTENDERS, *GROUPS))
     return tuple(

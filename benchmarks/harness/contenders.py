@@ -1,4 +1,4 @@
-"""How each contender is made from a model. What cannot be made raises, and its message is shown."""
+"""How each contender is built from a model. One that cannot be built raises an error, whose message is shown."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEARNING_RATE = 1e-3
 
 @dataclass(kw_only=True)
 class Trainee:
-    """A model with what trains it. `schedule` is None where there are no widths to change."""
+    """A model with its batch, loss and optimizer. `schedule` is None if there are no widths to change."""
 
     contender: Contender
     model: nn.Module
@@ -32,19 +32,19 @@ class Trainee:
     autocast: bool = False
 
     def __post_init__(self) -> None:
-        """Make the optimizer, and keep the model as it is before it is compiled: what is read off it is read there."""
+        """Make the optimizer, and keep the uncompiled model, whose counters and graphs are read later."""
         self.plain = self.model
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE)
 
     def output(self, *inputs: Any) -> Any:
-        """Return what the model makes of inputs."""
+        """Return the model's output."""
         if not self.autocast:
             return self.model(*inputs)
         with torch.autocast("cpu", torch.bfloat16):
             return self.model(*inputs)
 
     def step(self) -> None:
-        """Take one training step: what every contender is timed at."""
+        """Take one training step, the unit that is timed for every contender."""
         self.loss(self.output(*self.inputs)).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -66,7 +66,7 @@ def make(contender: Contender, workload: Workload, settings: Settings) -> Traine
             return trainee(model=transform(model, schedule, recipe=settings.recipe), schedule=schedule)
         case "integer":
             schedule = plan(settings)
-            # Its own recipe: scales must factor out of a product, which those of other recipes do not.
+            # Its own recipe: scales must factor out of a product, and those of other recipes do not.
             return trainee(model=transform(model, schedule, recipe="integer", execution="integer"), schedule=schedule)
         case kind:
             return trainee(model=peers.BUILDERS[kind](model, inputs))
@@ -77,7 +77,7 @@ def plan(settings: Settings) -> Schedule:
     if settings.schedule == "static":
         return Static(settings.q_max)
     name = check_choice("schedule", settings.schedule, NAMES)
-    # Cycles go on for as long as anyone may measure; after the last step the widths would stand still.
+    # More cycles than any measurement needs: after the last step of a schedule the widths would stay constant.
     period = cycle(settings)
     return named(name, q_min=settings.q_min, q_max=settings.q_max, total_steps=10_000 * period, period=period)
 

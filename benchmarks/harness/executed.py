@@ -1,4 +1,4 @@
-"""Which quantized products ran in a step, by the model's own counts: what the profiler cannot know."""
+"""Which quantized products ran in a step, by the model's own counts; the profiler cannot tell."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Counts = dict[str, int]
 
 
 def counts(trainee: Trainee) -> Counts:
-    """Return how often everything ran that is counted: quantizers, and products on integers."""
+    """Return how often everything that is counted ran: quantizers, and products on integers."""
     if trainee.schedule is None:
         return {}
     found = {f"{view.graph}/{view.node}": view.times_run for view in views_in(trainee.plain)}
@@ -23,14 +23,14 @@ def counts(trainee: Trainee) -> Counts:
 
 
 def since(before: Counts, trainee: Trainee, trace: Traced) -> Executed:
-    """Return what ran since: on integers what was counted there, else products whose quantizers ran."""
+    """Return what ran since: on integers the products counted there, else products whose quantizers ran."""
     if trainee.schedule is None:
         return Executed(integer=trace.integer, floating=trace.floating)
     now = counts(trainee)
     ran = {key for key, runs in now.items() if runs > before.get(key, 0)}
     if trainee.contender.kind == "integer":
         forward, backward = (now[key] - before[key] for key in ("forward", "backward"))
-        # Native kernels are no operators, and no profiler sees them.
+        # Native kernels are not operators, and no profiler sees them.
         integer = max(trace.integer, forward + backward)
     else:
         forward, backward = _between_quantizers(trainee, ran)

@@ -1,4 +1,4 @@
-"""What a measurement belongs to: processor, versions, date and command. Every result carries it."""
+"""The origin of a measurement: processor, versions, date and command. Every result includes it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Machine:
 
     @property
     def place(self) -> str:
-        """All but the command, in a line."""
+        """Everything but the command, in one line."""
         cores = f"{self.cores} core{'s' * (self.cores != 1)}"
         threads = f"{self.threads} thread{'s' * (self.threads != 1)}"
         versions = ", ".join(f"{name} {number}" for name, number in self.versions.items())
         return f"{self.processor}, {cores}, {threads}. {versions}. {self.date}"
 
     def __str__(self) -> str:
-        """Say it in a line."""
+        """Return everything in one line."""
         return f"{self.place}. {self.command}"
 
     def to_dict(self) -> dict[str, object]:

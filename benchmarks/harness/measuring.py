@@ -1,4 +1,4 @@
-"""Step times: contenders take turns, so that whatever disturbs the machine disturbs all of them."""
+"""Step times: contenders take turns, so that other load on the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from harness.results import Result, Row
 Tell = Callable[[str], None]
 
 DEPTHS = 16
-"""Rounds run at so many depths of Python's stack, in turn.
+"""The number of depths of Python's stack at which rounds run, one after the other.
 
-CPython keeps its frames in chunks. The code of a graph has a large frame; where that ends just before a chunk does,
-every call in it allocates one, and the same step may take half as long again. How deep that is, is chance: the median
-over several depths is not.
+CPython keeps its frames in chunks. The code of a graph has a large frame; where the frame ends just before a chunk
+does, every call in it allocates a chunk, and the same step may take half as long again. At which depth that happens is
+chance; the median over several depths does not depend on it.
 """
 
 
 def run(workload: Workload, settings: Settings, tell: Tell = lambda text: None, command: str | None = None) -> Result:
-    """Compare contenders on a model. `tell` is told what is being done."""
+    """Compare contenders on a model. `tell` is called with a line of text on each step of progress."""
     with bench(settings):
         rows, trainees = prepared(workload, settings, tell)
         rows = timed(rows, trainees, settings.steps, tell)
@@ -40,7 +40,7 @@ def run(workload: Workload, settings: Settings, tell: Tell = lambda text: None, 
 
 
 def prepared(workload: Workload, settings: Settings, tell: Tell) -> tuple[dict[str, Row], dict[str, Trainee]]:
-    """Build, compile and examine every contender; those that cannot run are rows only."""
+    """Build, compile and examine every contender; those that cannot run only get a row."""
     rows: dict[str, Row] = {}
     trainees: dict[str, Trainee] = {}
     for name in settings.contenders:
@@ -60,7 +60,7 @@ def timed(rows: Mapping[str, Row], trainees: Mapping[str, Trainee], rounds: int,
     try:
         for index in range(rounds):
             tell(f"round {index + 1} of {rounds}")
-            # Another one begins each round: whoever follows a large step finds other things in the caches.
+            # A different contender begins each round: a large step leaves the caches different for the next one.
             shift = index % max(len(active), 1)
             for name in [*active[shift:], *active[:shift]]:
                 try:
@@ -75,7 +75,7 @@ def timed(rows: Mapping[str, Row], trainees: Mapping[str, Trainee], rounds: int,
 
 
 def seconds_of(step: Callable[[], object], depth: int) -> float:
-    """Time one step, so many calls down. Garbage is collected before and not during it."""
+    """Time one step at a depth of the stack. Garbage is collected before the step, not during it."""
     if depth:
         return seconds_of(step, depth - 1)
     gc.collect()

@@ -1,13 +1,13 @@
 """How much memory a step needs, and which products it runs: both read from one profiled step.
 
-Peak memory is counted, not sampled: what torch's CPU allocator hands out and takes back, to the byte. The profiler
-reports every such event; tensors that were there before it started are added from a walk over Python's objects. Eager,
-compiled and native code all allocate there, so contenders are comparable. What this leaves out are buffers that
-libraries allocate for themselves.
+Peak memory is counted, not sampled: every allocation and release of torch's CPU allocator, to the byte. The profiler
+reports these events; tensors that existed before it started are added from a walk over Python's objects. Eager,
+compiled and native code all use this allocator, so contenders are comparable. Buffers that libraries allocate for
+themselves are not counted.
 
 The peak resident size of a process was tried too. With every large block mapped by itself (MALLOC_MMAP_THRESHOLD_) it
-agreed with the count but for 12 to 20 MiB, those of libraries. With glibc's usual settings it was 1.2 to 1.9 times as
-large, 3 % apart from run to run: what is measured then is how freed blocks happen to fit.
+agreed with the count except for 12 to 20 MiB of libraries. With glibc's usual settings it was 1.2 to 1.9 times as
+large, and varied by 3 % from run to run: it then measures how freed blocks happen to be reused.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class Traced:
     """What one step did."""
 
     peak_bytes: int
-    """The most it held at once of what it allocated."""
+    """The largest amount of its own allocations that it held at once."""
     integer: int
     floating: int
 
 
 def traced(step: Callable[[], object]) -> Traced:
     """Run a step under the profiler."""
-    # The profiler says on standard error that it starts and stops, unless it is told not to before its first start.
+    # The profiler reports its start and stop on standard error, unless this is set before its first start.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -63,7 +63,7 @@ def traced(step: Callable[[], object]) -> Traced:
 
 
 def _peak(roots: Iterable[Any]) -> int:
-    """Return the highest level of what was allocated since the start; what was there before counts as nothing."""
+    """Return the highest level of allocations since the start; earlier allocations are not counted."""
     events = []
     for event in _all(roots):
         if event.typed[0] == _EventType.Allocation and event.typed[1].device.type == "cpu":
@@ -84,7 +84,7 @@ def _all(roots: Iterable[Any]) -> Iterator[Any]:
 
 
 def _outermost(roots: Iterable[Any]) -> Iterator[Any]:
-    """Walk over the events, not going into a product: what it consists of is one product."""
+    """Walk over the events without descending into a product, so that it counts as one."""
     waiting = list(roots)
     while waiting:
         event = waiting.pop()
@@ -106,7 +106,7 @@ def storages() -> dict[int, int]:
     gc.collect()
     found = {}
     for value in gc.get_objects():
-        # By type: asking an object for its class may run code of its own. Wrappers have their tensors inside.
+        # By type: asking an object for its class may run code of its own. Wrappers hold other tensors.
         if not issubclass(type(value), Tensor) or _is_wrapper(value):
             continue
         if value.layout is torch.strided and value.device.type == "cpu":
@@ -122,9 +122,9 @@ def _is_wrapper(value: Tensor) -> bool:
 
 
 def kept_for_backward(model: Callable[..., object], inputs: tuple[Any, ...]) -> int | None:
-    """Return the bytes that autograd keeps of a batch from forward to backward; None where a batch has no halves.
+    """Return the bytes that autograd keeps for a batch from forward to backward; None if a batch cannot be halved.
 
-    Twice what the second half of the batch adds: weights, and copies of weights, do not grow with the batch.
+    This is twice the amount that the second half of the batch adds: weights, and their copies, do not grow with it.
     """
     sizes = {tensor.shape[0] if tensor.ndim else 0 for tensor in tensors_in(inputs)}
     if len(sizes) != 1 or (size := sizes.pop()) < 2:
@@ -149,7 +149,7 @@ def _kept(model: Callable[..., object], inputs: tuple[Any, ...]) -> int:
             seen[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    # What is kept lives until the result is gone, so no address is used twice.
+    # Saved tensors live as long as the result, so no address is used twice.
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = model(*inputs)
     del result

@@ -1,4 +1,4 @@
-"""What is trained: a model, a batch and a loss, from a preset or from what a user's own function returned."""
+"""Workloads: a model, a batch and a loss, from a preset or from a user's own function."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Workload:
 
 
 def preset(name: str, batch: int | None = None) -> Workload:
-    """Return a preset, with another batch than the usual one where that is asked for."""
+    """Return a preset, with another batch size than the usual one if requested."""
     known = PRESETS[check_choice("model", name, PRESETS)]
     size = known.batch if batch is None else check_int("batch", batch, 1)
     with torch.random.fork_rng(devices=[]):
@@ -47,7 +47,7 @@ def preset(name: str, batch: int | None = None) -> Workload:
 
 
 def given(name: str, made: object) -> Workload:
-    """Return what a user's function returned: (model, example_inputs) or (model, example_inputs, loss)."""
+    """Return the workload that a user's function gave: (model, example_inputs) or (model, example_inputs, loss)."""
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
         raise ValueError(f"{name} must return (model, example_inputs) or (model, example_inputs, loss)")
     model, inputs, *loss = made

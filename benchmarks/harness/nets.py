@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class BasicBlock(nn.Module):
-    """Two convolutions around a shortcut; where the size changes, the shortcut takes every second pixel and pads."""
+    """Two convolutions with a shortcut, which subsamples and pads where the size changes."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class CifarResNet(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """The block of ResNet-50: 1x1, 3x3 and 1x1 around a shortcut."""
+    """The block of ResNet-50: 1x1, 3x3 and 1x1 convolutions with a shortcut."""
 
     def __init__(self, inputs: int, width: int, stride: int = 1) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Bottleneck(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """A layer of BERT without dropout: attention, then feed forward, each with a residual and a norm behind it."""
+    """A layer of BERT without dropout: attention, then feed forward, each followed by a residual sum and a norm."""
 
     def __init__(self, width: int, inner: int, heads: int) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class EncoderLayer(nn.Module):
 
 
 class PlainBert(nn.Module):
-    """A BERT classifier in plain torch, for where transformers is not installed."""
+    """A BERT classifier in plain torch, used if transformers is not installed."""
 
     def __init__(self, layers: int, width: int, heads: int, words: int, length: int, classes: int) -> None:
         super().__init__()

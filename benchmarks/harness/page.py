@@ -1,4 +1,4 @@
-"""A comparison as one HTML page: bars with whiskers, targets, the table. Nothing to load, light and dark."""
+"""A comparison as one HTML page: bars with whiskers, targets, the table. Self-contained, light and dark."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDTH, LEFT, RIGHT, TOP = 880, 206, 74, 8
 LINE, THICK = 27, 15
 AXIS = 42
 REACH = 1.5
-"""How far whiskers may go, in lengths of the longest bar."""
+"""How far whiskers may extend, in lengths of the longest bar."""
 REASON = 88
 """Characters of a reason that fit beside a name."""
 
@@ -52,7 +52,7 @@ ul.targets .met { color: var(--c1); } ul.targets .missed { color: var(--c2); } u
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """One bar of a chart: a value with the range it varies in, or the reason why there is none."""
+    """One bar of a chart: a value with its range of variation, or the reason why there is none."""
 
     label: str
     kind: str
@@ -65,7 +65,7 @@ class Bar:
 
 def html(result: Result) -> str:
     """Return the page of a comparison."""
-    # Rows of compiled FP32 are judged by it as well; the chart has one scale, that of FP32 eager.
+    # The table also compares with compiled FP32; the chart has a single scale, that of FP32 eager.
     steps = [_bar(row, result) for row in result.rows]
     peaks = [
         Bar(label=bar.label, kind=bar.kind, compiled=bar.compiled, value=result.memory_ratio(row), reason=bar.reason)
@@ -87,7 +87,7 @@ def html(result: Result) -> str:
 def bars(rows: Sequence[Bar], label: str) -> str:
     """Draw horizontal bars from zero, with a line at 1."""
     longest = max([1.0, *(bar.value for bar in rows if bar.value is not None)])
-    # A whisker may be far longer than any bar, which would then be too small to compare: it is cut.
+    # A whisker that is far longer than any bar is cut: otherwise the bars would be too small to compare.
     top = 1.06 * min(max([longest, *(bar.high for bar in rows if bar.high is not None)]), REACH * longest)
     base = TOP + LINE * len(rows)
 

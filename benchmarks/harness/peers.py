@@ -1,4 +1,4 @@
-"""Other packages for low-precision training, each set up as its documentation says. Each takes over a model."""
+"""Other packages for low-precision training, each set up as its documentation says. Each function converts a model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def torchao(model: nn.Module, inputs: tuple[Any, ...]) -> nn.Module:
 
 
 def brevitas(model: nn.Module, inputs: tuple[Any, ...]) -> nn.Module:
-    """Replace layers by those of Brevitas: weights and activations, 8 bits."""
+    """Replace layers by Brevitas layers: weights and activations, 8 bits."""
     try:
         from brevitas.graph.quantize import layerwise_quantize
         from brevitas.nn.mixin import QuantWeightMixin
@@ -49,7 +49,7 @@ def _why(error: ImportError, package: str) -> str:
 
 
 def _checked(model: nn.Module, layers: int, package: str) -> nn.Module:
-    """Refuse a model that a peer left as it was: it would be timed as FP32."""
+    """Refuse a model that a peer left unchanged: it would be timed as FP32."""
     if not layers:
         raise ValueError(f"{package} found no layer that it quantizes")
     return model

@@ -1,4 +1,4 @@
-"""From a contender's name to one that is ready to be timed, with all that is known of it but its step time."""
+"""Turn a contender's name into a contender that is ready to be timed, with all its facts but the step time."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from harness.results import Facts, Row
 
 FAILURES = (ArithmeticError, AttributeError, ImportError, LookupError, NotImplementedError, OSError, RuntimeError,
             SyntaxError, TypeError, ValueError, AssertionError)  # fmt: skip
-"""What other people's code may raise where it cannot handle a model."""
+"""Errors that other packages may raise for a model that they cannot handle."""
 
 
 @contextmanager
 def bench(settings: Settings) -> Iterator[None]:
-    """Pin the threads, start with an empty compiler, and keep quiet; all is as before on leaving."""
+    """Pin the threads, start with an empty compiler, and suppress output; everything is restored on exit."""
     threads = torch.get_num_threads()
     with ExitStack() as stack:
         stack.enter_context(quiet())
@@ -38,7 +38,7 @@ def bench(settings: Settings) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hold back the remarks of compilers and peers; what matters of them is in the table."""
+    """Suppress the output of compilers and peers; the table has what matters."""
     disabled = logging.root.manager.disable
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -51,7 +51,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def _fresh_compiler() -> Iterator[None]:
-    """Use no results of earlier compilations: otherwise they would not take the time that is shown."""
+    """Use no cached compilations, so that compile times are those of a first compilation."""
     from torch._inductor.utils import fresh_cache
 
     torch.compiler.reset()
@@ -61,7 +61,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 def prepare(name: str, workload: Workload, settings: Settings) -> tuple[Trainee | None, Row]:
-    """Build, compile and examine one contender; one that cannot is a row with the reason."""
+    """Build, compile and examine one contender; one that cannot run becomes a row with the reason."""
     contender = CONTENDERS[name]
     torch.manual_seed(0)
     try:
@@ -76,7 +76,7 @@ def prepare(name: str, workload: Workload, settings: Settings) -> tuple[Trainee 
 
 
 def reason(error: BaseException) -> str:
-    """Say in a line why a contender is not there."""
+    """Return in one line why a contender is missing."""
     said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     short = said if len(said) <= 160 else f"{said[:157]}..."
     return short if isinstance(error, ImportError) else f"{type(error).__name__}: {short}"
@@ -94,7 +94,7 @@ def _examined(trainee: Trainee, settings: Settings, before: dict[int, int], buil
     widths = _sweep(trainee, cycle(settings))
     recompilations = 0 if compiler is None else compiler.calls - graphs_of_first
     saved = None if compiler else memory.kept_for_backward(trainee.output, trainee.inputs)
-    # Between two steps: all that a contender holds from one to the next, and nothing else that is new.
+    # Between two steps: exactly the memory that a contender holds from one step to the next.
     held = sum(size for address, size in memory.storages().items() if address not in before)
     counts = executed.counts(trainee)
     trace = memory.traced(trainee.step)
@@ -130,7 +130,7 @@ def _timed(trainee: Trainee) -> float:
 
 
 def _sweep(trainee: Trainee, steps: int) -> tuple[int, ...]:
-    """Step through a whole cycle, and return the forward widths that were seen."""
+    """Step through a whole cycle, and return the forward widths that occurred."""
     seen = set()
     for _ in range(steps):
         if trainee.schedule is not None:

@@ -1,4 +1,4 @@
-"""What was measured: plain data, and the ratios that follow from it."""
+"""Measurements as plain data, and the ratios computed from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness.targets import Verdict, verdicts
 
 @dataclass(frozen=True)
 class Spread:
-    """The median of many ratios, and the range that eight in ten of them lie in."""
+    """The median of many ratios, and the range that contains eight in ten of them."""
 
     median: float
     low: float
@@ -32,7 +32,7 @@ class Executed:
     """The products of one training step, forward and backward.
 
     `integer` and `floating` count kernels that multiplied, as the profiler saw them: whatever a contender claims,
-    these ran. `forward` and `backward` are what cpt_fx knows of itself: products between quantizers that ran, and
+    these ran. `forward` and `backward` are counted by cpt_fx itself: products between quantizers that ran, and
     gradients quantized; for integer execution, products that it counted on integers, of which backward has two each.
     """
 
@@ -44,18 +44,18 @@ class Executed:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known of a contender besides its step time."""
+    """What is known about a contender besides its step time."""
 
     peak_bytes: int
-    """The most that tensors hold in a step: weights and batch included."""
+    """The largest amount of memory that tensors hold in a step, weights and batch included."""
     saved_bytes: int | None = None
-    """What autograd keeps of the batch from forward to backward: eager contenders, and batches that can be halved."""
+    """Bytes that autograd keeps for a batch: only for eager contenders, and batches that can be halved."""
     build_seconds: float
     compile_seconds: float | None = None
     graphs: int | None = None
-    """Graphs handed to the compiler for the first step; more than one means that the model was cut."""
+    """Graphs handed to the compiler for the first step; more than one means that the model was split."""
     recompilations: int | None = None
-    """Graphs compiled after it, while the widths went through the schedule."""
+    """Graphs compiled after the first step, while the widths followed the schedule."""
     widths: tuple[int, ...] = ()
     """Forward widths that the steps ran at."""
     executed: Executed
@@ -81,11 +81,11 @@ class Row:
         return statistics.median(self.seconds)
 
     def against(self, other: Row) -> Spread:
-        """Return step times in those of another contender, round by round: what disturbs a round disturbs both."""
+        """Return step times relative to another contender, round by round: what disturbs a round affects both."""
         return Spread.of([ours / theirs for ours, theirs in zip(self.seconds, other.seconds, strict=True)])
 
     def without(self, reason: str) -> Row:
-        """Return the row of a contender that failed after all."""
+        """Return the row of a contender that failed later."""
         return replace(self, seconds=(), facts=None, reason=reason)
 
 
@@ -110,18 +110,18 @@ class Result:
         return {row.contender.name: row for row in self.rows}
 
     def ratio(self, row: Row, to: str = REFERENCE) -> Spread | None:
-        """Return a step-time ratio, where both ran."""
+        """Return a step-time ratio if both ran."""
         other = self.by_name.get(to)
         return row.against(other) if row.available and other is not None and other.available else None
 
     def memory_ratio(self, row: Row, measure: str = "peak_bytes") -> float | None:
-        """Return memory in that of the reference."""
+        """Return memory relative to the reference."""
         reference = self.by_name[REFERENCE]
         ours, theirs = (getattr(one.facts, measure, None) for one in (row, reference))
         return ours / theirs if ours and theirs else None
 
     def compiled_ratio(self, row: Row) -> Spread | None:
-        """Return the step time of a compiled contender in that of compiled FP32."""
+        """Return the step time of a compiled contender relative to compiled FP32."""
         return self.ratio(row, f"{REFERENCE}-compiled") if row.contender.compiled else None
 
     def to_dict(self) -> dict[str, object]:
@@ -137,7 +137,7 @@ class Result:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Result:
-        """Return the comparison that `to_dict` described; targets are those of now."""
+        """Return the comparison that `to_dict` described, with the current targets."""
         settings = Settings(**data["settings"] | {"contenders": tuple(data["settings"]["contenders"])})
         rows = tuple(_row_of(plain) for plain in data["contenders"])
         about, machine = data["about"], Machine(**data["machine"])

@@ -1,4 +1,4 @@
-"""The numbers in words: one row for each contender, for the terminal, the page and the README alike."""
+"""The measurements as text: one row for each contender, for the terminal, the page and the README."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ HEADINGS = (
     "int8", "floating", "quantized",
 )  # fmt: skip
 TIMES = 6
-"""Columns of the first of two tables that a terminal shows; the other ones follow in the second."""
+"""Columns of the first of the two tables in a terminal; the second table has the others."""
 LEGEND = (
     "step: relative to FP32 eager, the median over the rounds, and where eight in ten of them lie",
     "of compiled: relative to compiled FP32",
@@ -22,7 +22,7 @@ NOTHING = "–"
 
 
 def cells(result: Result, row: Row) -> tuple[str, ...]:
-    """Return a row of the table; of a contender that did not run, its name and the reason."""
+    """Return a row of the table; for a contender that did not run, its name and the reason."""
     if row.facts is None:
         return (row.contender.label, f"not available: {row.reason}")
     facts, ratio = row.facts, result.ratio(row)
@@ -36,7 +36,7 @@ def cells(result: Result, row: Row) -> tuple[str, ...]:
         _number(result.memory_ratio(row, "saved_bytes"), ".2f"),
         _number(facts.compile_seconds, ".1f"),
         _number(facts.graphs, "d"),
-        # Without widths that change there is nothing that could be compiled again.
+        # Without changing widths nothing could be compiled again.
         _number(facts.recompilations, "d") if facts.widths else NOTHING,
         str(done.integer),
         str(done.floating),
@@ -60,7 +60,7 @@ def missing(result: Result) -> list[str]:
 
 
 def scale(result: Result) -> str:
-    """Say how long and how large the reference is, which ratios do not."""
+    """Return the step time and memory of the reference, which ratios do not show."""
     row = next(row for row in result.rows if row.contender.name == "fp32")
     if row.facts is None:
         return "FP32 eager did not run, so there are no ratios."
@@ -71,7 +71,7 @@ def scale(result: Result) -> str:
 
 
 def widths(result: Result) -> str:
-    """Say which widths the steps ran at."""
+    """Return at which widths the steps ran."""
     settings = result.settings
     if settings.schedule == "static":
         return f"{settings.q_max} bits throughout"

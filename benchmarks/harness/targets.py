@@ -1,4 +1,4 @@
-"""What the project promises about speed and memory: one table, and how a promise is compared with a measurement."""
+"""Targets for speed and memory: one table, and how a target is compared with a measurement."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ TORCHAO = ("torchao", "torchao-compiled")
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """One promise: the `measure` of a contender against another's, on some models (none named: on all).
+    """One target: a `measure` of one contender against another, on the named models (on all if none is named).
 
     `step`, `memory` and `saved` are ratios that must be at most `limit`; `speedup` is the other's step time divided
-    by the contender's, at least `limit`; `recompilations` is a count. Where several contenders are named, the faster
-    one counts, on both sides.
+    by the contender's, at least `limit`; `recompilations` is a count. Where several contenders are named, the fastest
+    counts, on both sides.
     """
 
     models: tuple[str, ...]
@@ -65,7 +65,7 @@ TARGETS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """A target and what was measured; `reason` says why nothing was."""
+    """A target and its measurement; `reason` says why there is none."""
 
     target: Target
     value: float | None = None
@@ -109,7 +109,7 @@ class Verdict:
 
 
 def verdicts(model: str, rows: Mapping[str, Row], targets: tuple[Target, ...] = TARGETS) -> list[Verdict]:
-    """Compare all targets of a model with what was measured; contenders that were not asked for have no targets."""
+    """Compare all targets of a model with what was measured; contenders that were not requested have no targets."""
     return [
         _verdict(target, rows)
         for target in targets

@@ -1,4 +1,4 @@
-"""What the subcommands share: how they are declared, how they print, and the options that describe a schedule."""
+"""Shared by the subcommands: their declaration, their output, and the options that describe a schedule."""
 
 from __future__ import annotations
 

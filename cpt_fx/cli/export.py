@@ -1,4 +1,4 @@
-"""`cpt-fx export`: a model as ONNX, as QDQ, or as a directory that ONNX Runtime trains; checks the environment, too."""
+"""`cpt-fx export`: a model as ONNX, as QDQ, or as a directory that ONNX Runtime trains; also its environment checks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ arguments, or a dict of them by name. A model that is not transformed yet is tra
 LOSSES = ("cross_entropy", "mse", "bce_with_logits", "l1", "none")
 OPTIMIZERS = ("sgd", "adam", "adamw")
 WRITE, RUN, GPU, API = "write ONNX files", "run and train them", "the same on a GPU", "ONNX Runtime's training API"
-"""What the doctor examines."""
+"""What the doctor checks."""
 
 
 def add(commands: Commands) -> None:
@@ -105,7 +105,7 @@ def _model_command(
     return made
 
 
-# Exports are imported before the model is made, which may take long: the import tells which packages are missing.
+# Exports are imported before the model is built, which may take long: the import fails early if a package is missing.
 
 
 def run_export(options: argparse.Namespace) -> None:
@@ -274,7 +274,7 @@ def _print_findings(
     from rich.text import Text
 
     mixed = f"{' and '.join(builds)} share one folder, and uninstalling either breaks the other: "
-    remark = f"{mixed}uninstall all, install one" if len(builds) > 1 else ""  # a warning even if one of them works
+    remark = f"{mixed}uninstall all, install one" if len(builds) > 1 else ""  # a warning, even if one of them works
     if as_json:
         told = {aim: {"works": finding.works} | asdict(finding) for aim, finding in findings.items()}
         print_json({"python": python, "packages": packages, "builds": builds, "findings": told, "remark": remark})

@@ -97,7 +97,7 @@ def run_inspect(options: argparse.Namespace) -> None:
     """What is quantized in a model, and what is not.
 
     Transform a model and show its quantizers. The callable takes no arguments and returns a model, or
-    (model, example_inputs), a tuple of arguments or a dict of them by name; with inputs, a trial run proves that
+    (model, example_inputs), a tuple of arguments or a dict of them by name; with inputs, a dry run proves that
     every quantizer quantizes.
 
     example:

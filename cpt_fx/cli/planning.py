@@ -1,4 +1,4 @@
-"""`cpt-fx schedules`, `plot` and `cost`: what can be said without a model. None of them imports torch."""
+"""`cpt-fx schedules`, `plot` and `cost`: the subcommands that need no model. None of them imports torch."""
 
 from __future__ import annotations
 

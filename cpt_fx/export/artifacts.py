@@ -30,8 +30,8 @@ TRAINING, EVALUATION, OPTIMIZER = "training_model.onnx", "eval_model.onnx", "opt
 CHECKPOINT = "checkpoint"
 _DOMAIN = "com.microsoft"
 _SUM, _DONE, _FRESH = "_grad.accumulation.buffer", "_grad.accumulation.out", "lazy_reset_grad"
-"""Names that the API uses internally: the suffix of gradient accumulators, the suffix of the flags that they are up to
-date, and the input that resets them."""
+"""Names that the API uses internally: the suffixes of gradient accumulators and of the flags that an accumulator is up
+to date, and the input that resets them."""
 _UPDATE = """<ir_version: 10, opset_import: ["" : 18, "com.microsoft" : 1]>
 update (float[1] learning_rate, int64[1] step, seq(float[]) params, seq(float[]) gradients,
         seq(float[]) first_order_moments{more}) => (bool[1] updated) {{
@@ -91,7 +91,7 @@ def _accumulated(graph: ir.Graph, manifest: Manifest) -> list[ir.Value]:
         graph.append(ir.node("Cast", [outputs[name + NEXT]], {"to": ir.DataType.FLOAT}))
         state[name] = graph[-1].outputs[0]
     if state:
-        # Last of all: other nodes may still read the old state.
+        # At the very end: other nodes may still read the old state.
         after = ir.node("Group", [*graph.outputs, *state.values()], domain=_DOMAIN)
         graph.append(after)
         for name, value in state.items():

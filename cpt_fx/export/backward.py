@@ -100,7 +100,7 @@ def transposed_convolution(
     missing = [sizes[dim] + 2 * padding[dim] - whole[dim] for dim in range(dims)]
     if all(isinstance(size, int) for size in missing):
         return _convolution(x, weight, stride, padding, dilation, True, missing, groups)
-    # With dynamic sizes the output padding is dynamic, too, which the operator does not take: pad and crop instead.
+    # With dynamic sizes the output padding is dynamic too, which the operator does not accept: pad and crop instead.
     made = _convolution(x, weight, stride, none, dilation, True, none, groups)
     for dim in range(dims):
         made = aten.constant_pad_nd.default(made, [0, 0] * (dims - 1 - dim) + [0, missing[dim]])
@@ -158,7 +158,7 @@ def adaptive_pooling(size: Any, out: Any) -> Tensor:
 
 
 def _matrix(size: Any, operator: Any, *options: Any) -> Tensor:
-    """Return the matrix of an operator that is linear along a dim: what it makes of unit vectors."""
+    """Return the matrix of an operator that is linear along a dim: its results for the unit vectors."""
     with disable_current_modes():
         made: Tensor = operator(torch.eye(int(size)).unsqueeze(0), *options)[0].T.contiguous()
         return made
@@ -212,7 +212,7 @@ def embedding_bag(
     sparse: bool = False, per_sample_weights: Tensor | None = None, include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the output of each bag, the bag of each index, the bag sizes, and the row that each maximum is from."""
+    """Return the output of each bag, the bag of each index, the bag sizes, and the row that each maximum comes from."""
     starts = offsets[:-1] if include_last_offset else offsets
     begun = offsets.new_zeros(indices.shape[0] + 1).index_put((starts,), torch.ones_like(starts), accumulate=True)
     bags = begun[:-1].cumsum(0) - 1
@@ -236,7 +236,7 @@ def embedding_bag(
 
 
 def _embedding_bag_of_backward(weight: Tensor, indices: Tensor, offsets: Tensor, *options: Any) -> tuple[Tensor, ...]:
-    """Return the same for the operator that autograd calls, where padding_idx=-1 means none."""
+    """Return the same as `embedding_bag` for the operator that autograd calls, where padding_idx=-1 means none."""
     if options and options[0]:
         reason = "with scale_grad_by_freq=True PyTorch divides gradients by the counts of other rows: leave it out"
         raise UnsupportedError("aten._embedding_bag", reason)

@@ -80,7 +80,7 @@ class QdqReport:
     outputs: tuple[Difference, ...]
     """The difference of each output, in each installed runtime: ONNX Runtime, OpenVINO."""
     runtime: str
-    """The runtimes that the outputs were compared in."""
+    """The runtimes in which the outputs were compared."""
     untrained: str = ""
     """Why the model looks untrained; empty if it does not."""
 
@@ -159,7 +159,7 @@ def qdq(
         watched = formats.watched_in(module)
         for name in _constants(model, nodes):
             watched[name].constant = watched[name].quantizer.role != "activation"
-        # The first run collects ranges, which decide the plans, the second one errors.
+        # The first run collects the ranges that decide the plans; the second run collects errors.
         with formats.watching(module, {name: item.see for name, item in watched.items()}):
             outputs = run(module, call)
         plans = {name: formats.plan_of(item) for name, item in watched.items() if name in nodes}
@@ -224,7 +224,7 @@ def _quantizers(model: ir.Model) -> dict[str, list[ir.Node]]:
 
 
 def _constants(model: ir.Model, found: dict[str, list[ir.Node]]) -> list[str]:
-    """Return the names of the quantizers whose input is the same in every run."""
+    """Return the names of quantizers whose input is the same in every run."""
     varying = {*model.graph.inputs}
     inner = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
     for node in model.graph:
@@ -281,7 +281,7 @@ def _steps(model: ir.Model, plan: formats.QdqPlan, label: str) -> tuple[list[_St
 def _complete(model: ir.Model) -> dict[str, tuple[float, float]]:
     """Remove unused nodes, store biases as integers, and raise the opset if there are 4-bit integers.
 
-    Returned are the biases that were rounded, by name, with the sums of the squared differences and of the squares.
+    Return the biases that were rounded, by name, with the sums of the squared differences and of the squares.
     """
     rounded: dict[str, tuple[float, float]] = {}
     graph = model.graph
@@ -322,9 +322,9 @@ def _settle_bias(model: ir.Model, node: ir.Node, bias: ir.Value, rounded: dict[s
 
     Integer kernels add whole steps of input scale times weight scale. At 8 bits these are below all other rounding, and
     a bias in another form would keep the product in floating point. At narrower bit-widths the steps are coarse: at 2
-    bits they moved outputs by half of their largest. There, and where there is no integer kernel, signs are the codes
-    and magnitudes the scales: newer versions of ONNX Runtime round plain biases themselves, but not those of a
-    DequantizeLinear.
+    bits they moved outputs by half of the largest output. There, and where there is no integer kernel, signs are the
+    codes and magnitudes the scales: newer versions of ONNX Runtime round plain biases themselves, but not those of
+    a DequantizeLinear.
     """
     makers = [value.producer() for value in node.inputs[:2] if value is not None]
     forms = [maker.meta[_FORM] for maker in makers if maker is not None and _FORM in maker.meta]

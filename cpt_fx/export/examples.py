@@ -1,4 +1,4 @@
-"""The examples that a model is exported with: runs on them, and which of their sizes a traced graph leaves open."""
+"""The examples that a model is exported with: runs on them, and the sizes that a traced graph leaves dynamic."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def call_of(example_inputs: Any) -> Call:
 def in_mode(result: nn.Module, training: bool, call: Call) -> Iterator[fx.GraphModule]:
     """Yield the graph of a model in training or evaluation mode; restore the mode of every module afterwards.
 
-    A model that is in training mode already keeps the modes of its parts: a frozen batch norm stays frozen.
+    A model that is already in training mode keeps the modes of its parts: a frozen batch norm stays frozen.
     """
     _check_hooks(result)
     modes = {module: module.training for module in result.modules()}
@@ -148,10 +148,10 @@ def _name_sizes(graph: Graph) -> None:
 
 
 def settle_sizes(graphs: Sequence[Graph], call: Call, model: fx.GraphModule) -> tuple[list[Call], dict[str, int]]:
-    """Name the dynamic sizes of graphs of one model, and fix those that the model itself does not leave open.
+    """Name the dynamic sizes of graphs of one model, and fix those that the model itself does not leave dynamic.
 
-    Returns calls with other sizes that the model accepts, to verify the graphs with, and the smallest valid sizes. A
-    batch of one is tried, too; a model that refuses it keeps its dynamic batch, of at least two.
+    Return calls with other sizes that the model accepts, to verify the graphs with, and the smallest valid sizes. A
+    batch of one is tried too; a model that refuses it keeps its dynamic batch, of at least two.
     """
     for graph in graphs:
         _name_sizes(graph)

@@ -5,9 +5,9 @@ attribute, so what differs from the defaults of the torch operator is part of th
 `FakeQuantizeSymmetric`, `FakeQuantizeAffineIntegerObserved`. The results equal PyTorch's, noise of stochastic
 rounding included: it is the same hash of a seed, and the seed is an input.
 
-The bodies are traced from torch operators on vectors and serve tensors of any rank. What depends on the rank, or has no
-CUDA kernel in ONNX Runtime, is rewritten: ranges and element indices by operators that work at any rank, bit operations
-on integers by products, quotients and tables.
+The functions are traced from torch operators on vectors and serve tensors of any rank. Operators that depend on the
+rank, or have no CUDA kernel in ONNX Runtime, are rewritten: ranges and element indices by operators that work at any
+rank, bit operations on integers by products, quotients and tables.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def as_function(
     common.RemoveUnusedNodesPass()(model)
     for node in graph:
         for value in node.outputs:
-            value.type = value.shape = None  # they are those of the examples
+            value.type = value.shape = None  # these are from the examples
     common.NameFixPass()(model)
     strip(model)
     return ir.Function(DOMAIN, name, graph=graph, attributes=[])

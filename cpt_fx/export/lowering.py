@@ -43,7 +43,7 @@ class Calls(TorchFunctionMode):
 
 
 class _Apart(torch.autograd.Function):
-    """An autograd function made of a forward and a backward function; the latter also gets the forward inputs."""
+    """An autograd function made from a forward and a backward function; the latter also receives the forward inputs."""
 
     @staticmethod
     def forward(function: Callable[..., Tensor], backward: Callable[..., Sequence[Any]], *given: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def _learned_gradients(gradient: Tensor, x: Tensor, low: Tensor, span: Tensor, b
 
 
 class Lowering(Calls):
-    """The torch function mode. It collects the kinds of quantizers that it meets."""
+    """The torch function mode. It collects the kinds of quantizers that are called."""
 
     def __init__(self, seeds: Tensor, names: Mapping[int, str], *, gradients: bool, plain: bool) -> None:
         super().__init__(self._traced)
@@ -77,7 +77,7 @@ class Lowering(Calls):
         self.plain = plain
         """Trace nodes that hold only a quantizer's name; the caller replaces them."""
         self.kinds: dict[str, QuantizerKind] = {}
-        """Kinds that were met, by function name."""
+        """Kinds that were called, by function name."""
         self.draws = 0
 
     def _traced(self, func: Any, /, *args: Any, **kwargs: Any) -> Any:

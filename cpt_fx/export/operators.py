@@ -21,7 +21,7 @@ from cpt_fx.export.torch_private import decomposition_table
 aten, prims = torch.ops.aten, torch.ops.prims
 Sizes = Sequence[Any]
 Uniform = Callable[[Tensor], Tensor]
-"""Returns noise in [0, 1) of the shape of a tensor."""
+"""Returns noise in [0, 1) in the shape of a tensor."""
 _STEPS = 2**24
 """How many values the noise takes."""
 
@@ -128,7 +128,7 @@ def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accu
     dims = [dim for dim, index in enumerate(places) if index is not None]
     others = [dim for dim in range(x.ndim) if dim not in dims]
     found = torch.broadcast_tensors(*(index.to(torch.int64) for index in places if index is not None))
-    # In `x[indices]` the dims of the indices stand where the first of them was, unless they are apart: then in front.
+    # In `x[indices]` the dims of the indices replace the first indexed dim if they are adjacent, else they come first.
     first = dims[0] if dims[-1] - dims[0] == len(dims) - 1 else 0
     sizes = [x.shape[dim] for dim in others]
     values = values.expand([*sizes[:first], *found[0].shape, *sizes[first:]])
@@ -173,7 +173,7 @@ def _convolution(
 
 
 def _arange(start: Any, end: Any, step: Any = 1, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
-    """Compute the length without rounding up, if the steps are known to fit: a ceiling would be a new symbolic size."""
+    """Compute the length without rounding up if the step is known to divide the span: a ceiling is a new symbol."""
     if not statically_known_true((end - start) % step == 0):
         return NotImplemented
     return torch.arange((end - start) // step, dtype=dtype) * step + start
@@ -191,7 +191,7 @@ def _distances(x: Tensor, y: Tensor, p: float, mode: int | None) -> Tensor:
 
 
 def _distances_backward(gradient: Tensor, x: Tensor, y: Tensor, p: float, distance: Tensor) -> Tensor:
-    """Return the gradient of `x`: zero where two points are equal, in a dim or altogether."""
+    """Return the gradient of `x`: zero where two points are equal, in one dim or in all."""
     apart, far = x.unsqueeze(-2) - y.unsqueeze(-3), distance.unsqueeze(-1)
     share = (apart.abs() == far).to(x.dtype) if p == math.inf else (apart.abs() / far) ** (p - 1)
     share = torch.where(apart == 0, 0.0, share * apart.sign()) if p else torch.zeros_like(apart)
@@ -237,7 +237,7 @@ EVERYWHERE: dict[Any, Callable[..., Any]] = {
 
 
 def _running(sign: int, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return the largest element so far along a dim, or the smallest, and where the latest such element is."""
+    """Return the running maximum or minimum along a dim, and the index of the latest element with that value."""
     if x.ndim == 0:
         return x.clone(), torch.zeros_like(x, dtype=torch.int64)
     x = x.movedim(dim, -1) * sign
@@ -285,7 +285,7 @@ def drawing(uniform: Uniform) -> dict[Any, Callable[..., Any]]:
         return uniform(x.detach().to(torch.float32))
 
     def normal(x: Tensor) -> Tensor:
-        # Box-Muller: the noise may be 0, one minus it cannot.
+        # Box-Muller: the noise may be 0, but one minus the noise cannot.
         return torch.sqrt(torch.log(1.0 - of(x)) * -2.0) * torch.cos(of(x) * (2 * math.pi))
 
     def shaped(size: Any, dtype: torch.dtype | None) -> Tensor:

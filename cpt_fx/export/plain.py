@@ -1,6 +1,6 @@
 """`export.onnx`: a transformed model in evaluation mode as one ONNX file with quantizers, for any ONNX Runtime.
 
-`evaluation_of`, `finish` and `write` serve `export.qdq`, too.
+`export.qdq` also uses `evaluation_of`, `finish` and `write`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from cpt_fx.export.reporting import Attempts
 
 INLINE_LIMIT = 1_900_000_000
-"""Largest size in bytes of weights inside an ONNX file. A protobuf message ends at 2 GiB, graph included."""
+"""Largest size in bytes of weights inside an ONNX file. A protobuf message is limited to 2 GiB, graph included."""
 
 
 def onnx(
@@ -89,7 +89,7 @@ def onnx(
 
 
 def _verify(graph: Graph, module: fx.GraphModule, call: Call, path: Path) -> None:
-    """Compare a file with PyTorch at full precision, if that is possible, and refuse one that differs."""
+    """Compare a file with PyTorch at full precision where that is possible; refuse a file that differs."""
     if graph.draws or not check_runtime().works:
         why = "it draws at random" if graph.draws else "there is no ONNX Runtime here"
         LOGGER.info("%s was not compared with PyTorch: %s", path.name, why)
@@ -127,7 +127,7 @@ def finish(graph: Graph) -> ir.Model:
     """Simplify a graph whose state is inside, and drop what only training needs."""
     model = graph.model
     for value in list(model.graph.outputs):
-        # The state is inside: its new values are of no use.
+        # The state is a constant of the file: its new values are not needed.
         if value.name not in graph.outputs:
             model.graph.outputs.remove(value)
     strip(model)

@@ -164,7 +164,7 @@ def trace(
     targets = _numbered(TARGET, len(call.targets))
     taken = {*parameters, *state, *targets, SEEDS, MORE, LOSS, OUTPUT}
     inputs = tuple(f"{name}_input" if name in taken else name for name in _input_names(model, call))
-    # A layer of the model may be called `bits`, too.
+    # A layer of the model may also be called `bits`.
     prefix = BITS if taken.isdisjoint(BITS + name for name in bits) else f"{STATE}.{BITS}"
     widths = tuple(prefix + name for name in bits)
     names = (*parameters, *state, *widths, SEEDS,
@@ -229,7 +229,7 @@ def _input_names(model: fx.GraphModule, call: Call) -> tuple[str, ...]:
     """Name input tensors after the arguments of `forward`; those inside one argument are numbered."""
     names: list[str] = []
     positional = inspect.signature(model.forward).bind_partial(*call.args).arguments
-    # In the order of the call, which is that of the inputs: keyword arguments may come in any.
+    # In the order of the call, which is that of the inputs: keyword arguments may come in any order.
     for name, value in (*positional.items(), *call.kwargs.items()):
         leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
         names += [name] if isinstance(value, Tensor) else [f"{name}_{index}" for index in range(len(leaves))]
@@ -277,9 +277,9 @@ def drop_unused(model: ir.Model, called_with: Container[str | None]) -> None:
 
 
 def name_outputs(model: ir.Model, names: tuple[str, ...], *, apart_from: str = "") -> None:
-    """Name the outputs, each a value of its own: a model may return a value twice, or an input unchanged.
+    """Name the outputs, each as a separate value: a model may return a value twice, or an input unchanged.
 
-    Values that an operator of the type `apart_from` reads are kept separate from the outputs, too.
+    Values that an operator of the type `apart_from` reads are also kept separate from the outputs.
     """
     graph = model.graph
     assert len(graph.outputs) == len(names), (len(graph.outputs), names)

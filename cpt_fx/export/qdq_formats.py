@@ -1,4 +1,4 @@
-"""How QuantizeLinear and DequantizeLinear express each trained quantizer, given what it sees on examples."""
+"""How QuantizeLinear and DequantizeLinear express each trained quantizer, given the values it sees on the examples."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Watched:
         return f"{self.quantizer.layers[0]}.{self.quantizer.operand}".strip(".")
 
     def see(self, func: Any, values: dict[str, Any], y: Tensor) -> None:
-        """Note the range of a call, and of a constant the call itself."""
+        """Note the range of a call; for a constant, also the call itself."""
         # A layer may be called with different constants: they get one grid, as activations do.
         self.constant = self.constant and (self.call is None or torch.equal(self.call[0], values["x"]))
         self.call = (values["x"].detach(), y.detach(), values) if self.constant else None
@@ -60,7 +60,7 @@ class Watched:
         self.value_range = ValueRange(low, high - low, high)
 
     def compare(self, nodes: Callable[[Tensor], Tensor], func: Any, values: dict[str, Any], y: Tensor) -> None:
-        """Add up the error that the nodes in place of the quantizer make in a call."""
+        """Add the error of the nodes that replace the quantizer in a call."""
         difference, reference = squares(nodes(values["x"]), y)
         self.difference += difference
         self.reference += reference
@@ -141,7 +141,7 @@ class Activation:
     highest: int
     bits: int
     low: float | None = None
-    """Lower end of a range above zero: codes extend down to zero, so values are clipped before."""
+    """Lower end of a range above zero: codes extend down to zero, so values are clipped first."""
     high: float | None = None
     """Upper end of a range below zero, likewise."""
 
@@ -195,7 +195,7 @@ def _constant(item: Watched, format: Format, notes: tuple[str, ...]) -> QdqPlan:
     axis = kept[0] if uniform and kept else None
     if uniform and format.scheme is Scheme.SYMMETRIC:
         form = _symmetric(x, y, item.bits, axis)
-        # Only what is exact is called so: an unexpected difference is reported.
+        # Only exact values are called exact: an unexpected difference is reported.
         if not notes and not torch.equal(form.values(x).to(y.dtype), y):
             notes = ("float rounding",)
         return QdqPlan(form, CONVERTED if notes else EXACT, notes)

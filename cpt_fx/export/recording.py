@@ -1,8 +1,8 @@
 """A tensor function as one ONNX graph, with PyTorch's own backward pass if the function computes gradients.
 
 There are two traces. `make_fx` runs the function with autograd on fake tensors and records the ATen operators, so
-that gradients are PyTorch's by construction. torch.export then removes in-place writes from the recorded graph. What
-torch's exporter makes of that is simplified.
+that gradients are PyTorch's by construction. torch.export then removes in-place writes from the recorded graph. The
+graph that torch's exporter makes of it is simplified.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ _MOVES = {
 """Operators that move the values of an argument without changing them."""
 
 _known = cache(ONNXRegistry.from_torchlib)
-"""The exporter's translations: it only reads them, and would make them anew for each graph."""
+"""The exporter's translations, cached: it only reads them, and would build them again for each graph."""
 
 
 @cache
 def decompositions() -> Table:
-    """Return the decompositions for training steps: operators that ONNX lacks, in operators that it has."""
+    """Return the decompositions for training steps: operators that ONNX lacks, expressed in operators that it has."""
     with _quiet():
         known = _known()
     plain = {key: entry for key, entry in default_decompositions().items() if not known.is_registered(key)}
@@ -97,7 +97,7 @@ def record(
     """Trace what a function does with tensors like the given ones, autograd included.
 
     `varying` has the structure of the arguments: whether the sizes of a tensor are dynamic. With `whole`, operators are
-    recorded as the model calls them, before decomposition: for a graph without a backward pass. Returns the graph, the
+    recorded as the model calls them, before decomposition: for a graph without a backward pass. Return the graph, the
     dims that it is specialized for, and the smallest sizes of dynamic dims.
     """
     # Without duck shapes: sizes that happen to be equal in the examples are independent.
@@ -175,7 +175,7 @@ def _open_sizes(arguments: Sequence[Any]) -> Iterator[tuple[tuple[int, int], sym
 def choices(record: fx.GraphModule) -> dict[int, tuple[int, ...]]:
     """Return the inputs that are indices: the size of the indexed dim, then the index that is ignored, if there is one.
 
-    Only embeddings and gathers count: in a user's own indexing, negative numbers are valid in torch, too.
+    Only embeddings and gathers count: in a user's own indexing, torch accepts negative numbers too.
     """
     inputs = [node for node in record.graph.find_nodes(op="placeholder") if isinstance(node.meta.get("val"), Tensor)]
     found: dict[int, tuple[int, ...]] = {}

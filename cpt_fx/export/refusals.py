@@ -65,7 +65,7 @@ def _is_odd(value: Any) -> bool:
 
 
 def check_nodes(model: ir.Model) -> None:
-    """Refuse operators that ONNX Runtime would run otherwise each time."""
+    """Refuse operators whose result in ONNX Runtime would differ from run to run."""
     for node in model.graph.all_nodes():
         if node.domain:
             continue

@@ -1,6 +1,6 @@
 """`export.report`: what an export would keep exactly, what it would change, what it would refuse, and why.
 
-All of it is tried: models are exported to a temporary directory, with the comparisons that every export makes.
+Every export is tried: the model is exported to a temporary directory, with the usual comparisons.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class QuantizerRow:
 
 @dataclass(frozen=True)
 class ExportOutcome:
-    """The result of an export: the problem of one that was refused, notes on others."""
+    """The result of an export: the problem if it was refused, else notes."""
 
     status: str
     """`"exact"`, `"approximated"` or `"refused"`."""
@@ -122,12 +122,12 @@ class Attempts:
         ]
 
     def outcome(self, target: str) -> ExportOutcome:
-        """Run an export; add what it says of quantizers to `rows`."""
+        """Run an export; add its verdicts on quantizers to `rows`."""
         try:
             with tempfile.TemporaryDirectory() as folder:
                 notes: tuple[str, ...] = import_module(TARGETS[target]).attempt(self, Path(folder))
         except Exception as error:
-            # Our messages are sentences, others need the type of the error.
+            # Our messages are sentences; others need the type of the error.
             text = str(error).strip().partition("\n")[0]
             said = text if isinstance(error, ExportError) and text else f"{type(error).__name__}: {text}".rstrip(": ")
             return ExportOutcome(REFUSED, said)

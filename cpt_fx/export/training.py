@@ -234,7 +234,7 @@ def _example_target(loss: Callable[..., Tensor], name: str, outputs: Any) -> Ten
 
 
 def _own_loss(outputs: Any) -> Tensor:
-    """Return the loss that a model computed itself: its only output, its output `loss`, or its first one."""
+    """Return the loss that a model computed itself: its only output, its output `loss`, or its first output."""
     found = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", outputs)
     if isinstance(found, (tuple, list)):
         found = found[0]

@@ -50,7 +50,7 @@ class Updates:
     remembered: tuple[State, ...]
     """Tensors of the optimizer's state: `conv.weight.exp_avg`."""
     initial: dict[str, Any]
-    """Their values, where they are set before the first update."""
+    """Their values, if they are set before the first update."""
 
 
 def resolve_optimizer(
@@ -198,7 +198,7 @@ _TABLE: Table = {torch.ops.aten.pow.Scalar: _power, torch.ops.aten.clamp_.defaul
 
 
 def _with_numbers(func: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Keep numbers which an optimizer computes from tensors as tensors, so that they can be traced."""
+    """Keep numbers that an optimizer computes from tensors as tensors, so that they can be traced."""
     if func is Tensor.item:
         return args[0]
     if func in (Tensor.add_, Tensor.addcdiv_, Tensor.addcmul_, Tensor.sub_):
@@ -213,7 +213,7 @@ def _with_numbers(func: Any, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _chosen(better: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Make `min` or `max` accept tensors, too."""
+    """Make `min` or `max` accept tensors as well."""
 
     def choose(*values: Any, **options: Any) -> Any:
         if not any(isinstance(value, Tensor) for value in values):

@@ -1,9 +1,9 @@
-"""Comparison of exported files with PyTorch on the same examples: the steps of a training, the outputs of a model.
+"""Comparison of exported files with PyTorch on the same examples: the steps of a training run, the outputs of a model.
 
-Of a training, at least three steps run in ONNX Runtime and in PyTorch, at full precision. Every loss, gradient, running
+For training, at least three steps run in ONNX Runtime and in PyTorch, at full precision. Every loss, gradient, running
 state, parameter and optimizer state is compared, for several batch sizes and for other values of every dynamic size.
-After each comparison both continue from the same numbers, so that a difference is of one step. Quantization below 32
-bits is the same in every export, and covered by tests.
+After each comparison both continue from the same numbers, so that a difference comes from one step. Quantization below
+32 bits is the same in every export, and covered by tests.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ by 1e-6 to 1e-5, in deep nets with batch norm by 1e-4; real errors exceed 1e-2."
 UPDATE_TOLERANCE = 1e-5
 """The same for an update from equal numbers, which is elementwise."""
 _NEGLIGIBLE = 1e-2
-"""Share of the largest gradient below which others are compared to it: those that should be zero are rounding only."""
+"""Share of the largest gradient below which others are compared to it: those that should be zero are only rounding."""
 _ATTEMPTS = 3
 """A wrong gradient is wrong every time. A value at a kink (of a ReLU, say) may end up on either side of it by rounding;
-with slightly different inputs that does not happen again and again."""
+with slightly different inputs that does not happen every time."""
 _ROUNDING, _ECHO, _MOST = 1e-6, 5.0, 0.05
-"""In a deep net with thousands of values at kinks some always change sides, in PyTorch itself as soon as parameters
-change by a rounding error. A difference of a few times that effect is no error, up to a twentieth."""
+"""In a deep net with thousands of values at kinks, some always change sides, even in PyTorch itself when parameters
+change by a rounding error. A difference of a few times that effect, up to a twentieth, is not an error."""
 
 
 def verify(
@@ -187,7 +187,7 @@ def check(
 
 
 def _differences(ours: Values, theirs: Values, least: float) -> dict[str, float]:
-    """Return how far values are apart, relative to the largest element of each.
+    """Return the distance between values, relative to the largest element of each.
 
     Integers have to be equal; NaN and infinities have to be in the same places.
     """

@@ -1,4 +1,4 @@
-"""Detects whether running code queries its mode (training, gradients): it may behave differently in another one."""
+"""Detect whether running code queries its mode (training, gradients): such code may differ between modes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PASSED_ON = (*(f"torch/nn/modules/{name}.py" for name in _LAYERS), "torch/_tens
 
 @contextmanager
 def asked() -> Iterator[set[str]]:
-    """Collect the modes that Python code inside queries, by the names it uses and the C functions it calls."""
+    """Collect the modes that Python code in the block queries, by the names it uses and the C functions it calls."""
     if sys.getprofile() is not None:
         yield {TRAINING, GRADIENTS}  # keep the user's profiler, and run all modes
         return
@@ -47,7 +47,7 @@ def asked() -> Iterator[set[str]]:
 
 
 def _is_ours(file: str) -> bool:
-    # Generated code reads modes only for operators; functions that it calls are checked by themselves.
+    # Generated code reads modes only for operators; the functions that it calls are checked separately.
     return file.startswith(("<eval_with_key>", *OWN)) or file.endswith(_PASSED_ON)
 
 

@@ -9,7 +9,7 @@ from cpt_fx.inspection.table import ROLES, widths_by_role
 from cpt_fx.inspection.tree import Item
 
 CODE = 7.3
-"""Width of a letter of a title, a generous estimate: a label must not be clipped where a font is wide."""
+"""Width of a letter in a title, estimated generously: a wide font must not clip a label."""
 LONGEST = 34
 BADGE = 32.0
 TITLE_BAR = 28.0
@@ -32,7 +32,7 @@ def number(value: float) -> str:
 
 
 def shortened(text: str, length: int = LONGEST) -> str:
-    """Shorten a long text in the middle: the ends of a name tell most."""
+    """Shorten a long text in the middle: the ends of a name say most."""
     if len(text) <= length:
         return text
     head = (length - 1) // 2
@@ -40,7 +40,7 @@ def shortened(text: str, length: int = LONGEST) -> str:
 
 
 def plain(label: str) -> float:
-    """Return the width of a subtitle, a generous estimate as well."""
+    """Return the width of a subtitle, also estimated generously."""
     return sum(9.2 if letter in "×…–WMm@%" else 6.1 for letter in label)
 
 
@@ -114,7 +114,7 @@ def frame_of(item: Item, width: float, height: float) -> str:
 
 
 def title_width(item: Item) -> float:
-    """Return how far the title of an expanded module reaches."""
+    """Return the width that the title line of an expanded module takes."""
     return 54 + len(shortened(item.title)) * CODE + plain(shortened(item.subtitle, 30))
 
 

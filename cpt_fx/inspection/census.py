@@ -1,6 +1,6 @@
 """A census of products at few bits: checks that everything that multiplies has quantized operands.
 
-A dispatch mode sees every ATen operator that runs, whoever calls it, and changes nothing. Quantizers show it their
+A dispatch mode sees every ATen operator that runs, whoever calls it, and changes nothing. Quantizers register their
 results. A product is accepted if its operands are such results, or hold only values that quantizers produced; if it
 belongs to a node whose own operands do; or if the node is listed as left in full precision. All others are unknown.
 """
@@ -47,16 +47,16 @@ _VIEWS = (
     "Alias", "Expand", "Permute", "Select", "Slice", "Squeeze", "TBackward", "Transpose", "Unsqueeze", "UnsafeView",
     "View",
 )  # fmt: skip
-"""How the names of autograd's nodes begin that return a view."""
+"""Prefixes of the names of autograd nodes that return a view."""
 _ONE_AT_A_TIME = threading.RLock()
-"""A census replaces functions of the whole process, and has to put them back before the next one takes them."""
+"""Lock: a census patches functions of the whole process, and must restore them before the next one patches them."""
 _CLOSED = ("aten", "prim", "prims", "profiler", "cpt_fx", "c10d")
-"""Namespaces of operators that are not looked into: those that multiply are known by name."""
+"""Namespaces whose operators are not looked into: those that multiply are known by name."""
 
 
 @dataclass
 class Unknown:
-    """A product with operands that come from no quantizer, while no entry of `uncovered` says why."""
+    """A product with unquantized operands that no entry of `uncovered` explains."""
 
     op: str
     place: str
@@ -95,7 +95,7 @@ def census(model: nn.Module) -> Iterator[Seen]:
 
 
 def list_what_runs(model: nn.Module, seen: Seen) -> None:
-    """Add products that only a run reveals to the uncovered ones; report those that should be listed and are not."""
+    """Add the products that only a run reveals to `uncovered`; report those that should be listed and are not."""
     said = [item for _, part in transformed_in(model) for item in part.history().uncovered]
     places, reasons = {(item.layer, item.op) for item in said}, {(item.layer, item.reason) for item in said}
     for (layer, op), found in seen.undecided.items():
@@ -168,7 +168,7 @@ class _Watch(private.TorchDispatchMode):
             return func.redispatch(torch.DispatchKeySet(key), *args, **kwargs)
 
     def _watched(self, values: Any) -> Any:
-        """Wrap the functions given to a higher-order operator, so that what they run is seen too."""
+        """Wrap the functions given to a higher-order operator, so that the operators in them are seen too."""
 
         def wrapped(value: Any) -> Any:
             if not callable(value) or isinstance(value, (type, Tensor)):
@@ -208,7 +208,7 @@ class Seen:
     is_open: bool = True
     products: int = 0
     listed: dict[Uncovered, fx.Graph | None] = field(default_factory=dict)
-    """Products that are not quantized for a reason (of a second backward pass, of integers, ...), with their graph."""
+    """Products left unquantized for a known reason (second backward pass, integers, ...), with their graph."""
     undecided: dict[tuple[str, str], Unknown] = field(default_factory=dict)
     """By layer and operator, products of nodes with factors that no quantization decision covers."""
     left: dict[fx.Node, Place] = field(default_factory=dict)
@@ -223,7 +223,7 @@ class Seen:
     hooked: set[int] = field(default_factory=set)
     """Autograd sequence numbers of results that the model's own code registers hooks on: they run after a quantizer."""
     numbered: int = 0
-    """The autograd sequence number that was next when the latest operator had run."""
+    """The next autograd sequence number after the latest operator."""
     _outside: dict[str, set[str]] = field(default_factory=dict)
     _made: dict[int, tuple[Place, int]] = field(default_factory=dict)
     """By its autograd sequence number, the place of a product, and how many of its operands were not quantized."""
@@ -232,7 +232,7 @@ class Seen:
 
     @property
     def outside(self) -> tuple[str, ...]:
-        """Modules that multiply outside of the transformed parts, with the operators."""
+        """Modules that multiply outside of the transformed parts, with their operators."""
         return tuple(f"{name} ({', '.join(sorted(ops))})" for name, ops in self._outside.items())
 
     @property
@@ -278,7 +278,7 @@ class Seen:
             self._aside(func, reason)
 
     def _aside(self, func: Any, reason: str) -> None:
-        """List what cannot be quantized, unless its node or module is marked as such already."""
+        """List an operator that cannot be quantized, unless its node or module is already marked as such."""
         place = self.places.now()
         if place.kind in (PlaceKind.DECISION, PlaceKind.NOWHERE):
             self.put_down(place, _short(func), reason, "")
@@ -321,7 +321,7 @@ class Seen:
             unknown = Place(PlaceKind.NOWHERE, place.name or _name_of_node()), 0
             came, allowed = self._made.get(number, unknown)
             if isinstance(private.current_autograd_node(), FunctionCtx) and not came.applied:
-                came, allowed = unknown  # the number belongs to what was made after it, not inside
+                came, allowed = unknown  # the number belongs to a node made after the function, not inside it
             if keeps_graph:
                 second = came if came.kind is PlaceKind.LEFT else Place(PlaceKind.SECOND, came.name, came.node)
                 self._made.setdefault(_sequence() - 1, (second, 0))
@@ -339,7 +339,7 @@ class Seen:
             self.put_down(came, came.decision.op, NO_GRADIENT)
 
     def put_down(self, place: Place, op: str, reason: str, operand: str = "gradient") -> None:
-        """List a product that is not quantized for a reason."""
+        """List a product that is left unquantized, with the reason."""
         graph = None if place.node is None else place.node.graph
         self.listed[Uncovered(place.name, op, reason, operand, by_choice=True)] = graph
 
@@ -370,7 +370,7 @@ class Seen:
 
 
 def _sequence() -> int:
-    """Return the sequence number of the next autograd node; the operator that runs now has the one before."""
+    """Return the sequence number of the next autograd node; the running operator has the number before it."""
     number: int = private.get_sequence_number()
     return number
 
@@ -408,7 +408,7 @@ def _hooks_noted(seen: Seen) -> Iterator[None]:
 
 @contextmanager
 def _in_every_thread(seen: Seen) -> Iterator[None]:
-    """Watch also threads that start meanwhile, and tasks submitted to thread pools."""
+    """Also watch threads that start in the meantime, and tasks submitted to thread pools."""
 
     def watched(task: Any, run: Callable[..., Any], *args: Any) -> Any:
         # Pushed directly: `with` also sets flags of the whole process.

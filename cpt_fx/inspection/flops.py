@@ -37,7 +37,7 @@ class CountedProduct:
 
 @contextmanager
 def _counting(model: nn.Module) -> Iterator[FlopCounterMode]:
-    """Count operations in evaluation mode, with the fused kernels disabled that the counter does not know."""
+    """Count operations in evaluation mode, without the fused kernels that the counter does not know."""
     fast_path = torch.backends.mha.get_fastpath_enabled()
     with ExitStack() as stack:
         stack.enter_context(dry_run(model))
@@ -104,7 +104,7 @@ def counted_products(
     with _counting(model) as counter:
         run_aside(model, args, kwargs)
         if transformed:
-            # Again, since Dynamo may just have captured other graphs for evaluation.
+            # Count again: Dynamo may just have captured other graphs for evaluation.
             counter.flop_counts.clear()
             counter.mod_tracker = _Where(model, transformed_in(model))  # type: ignore[assignment]
             run_aside(model, args, kwargs)
@@ -115,7 +115,7 @@ def counted_products(
 
 
 def _integer_flops(name: str, a: Sequence[Any], b: Sequence[Any], *rest: Any, out_shape: Any) -> int:
-    """Count an integer product like the floating point product it stands for; tensors come as their shapes."""
+    """Count an integer product like the floating point product it stands for; tensors are given as shapes."""
     if not name.endswith("forward"):
         return 0
     summed = torch.Size(b[0][1:]).numel() if name.startswith("conv") else int(a[0][-1])
@@ -123,7 +123,7 @@ def _integer_flops(name: str, a: Sequence[Any], b: Sequence[Any], *rest: Any, ou
 
 
 def _for_a_look(model: nn.Module) -> nn.Module:
-    """Return a copy that shares the parameters: what Dynamo captures under the counter is of no use to the model."""
+    """Return a copy that shares the parameters: graphs captured under the counter are of no use to the model."""
     try:
         return copy.deepcopy(model, {id(value): value for value in model.parameters()})
     except Exception:  # it holds something that cannot be copied: a lock, a tensor with a grad_fn

@@ -56,7 +56,7 @@ def page(inspection: Inspection) -> str:
         "drawing": drawing(inspection, None if len(data["items"]) < 400 else 0),
     }
     template = resource("page.html")
-    # One pass over the template: what is filled in is not searched for placeholders.
+    # One pass over the template: values that are filled in are not searched for placeholders.
     pieces = template.split("@@")
     return "".join(piece if place % 2 == 0 else parts[piece] for place, piece in enumerate(pieces))
 

@@ -66,7 +66,7 @@ def plan(item: Item) -> RowPlan:
 
 
 def _ranks(graph: nx.DiGraph, kinds: dict[str, str]) -> dict[str, int]:
-    """Assign a row to each node; what depends on parameters alone goes right above its first use."""
+    """Assign a row to each node; a node that depends on parameters alone goes right above its first use."""
     ranks = {node: rank for rank, row in enumerate(nx.topological_generations(graph)) for node in row}
     entered = [node for node in graph if node == IN or kinds.get(node) == "input"]
     flowing = {node for first in entered for node in (first, *nx.descendants(graph, first))}
@@ -145,7 +145,7 @@ class Placed:
 
 
 def place(plan: RowPlan, boxes: Boxes) -> Placed:
-    """Return the coordinates of all boxes, straight below what they follow where there is room."""
+    """Return the coordinates of all boxes, each straight below its inputs where there is room."""
     width = {node: boxes.get(node, _LANE).width for row in plan.rows for node in row}
     axis = {node: _axis(boxes.get(node, _LANE)) for node in width}
     x: dict[str, float] = {}
@@ -161,7 +161,7 @@ def place(plan: RowPlan, boxes: Boxes) -> Placed:
                 near = above if down else below
                 if sweep > 5 or not near:
                     near = above + below
-                # Links between boxes weigh most, so that the main path is straight and lanes give way.
+                # Links between boxes weigh most, so that the main path is straight and lanes move aside.
                 weights = [(8.0, 0.05, 4.0)[(".." in node) + (".." in other)] for other in near]
                 wish = sum((x[other] + axis[other]) * weight for other, weight in zip(near, weights, strict=True))
                 wanted.append(wish / sum(weights) - axis[node] if near else x[node])
@@ -236,14 +236,14 @@ def _align(line: list[str], low: float, high: float, x: dict[str, float]) -> Non
 def _axis(box: Box) -> float:
     """Return the offset of the port to align by, if values leave a module straight below where they enter.
 
-    Otherwise it is 0, the centre: aligned by ports, a series of such modules would drift sideways without end.
+    Otherwise it is 0, the centre: aligned by ports, a series of such modules would drift further and further sideways.
     """
     enter, leave = box.port or (0.0, 0.0)
     return enter if abs(enter - leave) < 6 else 0.0
 
 
 def _settle(row: list[str], wanted: list[float], width: dict[str, float], x: dict[str, float]) -> None:
-    """Place the boxes of a row as near to where they are wanted as their gaps allow (pool adjacent violators)."""
+    """Place the boxes of a row as close to their wanted positions as the gaps allow (pool adjacent violators)."""
     gaps = ((width[a] + width[b]) / 2 + GAP_X for a, b in itertools.pairwise(row))
     offsets = list(itertools.accumulate(gaps, initial=0.0))
     pools: list[tuple[float, float, int]] = []

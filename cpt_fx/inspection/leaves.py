@@ -1,4 +1,4 @@
-"""Splits values into leaves that can be compared, describes their differences, and tells which are only rounding."""
+"""Split values into comparable leaves, describe their differences, and find those that are only rounding."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from cpt_fx.ir.result import plain_class
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.Size)
 _CLOSED = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, torch.Generator)
-"""Objects that are not looked into: a run produces nothing inside of them."""
+"""Types of objects that are not looked into: a run produces nothing inside them."""
 _DEPTH, _ITEMS = 8, 1000
 """How deep to look into arbitrary objects, and how many items besides tensors to compare in each."""
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ABSENT: Any = object()
 """Stands for a missing leaf."""
 ROUNDING = 1e-5
-"""How far values may be apart, relative to the largest of their tensor, if sums are computed in another order."""
+"""Allowed distance between values, relative to the largest in their tensor, if sums are computed in another order."""
 SMALL = 0.01
-"""Every gradient counts as at least this share of the largest: some, as of a key's bias, are rounding errors only."""
+"""Gradients are compared relative to at least this share of the largest: some (of a key's bias) are pure rounding."""
 _MOVED, _ECHO = 1e-6, 5.0
-"""Relative size of the perturbation that stands for rounding, and how many times its effect still is rounding."""
+"""Relative size of the perturbation that stands for rounding, and the multiple of its effect that is still allowed."""
 _WANDERS = 100
 """Where runs of the plain model differ from each other, the result may differ by this many times as much."""
 GRADIENT = "the gradient of "
@@ -179,7 +179,7 @@ def apart(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
 
 
 def close_in(found: Found, ours: Runs, theirs: Runs, unit: float = 0.0) -> Found:
-    """Return the differences that another order of sums explains; `unit` is the coarsest eps on the way to them."""
+    """Return the differences that another order of sums explains; `unit` is the coarsest eps in the computation."""
     floors = [SMALL * largest(run[name] for name in run if name.startswith(GRADIENT)) for run in theirs if found]
 
     def is_near(place: int, name: str) -> bool:
@@ -193,9 +193,9 @@ def echoed_in(found: Found, ours: Runs, theirs: Runs, moved: Sequence[Runs], com
     """Return the differences that are rounding relative to the largest value of a run, and that rounding can cause.
 
     Some values are rounding errors only, such as the sum of normalized values, or the loss of a sample that the model
-    has memorized: a relative tolerance of their own does not help. `moved` are runs of the plain model perturbed by no
-    more than rounding; `computed_with` are its parameters, whose largest value counts as well. A value that does not
-    react to the perturbation must be equal.
+    has memorized: a tolerance relative to the value itself does not help. `moved` are runs of the plain model
+    perturbed by no more than rounding; `computed_with` are its parameters, whose largest value counts as well. A value
+    that does not react to the perturbation must be equal.
     """
     near: Found = {}
     scale = largest(computed_with)
@@ -209,7 +209,7 @@ def echoed_in(found: Found, ours: Runs, theirs: Runs, moved: Sequence[Runs], com
 
 
 def unsteady_in(found: Found, ours: Runs, theirs: Runs, again: Sequence[Runs]) -> Found:
-    """Return the differences in what varies between runs of the plain model, if they are not much larger than that."""
+    """Return the differences in values that also vary between runs of the plain model, if not by much more."""
     unsteady: Found = {}
     for (place, name), how in found.items():
         mine, other, *more = values = [runs[place].get(name, ABSENT) for runs in (ours, theirs, *again)]
@@ -230,7 +230,7 @@ def scaled(tensors: Iterable[Tensor], seed: int) -> None:
 
 
 def largest(values: Iterable[Any]) -> float:
-    """Return the largest magnitude in all dense tensors among some values."""
+    """Return the largest magnitude in all dense floating point tensors among some values."""
     dense = (one.detach() for one in values if _is_dense(one) and one.numel())
     return max((float(one.abs().max()) for one in dense), default=0.0)
 

@@ -1,4 +1,4 @@
-"""Which tensors are quantized: the levels in every range of a quantizer's result, and tensors of such levels only."""
+"""Which tensors are quantized: the levels in every range of a quantizer's result, and tensors that hold only these."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HALF = (torch.float16, torch.bfloat16)
 _FEW = 64
 """The most levels that a half-precision tensor is compared with at once: with more, almost any value is a level."""
 _RECENT = 8
-"""How many recent quantizers a copy is compared with one by one, before it is compared with all at once."""
+"""The number of recent quantizers that a copy is compared with one by one, before all at once."""
 
 
 def ranges_of(x: Tensor, grid: Grid) -> Tensor:

@@ -1,4 +1,4 @@
-"""`Inspection`: one object that gives access to all that is known of a transformed model."""
+"""`Inspection`: one object with everything that is known about a transformed model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Inspection:
 
     model: nn.Module
     shown: Verification | None = None
-    """A proof whose counters are shown instead of those of the model: what its dry run counted."""
+    """A proof: the counters of its dry run are shown instead of those of the model."""
 
     @property
     def graphs(self) -> list[fx.GraphModule]:
@@ -90,7 +90,7 @@ class Inspection:
 
     @property
     def state(self) -> str:
-        """Whether the result is proven to equal the model at 32 bits and to quantize below, and if that still holds."""
+        """Whether the result is proven to equal the model at 32 bits and to quantize below, and if that is still so."""
         outside = history_of(self.model).outside
         return proven_state(transformed_in(self.model), [item.layer or "(root)" for item in outside])
 

@@ -1,4 +1,4 @@
-"""Compare a result at 32 bits with the plain model: both run alike, and all that they produce is compared bitwise."""
+"""Compare a result at 32 bits with the plain model: run both under the same conditions, compare everything bitwise."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from cpt_fx.ir.result import PART, plain_class, sessions_in
 TOLD = 10
 """How many differences are listed one by one."""
 TURNS = 3
-"""How many perturbed, or repeated, runs of the plain model are made: in a single one a number may stay the same."""
+"""Number of perturbed, or repeated, runs of the plain model: in a single one a value may stay the same by chance."""
 _CONTAINERS = (list, dict, set, deque)
 
 
@@ -65,7 +65,7 @@ class Inputs(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     stuck: Mapping[Mode, Exception | None] = MappingProxyType({})
-    """Modes in which no backward pass is run, with what that of the plain model raised, if it did."""
+    """Modes in which no backward pass is run, with the error that it raised in the plain model, if any."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class RunResult:
     mode: Mode
     failed: Exception | None = None
     stuck: Exception | None = None
-    """What the backward pass raised."""
+    """The error that the backward pass raised."""
     found: dict[str, Any] = field(default_factory=dict)
     asked: set[str] = field(default_factory=set)
     """Which modes its code queried: `TRAINING`, `GRADIENTS`."""
@@ -103,8 +103,8 @@ def compare(
 ) -> Sameness:  # fmt: skip
     """Run a transformed model at 32 bits and the plain one, in every mode, from the same state, and compare.
 
-    Each runs in one mode after the other, so that what a run leaves in the model shows in the next. `rested` are the
-    graphs that have not run yet.
+    Each runs in one mode after the other, so that changes that a run leaves in the model show in the next. `rested` are
+    the graphs that have not run yet.
     """
     inner = eager_model(model)
     source = plain_tree(inner) if source is None else eager_model(source)
@@ -113,7 +113,7 @@ def compare(
     needed = partial(_needed, is_dynamos=is_dynamos) if gradients else None
     call, theirs = _runs_of_plain(source, Inputs(args, kwargs), modes, needed)
     ours = _runs_of_result(inner, call, [run.mode for run in theirs], is_dynamos)
-    # Code put into a graph may query what the plain model does not; a graph that has not run may be of another mode.
+    # Code in a graph may query modes that the plain model does not; a graph that has not run may be for another mode.
     if len(ours) < len(modes) and (rested or _questions(ours) - _questions(theirs)):
         call, theirs = _runs_of_plain(source, call, modes)
         ours = _runs_of_result(inner, call, modes, is_dynamos=True)
@@ -126,7 +126,7 @@ def compare(
 def _judged(
     ours: list[RunResult], theirs: list[RunResult], source: nn.Module, call: Inputs, known: History
 ) -> Sameness:
-    """Report what differs, except what another order of sums explains and what differs between runs of the model."""
+    """Report differences, except those that summation order explains or that occur between runs of the plain model."""
     notes: list[str] = []
     modes = [run.mode for run in theirs]
     found = _differences(ours, theirs)
@@ -202,9 +202,9 @@ def _runs_of_result(model: nn.Module, call: Inputs, modes: list[Mode], is_dynamo
 
 
 def _moved(source: nn.Module, call: Inputs, modes: list[Mode]) -> list[list[dict[str, Any]]]:
-    """Return what the plain model produces in a few runs, with all that is trained, or else the inputs, perturbed."""
+    """Return what the plain model produces in a few runs with perturbed trained tensors, or else perturbed inputs."""
     moved = []
-    as_given = {id(one) for one in tensors_in(call[:2])}  # what could not be copied is not ours to scale
+    as_given = {id(one) for one in tensors_in(call[:2])}  # tensors that could not be copied must not be scaled
     for turn in range(TURNS):
         given = _copied(call)
         copied = [one for one in tensors_in(given[:2]) if id(one) not in as_given]
@@ -278,7 +278,7 @@ def _runs(
         model.train(mode.training)
         for module, flag in flags if mode.training == as_given else ():
             module.training = flag
-        # Another seed than at capture: a random number that became a constant of a graph must not be drawn again here.
+        # Not the seed at capture: a random number that became a constant of a graph must not be drawn again here.
         _seed(model, 271_828 + MODES.index(mode))
         runs.append(_run(model, _copied(call), mode, watched))
     return runs

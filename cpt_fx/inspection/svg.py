@@ -70,7 +70,7 @@ def levels_of(root: Item, limit: int | None = None) -> list[set[str]]:
 
 
 def _painted(root: Item, depth: int | None) -> tuple[str, Placed]:
-    """Draw to a depth, by default the largest one that is neither too crowded nor too tall for a page."""
+    """Draw to a depth, by default the largest that is neither too crowded nor too tall for a page."""
     if depth is not None:
         levels = levels_of(root)
         return _inside(root, levels[min(depth, len(levels) - 1)])

@@ -70,7 +70,7 @@ class Verification:
 
     @property
     def proven(self) -> bool:
-        """Whether at least one quantizer had work to do, and the levels of all that had were counted."""
+        """Whether at least one quantizer had work to do, and levels were counted for every one that had."""
         return not self.unproven
 
     @property
@@ -183,8 +183,8 @@ def _try(
     """Run at `PROBE` bits under a census: forward and backward, then forward in the other mode if its code may differ.
 
     Return whether there were gradients, the quantizers with their counters, those not reached, and the census. Code
-    may branch on values, which differ from those at 32 bits, and a graph may be of another call: the census sees what
-    multiplies instead.
+    may branch on values, which differ from those at 32 bits, and a graph may belong to another call: the census sees
+    the products that run instead.
     """
     inner, modules = eager_model(model), graphs(model)
     with dry_run(model), resting(modules) as rested:
@@ -318,7 +318,7 @@ def _trained(module: fx.GraphModule) -> set[fx.Node]:
 
 
 def _notes(working: Views, idle: Views, unreached: Views, blind: tuple[str, ...], gradients: bool) -> Iterator[str]:
-    """Yield what a proof leaves out, and what it cannot see."""
+    """Yield what a proof leaves out, and what it cannot check."""
     widths = {bits for view in working for bits in view.levels}
     if blind:
         named = ", ".join(blind[:3]) + ", ..." * (len(blind) > 3)

@@ -56,7 +56,7 @@ class QuantizerView:
     error: dict[int, float]
     """Width -> rounding error of that sample relative to its root mean square."""
     range: tuple[float, float] | None
-    """The running (lowest, highest) value; None unless the format has an observer that has seen something."""
+    """The running (lowest, highest) value; None unless the format has an observer that has seen a batch."""
     waited: int = 0
     """Of a gradient quantizer: 1 after a forward pass, 2 after one whose value requires a gradient, 3 after a gradient
     that may be differentiated itself."""
@@ -92,7 +92,7 @@ class ProductView:
     reasons: tuple[str, ...] = ()
     """Why it does not run on integers, or did not in all runs."""
     ratios: tuple[float | None, ...] = (None, None, None)
-    """How many times as fast the last run of each is on integers here, if the choice was made by measuring."""
+    """The measured speed-up on integers of the last run of each; None where the choice was not made by measuring."""
     lowered: bool = False
     """Whether it is an integer operator in the graph."""
     graph: int = 0
@@ -139,7 +139,7 @@ def quantizer_nodes(graph: fx.Graph) -> list[tuple[fx.Node, Quantizer]]:
 
 
 def views_in(model: nn.Module, rested: Set[int] = frozenset()) -> tuple[QuantizerView, ...]:
-    """Return a view of every quantizer; one that several graphs share is read once, from one that ran if there is."""
+    """Return a view of every quantizer; one that several graphs share is read once, if possible from one that ran."""
     found: dict[Any, QuantizerView] = {}
     for path, index, module in _graphs_in(model, rested):
         for node, quantizer in quantizer_nodes(module.graph):

@@ -54,7 +54,7 @@ class BoundSession:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = _ERRORS
         options.use_deterministic_compute = True
-        # Spinning threads would take the cores away from torch, which usually prepares the next batch meanwhile.
+        # Spinning threads would take cores away from torch, which usually prepares the next batch in the meantime.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         if threads is not None:
             options.intra_op_num_threads = threads
@@ -69,7 +69,7 @@ class BoundSession:
         self.inputs = [value.name for value in self._session.get_inputs()]
         self.outputs = [value.name for value in self._session.get_outputs()]
         self._run_options = onnxruntime.RunOptions()
-        # Errors are raised as exceptions: they need not be logged, too.
+        # Errors are raised as exceptions: they need not be logged as well.
         self._run_options.log_severity_level = _FATAL
 
     def run(
@@ -77,7 +77,7 @@ class BoundSession:
     ) -> dict[str, Array]:
         """Run on arrays and on blocks of memory, without copying blocks; return the outputs that have no block.
 
-        Everything is bound anew for each run: an input on another device than the node that reads it is copied when it
+        Everything is bound again for each run: an input on another device than the node that reads it is copied when it
         is bound, and memory that a run allocates for an output would be reused by the next, whose batch may be larger.
         """
         bindings = self._session.io_binding()
@@ -138,7 +138,7 @@ class Memory:
     """All tensors that persist from step to step.
 
     Tensors that swap have two blocks, which take turns: a graph may read the old value after it wrote the new one,
-    and a step that fails leaves the old one as it was.
+    and a step that fails leaves the old value as it was.
     """
 
     def __init__(self, manifest: Manifest, directory: Path, device: str) -> None:
@@ -156,20 +156,20 @@ class Memory:
         trained = [parameter.name for parameter in manifest.parameters if parameter.trainable]
         self.gradients = {name: Block(np.zeros_like(values[name]), device) for name in trained}
         self.states, self._next_states = turning(manifest.states)
-        """The present running state; a step writes the next one to `_next_states`."""
+        """The current running state; a step writes the next one to `_next_states`."""
         self.moments, self._next_moments = turning(manifest.optimizer.remembered)
-        """The optimizer's state, likewise."""
+        """The same for the optimizer's state."""
 
     def swap_states(self) -> None:
-        """Make the state that the last step wrote the present one."""
+        """Make the state written by the last step the current one."""
         self.states, self._next_states = self._next_states, self.states
 
     def swap_moments(self) -> None:
-        """Make the optimizer's state that the last update wrote the present one."""
+        """Make the optimizer's state written by the last update the current one."""
         self.moments, self._next_moments = self._next_moments, self.moments
 
     def held(self) -> Blocks:
-        """Return the blocks of present values, by input name."""
+        """Return the blocks of current values, by input name."""
         gradients = {name + GRADIENT: block for name, block in self.gradients.items()}
         return self.parameters | gradients | self.moments | self.states
 
@@ -179,7 +179,7 @@ class Memory:
 
 
 def initial_values(manifest: Manifest, path: Path) -> dict[str, Array]:
-    """Read the values that a training starts with; optimizer state without a value starts with zeros."""
+    """Read the values that training starts from; optimizer state without a value starts at zero."""
     import onnx_ir as ir
 
     held = ir.load(path).graph.initializers

@@ -2,7 +2,7 @@
 
 Several packages provide the folder `onnxruntime`: the plain runtime, its GPU builds, and two training builds. pip lets
 one overwrite another's files, and lets an uninstall remove files that the other needs. So nothing here trusts a list
-of what is installed: the modules are imported, and the list explains why that failed.
+of installed packages: the modules are imported, and the list only explains why that failed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EXTRAS = {
 """Packages other than the plain one that provide the folder `onnxruntime` -> the extra that installs each."""
 WRITERS = {"onnx": "1.16", "onnxscript": "0.5", "onnx_ir": "0.1"}
 RUNTIME = {"onnxruntime": "1.18"}
-"""Modules, each with its oldest supported release: from these on there are int4, IR 10, torch's exporter."""
+"""Modules, each with its oldest supported release: the first with int4, IR 10, or torch's exporter."""
 TRAINING = "1.19"
 """The last release of ONNX Runtime with a training API of its own, for Python, C++, C# and Java."""
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
@@ -102,7 +102,7 @@ def check_cuda() -> Finding:
     if CUDA not in providers():
         problem = "a GPU needs onnxruntime-gpu, or onnxruntime-training 1.19.2 for CUDA 11.8"
         return Finding("", problem, mend("ort-gpu"))
-    # Newer builds find the libraries that they need themselves, in NVIDIA's wheels, too.
+    # Newer builds find the libraries that they need by themselves, also in NVIDIA's wheels.
     getattr(imported("onnxruntime")[0], "preload_dlls", lambda: None)()
     if not gpus():
         return Finding("", "NVIDIA's driver is not there, or shows no GPU: see `nvidia-smi`, and CUDA_VISIBLE_DEVICES")
@@ -110,7 +110,7 @@ def check_cuda() -> Finding:
 
 
 def providers() -> list[str]:
-    """Return what the installed build of ONNX Runtime can compute on."""
+    """Return the execution providers of the installed build of ONNX Runtime."""
     return list(getattr(imported("onnxruntime")[0], "get_available_providers", list)())
 
 
@@ -160,7 +160,7 @@ def imported(name: str) -> tuple[ModuleType | None, str]:
 
 
 def _look(aim: str, modules: Mapping[str, str], remedy: tuple[str, ...]) -> Finding:
-    """Import modules; return what is there, or the first one that fails to import or is too old."""
+    """Import modules; return what was found, or the first one that fails to import or is too old."""
     found: list[str] = []
     for name, oldest in modules.items():
         module, problem = imported(name)

@@ -1,7 +1,7 @@
 """The inputs of a step, checked against what the graph takes, and converted to its dtypes.
 
-Batches that torch refuses are refused here, too: with labels or token ids that are out of range, ONNX Runtime counts
-from the end, or reads foreign memory.
+Batches that torch refuses are refused here too: with labels or token ids that are out of range, ONNX Runtime counts
+from the end, or reads memory out of bounds.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ GRADIENT, MORE = ".grad", "accumulate"
 """Suffix of the inputs with accumulated gradients, and the input that says whether to add to them: a bool."""
 LEARNING_RATE, STEP, GRADIENT_SCALE = "learning_rate", "step", "gradient_scale"
 """Inputs: float64, one for each group; float64, the number of updates before; float32, the factor of the gradients:
-1 over the number of accumulated steps, so that the update is by their mean."""
+1 over the number of accumulated steps, so that the update uses their mean."""
 MAX_VALUE, MAX_NORM = "max_value", "max_norm"
 """Inputs of `clipping.onnx`: float32, the limits of gradients after multiplication by `gradient_scale`."""
 FILES = (GRADIENTS, CLIPPING, FIRST_UPDATE, UPDATE, EVALUATION, VALUES, DATA)
@@ -39,7 +39,7 @@ class Tensor:
 
     name: str
     dtype: str
-    """NumPy's name of it."""
+    """Its name in NumPy."""
     shape: tuple[int | str, ...]
     """A dynamic size is given by name; equal names are equal sizes."""
 
@@ -86,7 +86,7 @@ class Manifest:
     width_sources: dict[str, WidthSource]
     """Inputs that hold a bit-width (int64, 0-dim) -> the source that it follows."""
     seeds: int
-    """Rows of the gradient graph's input `seeds` (int32, rows x 2), drawn anew for each step; 0 if it has none."""
+    """Rows of the gradient graph's input `seeds` (int32, rows x 2), drawn for each step; 0 if it has none."""
     parameters: tuple[Parameter, ...]
     states: tuple[State, ...]
     optimizer: Optimizer
@@ -122,7 +122,7 @@ class Manifest:
 
 
 def read(directory: Path) -> Manifest:
-    """Read the manifest of a directory; refuse one that is damaged, of another version, or none of ours."""
+    """Read the manifest of a directory; refuse one that is damaged, of another version, or not written by cpt_fx."""
     path = directory / NAME
     if not directory.is_dir():
         raise ExportError(f"{directory} is not a directory: pass the one that export.ort_training wrote")

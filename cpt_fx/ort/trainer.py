@@ -1,4 +1,4 @@
-"""`Trainer`: trains a directory of `export.ort_training` in ONNX Runtime under a schedule."""
+"""`Trainer`: train a directory of `export.ort_training` in ONNX Runtime under a schedule."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ class Trainer:
         trainer.to_torch(model)
 
     One directory serves any schedule, since bit-widths are inputs of its graphs. For a given directory, seed and number
-    of threads the results are the same in every run, bit for bit, also if training was interrupted and resumed by
+    of threads the results are the same in every run, bit for bit, even if training was interrupted and resumed by
     `save` and `load`. Another number of threads changes the order of sums.
 
     Args:
         directory: a directory that `cpt_fx.export.ort_training` wrote. Every file is compared with its checksum.
         schedule: the schedule of the bit-widths; `schedule.step()` is called after each update.
         device: `"cpu"`, `"cuda"` or `"cuda:1"`.
-        accumulation: the number of steps per update, which is by the mean of their gradients.
+        accumulation: the number of steps per update, which uses the mean of their gradients.
         learning_rate: a number, one for each parameter group, or a function of the update, counted from 0, that
             returns either; None for that of the exported optimizer.
         clip_norm: the largest norm of all gradients together, as in `torch.nn.utils.clip_grad_norm_`; None: no limit.
         clip_value: the largest magnitude of a gradient's elements, as in `clip_grad_value_`; applied before the norm.
-        seed: for stochastic rounding and dropout; None draws one from torch's generator (`torch.manual_seed`).
+        seed: of stochastic rounding and dropout; None draws one from torch's generator (`torch.manual_seed`).
         threads: the number of threads of ONNX Runtime; None for one per core.
     """
 
@@ -97,14 +97,14 @@ class Trainer:
         if clip_norm is not None or clip_value is not None:
             self._clipping = BoundSession(folder / files.CLIPPING, self.device, threads)
         self.memory = Memory(self.manifest, folder, self.device)
-        """Every tensor of the training, by name."""
+        """Every tensor of the training run, by name."""
         self.optimizer_view = OptimizerView(self.manifest.optimizer.learning_rates, learning_rate)
         """The optimizer to give to `torch.optim.lr_scheduler`: `CosineAnnealingLR(trainer.optimizer_view, 100)`."""
         self._shared: transfer.SharedParameters | None = None
         self.updates = 0
         """Number of updates so far."""
         self.optimizer_steps = 0
-        """Number of updates by the exported optimizer; its state belongs to these."""
+        """Number of these updates that the exported optimizer made."""
         self.pending = 0
         """Number of steps since the last update."""
 
@@ -134,7 +134,7 @@ class Trainer:
         try:
             loss = self._gradients.run(given, self.memory.held(), self.memory.targets())[files.LOSS]
         except Exception:
-            # Some gradients may be written already: all those accumulated so far are lost.
+            # Some gradients may already be written: all those accumulated so far are lost.
             self.pending = 0
             raise
         self.memory.swap_states()
@@ -142,7 +142,7 @@ class Trainer:
         return float(loss)
 
     def update(self) -> None:
-        """Update the parameters now, by the mean of the accumulated gradients, even before `accumulation` steps."""
+        """Update the parameters now, with the mean of the accumulated gradients, even before `accumulation` steps."""
         self._require_gradients("update")
         limits = {files.MAX_VALUE: self.clip_value, files.MAX_NORM: self.clip_norm}
         given: dict[str, Array] = {
@@ -180,7 +180,7 @@ class Trainer:
     # Evaluation.
 
     def evaluate(self, *inputs_and_targets: Any, **named: Any) -> tuple[float, Outputs]:
-        """Return the loss and the outputs of the model in evaluation mode; the training is not affected.
+        """Return the loss and the outputs of the model in evaluation mode; training is not affected.
 
         Bit-widths are the schedule's for evaluation; running ranges and statistics are used as they are. Outputs are
         one array, a tuple, or a dict, as the model returns one, several, or several by name.
@@ -210,7 +210,7 @@ class Trainer:
     def save(self, path: str | PathLike[str]) -> None:
         """Write everything that the following steps depend on to one file.
 
-        That is weights, the optimizer's state, running ranges and statistics, gradients of an incomplete update, the
+        These are weights, the optimizer's state, running ranges and statistics, gradients of an incomplete update, the
         schedule's position and the random state. An existing file is replaced when everything is written. A
         learning-rate scheduler, or a torch optimizer, has a `state_dict` of its own.
         """
@@ -310,7 +310,7 @@ class OptimizerView(torch.optim.Optimizer):
         """Do nothing, since the update runs in ONNX Runtime; schedulers count the calls."""
 
     def rates(self) -> list[float]:
-        """Return the learning rates as they were set last."""
+        """Return the learning rates that were set last."""
         return [float(group["lr"]) for group in self.param_groups]
 
     def rates_at(self, update: int) -> Array:

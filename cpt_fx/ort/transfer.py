@@ -31,7 +31,7 @@ _KNOWN = {"updates", "optimizer_steps", "pending", "learning_rates", "optimizer"
 
 
 class StateFileError(ValueError):
-    """A file is not the state of a training run, or of another one than this."""
+    """A file does not hold the state of a training run, or holds that of another one."""
 
 
 def save(trainer: Trainer, path: Path) -> None:
@@ -39,7 +39,7 @@ def save(trainer: Trainer, path: Path) -> None:
 
     The file is an archive of NumPy's (`.npz`) with arrays and JSON, and a checksum at its end. It is written beside its
     target and moved there when it is complete, so that there is always a complete file, even if the process is killed.
-    It holds numbers and text only, no code.
+    It holds only numbers and text, no code.
     """
     facts = {
         "updates": trainer.updates,
@@ -86,7 +86,7 @@ def load(trainer: Trainer, path: Path, *, schedule: bool) -> None:
 
 
 def _blocks(trainer: Trainer, pending: int) -> dict[str, Block]:
-    """Return the blocks to save, by kind and name; gradients only between two updates."""
+    """Return the blocks to save, by kind and name; gradients only in the middle of an update."""
     memory = trainer.memory
     kinds = {"parameter": memory.parameters, "state": memory.states, "moment": memory.moments}
     if pending:

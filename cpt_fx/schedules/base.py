@@ -50,16 +50,16 @@ class Model(Protocol):
 class Schedule(ABC):
     """Bit-widths over a training run, and the position reached in it.
 
-    Two schedules are equal when they are configured alike; the position does not count. Functions that can be imported
-    by name are compared by identity. Any other (a lambda, a nested function, a partial, a bound method) makes its
-    schedule, and any that contains it, equal only to itself: whether two of those do the same cannot be known.
+    Two schedules are equal if they have the same configuration; the position does not count. Functions that can be
+    imported by name are compared by identity. Any other (a lambda, a nested function, a partial, a bound method) makes
+    its schedule, and any that contains it, equal only to itself: whether two such functions agree cannot be known.
     """
 
     total_steps: int | None
     eval_bits: EvalBits
 
     def __init__(self, total_steps: int | None, eval_bits: EvalBits) -> None:
-        """Check and store what all schedules share."""
+        """Check and store the settings that all schedules share."""
         self.total_steps = None if total_steps is None else check_int("total_steps", total_steps, 1)
         self.eval_bits = _check_eval_bits(eval_bits)
         self._position = 0
@@ -86,7 +86,7 @@ class Schedule(ABC):
     # Widths.
 
     def bits(self, step: int) -> Bits:
-        """Return the widths of a step (from 0), set before its forward pass; after the end the last ones hold.
+        """Return the widths of a step (from 0), set before its forward pass; after the end the last ones stay in force.
 
         Those of the position are computed once and kept until the next step, even if a user's function changes state.
         """
@@ -207,7 +207,7 @@ class Schedule(ABC):
             self._ran.append((bits, before + count))
 
     def state_dict(self) -> dict[str, object]:
-        """Return the position, and the configuration as text, by which loading detects another schedule.
+        """Return the position, and the configuration as text, by which loading detects a different schedule.
 
         For a schedule with your own functions or of your own class, also their state and the widths that ran.
         """
@@ -288,7 +288,7 @@ class Schedule(ABC):
         return new
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave out the models: a copy is bound to none."""
+        """Leave out the models: a copy is bound to no model."""
         return {key: value for key, value in self.__dict__.items() if key != "_controllers"}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -339,7 +339,7 @@ def _is_comparable(values: Iterable[object]) -> bool:
 
 
 def is_importable(function: object) -> bool:
-    """Return whether a callable is what its module has under its name."""
+    """Return whether a callable is the object that its module holds under its name."""
     found: object = sys.modules.get(getattr(function, "__module__", None) or "")
     for name in str(getattr(function, "__qualname__", "<unnamed>")).split("."):
         found = getattr(found, name, None)

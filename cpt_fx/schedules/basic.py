@@ -1,4 +1,4 @@
-"""Schedules without cycles: constant, low in a window, by table, by function."""
+"""Schedules without cycles: constant, low in a window, given by a table, given by a function."""
 
 from collections.abc import Callable, Mapping
 
@@ -129,7 +129,7 @@ class Custom(Schedule):
         if not callable(fn):
             raise TypeError(f"fn must be a function of the step, got {fn!r} ({type(fn).__name__})")
         self.fn = fn
-        self.bits(0)  # a function of the wrong kind should fail here, not at the first training step
+        self.bits(0)  # an unsuitable function should fail here, not at the first training step
 
     def _values(self, steps: IntArray) -> FloatArray:
         rows = [as_bits(f"fn({step})", self.fn(step)) for step in steps.tolist()]

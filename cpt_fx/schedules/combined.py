@@ -1,4 +1,4 @@
-"""Schedules made of schedules."""
+"""Schedules composed of other schedules."""
 
 from collections.abc import Sequence as SequenceOf
 
@@ -13,8 +13,8 @@ from cpt_fx.schedules.bits import Bits, widest
 class Sequence(Schedule):
     """One schedule after another, each counted from its own first step.
 
-    Without ``eval_bits``, the members must agree on theirs, which is used; if that is None, evaluation runs at the
-    largest width of them all.
+    Without ``eval_bits``, the members must agree on theirs, and that value is used; if it is None, evaluation runs at
+    the largest width of all members.
     """
 
     def __init__(self, schedules: SequenceOf[Schedule], *, eval_bits: EvalBits = None) -> None:

@@ -26,7 +26,7 @@ NAMES = tuple(_FORMS)
 
 
 class Cyclic(Schedule):
-    """Widths that grow from q_min to q_max in every cycle (repeated), or fall and grow in turn (triangular).
+    """Widths that grow from q_min to q_max in every cycle (repeated), or alternately fall and grow (triangular).
 
     ``profile`` is "cosine", "linear", "exponential", "rex" or a callable that grows from 0 to 1 on [0, 1]. A
     triangular schedule starts at q_max; ``reflection`` says how an asymmetric profile falls: "vertical" turns it
@@ -76,7 +76,7 @@ class Cyclic(Schedule):
         return next((name for name, known in _FORMS.items() if known == form), None)
 
     def _positions(self, steps: IntArray) -> tuple[IntArray, FloatArray, FloatArray]:
-        """Return the cycle each step lies in, the position t in it and 1 - t."""
+        """Return the cycle of each step, the position t in it and 1 - t."""
         length: float
         if self.period is None:
             # In units of 1/cycles of a step, so that a cycle is an integer number of units although total_steps /

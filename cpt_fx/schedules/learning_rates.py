@@ -1,7 +1,7 @@
 """Learning-rate rules of the critical-period experiments, as plain functions of the step.
 
-With a deficit, the rules hold the rate constant until it is over and decay over what is left ("no deficit decay"), so
-that runs with deficits of different lengths see the same decay at full precision.
+With a deficit, the rules hold the rate constant until it is over, and decay over the remaining steps ("no deficit
+decay"), so that runs with deficits of different lengths see the same decay at full precision.
 """
 
 import math
@@ -13,7 +13,7 @@ _PI = 3.141592653
 
 
 def piecewise(step: int, *, lr: float, total_steps: int, deficit: int = 0) -> float:
-    """Return ``lr``, a tenth of it from 50 % of what follows the deficit on and a hundredth from 75 % on."""
+    """Return ``lr``, a tenth of it after 50 % of the steps that follow the deficit, a hundredth after 75 %."""
     position, total = _after(step, total_steps, deficit)
     rate = lr
     # Truncated to whole steps as published, and decayed in two multiplications for the same rounding.
@@ -24,7 +24,7 @@ def piecewise(step: int, *, lr: float, total_steps: int, deficit: int = 0) -> fl
 
 
 def cosine(step: int, *, lr: float, total_steps: int, deficit: int = 0) -> float:
-    """Return the rate on a half cosine from ``lr`` down to a tenth of it, over what follows the deficit."""
+    """Return the rate on a half cosine from ``lr`` down to a tenth of it, over the steps after the deficit."""
     position, total = _after(step, total_steps, deficit)
     lowest = lr * 0.1
     return lowest + (lr - lowest) * 0.5 * (1 + math.cos(min(position, total) / total * _PI))

@@ -1,4 +1,4 @@
-"""Recommend a schedule, by measurements on real tasks or by cost.
+"""Recommend a schedule, based on measurements on real tasks or on cost.
 
 The measurements are in measured.json beside this file, which :func:`cpt_fx.study.measured.update` writes from the
 records of studies. It includes differences and their intervals, so that reading it needs no statistics.
@@ -25,9 +25,9 @@ from cpt_fx.schedules.savings import GROUPS, relative_cost, savings_group
 PATH = shipped("schedules/measured.json")
 MARGIN = 0.01
 _SHARES = ("accuracy", "f1", "map")
-"""Metrics from 0 to 1, whose margin is a difference; for others it is a part of the mean."""
+"""Metrics from 0 to 1, whose margin is a difference; for others it is a share of the mean."""
 FEWEST = 3
-"""The fewest seeds to draw conclusions from: two may agree by chance, and then have no spread."""
+"""The fewest seeds that allow conclusions: two may agree by chance, and then have no spread."""
 _PRIORITIES = {"quality": "small", "balanced": "medium", "savings": "large"}
 _PUBLISHED = {
     "cnn": "convolutional networks used q_min 3 (CIFAR ResNets) or 4 (MobileNetV2, ImageNet), q_max 6 or 8, 8 cycles",
@@ -135,7 +135,7 @@ class Recommendation:
 
     ``measured`` says whether measurements chose them, or the cost formula alone; ``known`` whether these measurements
     show that the first one loses no more than a margin. If they do not, the reason says "Not known", and the names are
-    only what to try first. ``figure`` is the path of a figure of the measurements, in the repository.
+    only suggestions of what to try first. ``figure`` is the path of a figure of the measurements, in the repository.
     """
 
     names: tuple[str, ...]
@@ -183,9 +183,9 @@ def recommend(
     ``priority`` is "quality", "balanced" or "savings"; ``budget`` the largest cost allowed, relative to static q_max.
     With a ``family`` ("cnn", "detector", "gnn", "rnn", "transformer") that was measured at these widths, the answer
     comes from the measurements: for quality the best mean, for savings the cheapest that is shown to lose at most a
-    margin against static q_max, for balanced the best by both ranks. It is "Not known" if too few or too different
-    seeds show nothing. The margin is 0.01 for metrics from 0 to 1, or 1 % for others. Otherwise the answer comes from
-    the cost formula alone, and the reason says so.
+    margin against static q_max, for balanced the best by both ranks. It is "Not known" if there are too few
+    seeds, or they differ too much. The margin is 0.01 for metrics from 0 to 1, or 1 % for others. Otherwise the answer
+    comes from the cost formula alone, and the reason says so.
     """
     wanted = _PRIORITIES[check_choice("priority", priority, _PRIORITIES)]
     if family is not None:
@@ -237,7 +237,7 @@ def _reason(priority: str, wanted: str, group: str, costs: tuple[float, ...], bu
 
 
 def _why_not(family: str, known: Sequence[Measurement], low: int, high: int, budget: object) -> str:
-    """Say why the answer does not come from measurements."""
+    """Return why the answer does not come from measurements."""
     if not known:
         why = f'The family "{family}" was not measured here'
     elif any((one.q_min, one.q_max) == (low, high) for one in known):
@@ -301,7 +301,7 @@ def _choose(several: Sequence[Measurement], priority: str, limit: float) -> Reco
 
 
 def _ordered(found: Measurement, safe: Sequence[str], priority: str) -> list[str]:
-    """Order by mean, by cost, or by the sum of the two ranks, where the cheaper one wins a tie."""
+    """Order by mean, by cost, or by the sum of the two ranks, where the cheaper schedule wins a tie."""
     by_cost = sorted(safe, key=found.cost)
     if priority == "balanced":
         return sorted(safe, key=lambda name: (safe.index(name) + by_cost.index(name), found.cost(name)))

@@ -22,9 +22,9 @@ class _Home(NamedTuple):
 
 
 def remembered(schedule: Schedule) -> dict[str, Any]:
-    """Return a schedule's state by place, as plain data for a checkpoint; warn about values that are no plain data.
+    """Return a schedule's state by place, as plain data for a checkpoint; warn about values that are not plain data.
 
-    For an object with state_dict and load_state_dict, these are used.
+    An object with state_dict and load_state_dict is saved by these.
     """
     found: dict[str, Any] = {}
     for place, values, write in _homes(schedule, "", set()):

@@ -41,7 +41,7 @@ class Profile:
         # Turned upside down, the same distance is travelled from the other end.
         from_top = decaying != self.from_top
         if horizontal and bool(decaying.any()):
-            # Run the curve backwards: u is the position, and what is left is 1 - u. This rounds differently from
+            # Run the curve backwards: u is the position, and the rest is 1 - u. This rounds differently from
             # t, and one published tie depends on it.
             t, u = np.where(decaying, u, t), np.where(decaying, 1.0 - u, u)
             from_top = np.full(decaying.shape, self.from_top)

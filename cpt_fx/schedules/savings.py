@@ -1,4 +1,4 @@
-"""What a schedule costs, by the published formula.
+"""The cost of a schedule, by the published formula.
 
 One training step at forward width q and gradient width g costs q*q/32^2 of a full precision forward pass and
 2*q*g/32^2 of a backward pass. The step average is a third of their sum. This says nothing about quality:

@@ -1,6 +1,6 @@
 """Analysis of a study's records: rows and panels, differences, groups, correlations; missing runs are counted.
 
-For critical learning periods also: in which steps a run had low precision, and what it is compared with.
+For critical learning periods also the steps at low precision of each run, and the run that it is compared with.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ FULL = "full precision"
 GROUPS = ("small", "medium", "large")
 """The savings groups, from the most compute to the least."""
 FEWEST_POINTS = 4
-"""Three points are in perfect order, up or down, once in three by chance; four once in twelve."""
+"""By chance three points are in perfect order, up or down, once in three times; four points once in twelve."""
 _BY_CHANCE = {4: 1.0, 5: 1.0, 6: 0.886, 7: 0.786, 8: 0.738, 9: 0.7, 10: 0.649}
-"""Points -> Spearman's rho that chance reaches once in twenty (4: perfect order); Student's t gives it for more."""
+"""Points -> Spearman's rho that chance reaches once in twenty times (4: perfect order); above 10 from Student's t."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ class Panel:
 
     @property
     def sign(self) -> float:
-        """The factor that turns the metric so that more is better."""
+        """The factor that turns the metric so that higher is better."""
         return 1.0 if self.better == "higher" else -1.0
 
     @property
@@ -129,7 +129,7 @@ def against(one: SeedValues, other: SeedValues) -> Estimate | None:
 
 
 def verdict(estimate: Estimate | None, better: str) -> str:
-    """Return "better", "worse" or "not told apart", or "no interval" where there are too few seeds to say."""
+    """Return "better", "worse" or "not told apart", or "no interval" if there are too few seeds."""
     if estimate is None or estimate.interval is None:
         return "no interval"
     if not estimate.told_apart:
@@ -138,7 +138,7 @@ def verdict(estimate: Estimate | None, better: str) -> str:
 
 
 def groups(panel: Panel) -> list[SavingsGroup]:
-    """Return the savings groups of which a panel has values, from the most compute to the least."""
+    """Return the savings groups for which a panel has values, from the most compute to the least."""
     result = []
     for name in GROUPS:
         if rows := [row for row in panel.rows if row.group == name and row.values]:
@@ -148,7 +148,7 @@ def groups(panel: Panel) -> list[SavingsGroup]:
 
 
 def averaged(rows: Sequence[ScheduleRow]) -> dict[int, float]:
-    """Return the mean over rows, for each seed that all of them have a value for."""
+    """Return the mean over rows, for each seed for which all of them have a value."""
     common = set.intersection(*(set(row.values) for row in rows))
     return {seed: sum(row.values[seed] for row in rows) / len(rows) for seed in sorted(common)}
 
@@ -168,7 +168,7 @@ def cost_correlation(panel: Panel, *, baselines: bool = False) -> Correlation:
 
 
 def correlation(points: Sequence[tuple[float, ScheduleRow]], panel: Panel) -> Correlation:
-    """Correlate a number for each row with its quality: the metric, turned so that more is better."""
+    """Correlate a number for each row with its quality: the metric, turned so that higher is better."""
     kept = [(place, row) for place, row in points if row.values]
     if not kept:
         return Correlation(points=0, runs=0, reason="no run has a value")
@@ -177,7 +177,7 @@ def correlation(points: Sequence[tuple[float, ScheduleRow]], panel: Panel) -> Co
 
 
 def is_trend(found: Correlation) -> bool:
-    """Return whether a correlation is more than so few points, and their seeds, show by chance."""
+    """Return whether a correlation exceeds what so few points, and their seeds, show by chance."""
     if found.rho is None or found.rho_interval is None or found.points < FEWEST_POINTS:
         return False
     t = statistics.t_quantile(found.points - 2)
@@ -218,10 +218,10 @@ def undisturbed(panel: Panel) -> ScheduleRow | None:
 
 
 def reference(row: ScheduleRow, panel: Panel) -> ScheduleRow | None:
-    """Return what a row is compared with, or None where there is nothing.
+    """Return the row that a row is compared with, or None if there is none.
 
-    In the deficit and window experiments it is the run that never had low precision. ETV is compared with RTV where the
-    first cycle is the subject, a delayed schedule with the same one not delayed, everything else with static q_max.
+    In the deficit and window experiments it is the run that never had low precision. ETV is compared with RTV in
+    the first-cycle experiment, a delayed schedule with the same one without delay, all others with static q_max.
     """
     found = panel.static
     if panel.experiment in ("deficit", "window"):
@@ -236,7 +236,7 @@ def reference(row: ScheduleRow, panel: Panel) -> ScheduleRow | None:
 
 
 def beside(row: ScheduleRow) -> tuple[str, bool, int]:
-    """Return a sort key that puts delayed schedules beside the same one without delay, and baselines at the end."""
+    """Return a sort key that puts a delayed schedule beside the same one without delay, and baselines at the end."""
     if row.group in ("static", FULL):
         return ("~", False, 0)
     first, *rest = row.label.split()

@@ -28,7 +28,7 @@ GradientBits = int | tuple[int, int] | None
 
 @dataclass(frozen=True)
 class ScheduleFacts:
-    """What is known of a schedule before training."""
+    """What is known about a schedule before training."""
 
     widths: str
     """A digest of the planned widths of all steps, and of the initial state of the user's functions."""
@@ -38,7 +38,7 @@ class ScheduleFacts:
 
 
 class Setting:
-    """What all cells of a study have in common, validated."""
+    """The settings that all cells of a study have in common, validated."""
 
     def __init__(
         self,
@@ -119,12 +119,12 @@ class Cell:
 
     @property
     def task(self) -> Task:
-        """What its training needs, in this process or another."""
+        """The data that its training needs, in this process or another."""
         return self.schedule, self.seed, self.setting.options, self.setting.metric
 
 
 def facts(schedule: Schedule, q_max: int) -> ScheduleFacts:
-    """Return the planned cost of a schedule relative to static q_max, and how it begins.
+    """Return the planned cost of a schedule relative to static q_max, and how the schedule begins.
 
     The cost of a run is computed from the widths that ran: the planned ones, unless the schedule keeps state.
     """

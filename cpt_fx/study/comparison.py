@@ -1,4 +1,4 @@
-"""Compares two studies of the same schedules that differ in one thing, such as the recipe."""
+"""Compare two studies of the same schedules that differ in one thing, such as the recipe."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _table(one: Panel, two: Panel, names: tuple[str, str]) -> Table:
 
 
 def _overall(shared: list[tuple[ScheduleRow, ScheduleRow]], panel: Panel, show: int) -> Iterator[tuple[str, ...]]:
-    """Yield the row of the mean over schedules, from the seeds that all have a value for; none for fewer than two."""
+    """Yield the row of the mean over schedules, from the seeds for which all have a value; none for fewer than two."""
     valued = [pair for pair in shared if all(row.values for row in pair)]
     if len(valued) < 2:
         return

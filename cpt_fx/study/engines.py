@@ -1,4 +1,4 @@
-"""Trains the cells of a study: in this process, in other processes of this machine, or as tasks of a Ray cluster."""
+"""Train the cells of a study: in this process, in other processes of this machine, or as tasks of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class Engine:
 def run_in_processes(cells: Sequence[Cell], train: TrainFunction, *, workers: int, threads: int) -> Results:
     """Train the cells in processes of this machine, which are killed when the generator is closed.
 
-    A `ProcessPoolExecutor` breaks as a whole when one of its processes dies, and does not tell which task that had. So
-    each process has a pool of its own, and one that dies costs only its current cell.
+    A `ProcessPoolExecutor` breaks as a whole when one of its processes dies, and does not tell which task it had. So
+    each process has a pool of its own, and one that dies loses only its current cell.
     """
     _check_portable(cells, train)
     queue = deque(cells)
@@ -149,8 +149,8 @@ def _end_with_parent() -> None:
 def run_on_ray(cells: Sequence[Cell], train: TrainFunction, *, address: str, threads: int, gpus: float = 0) -> Results:
     """Submit all cells to Ray, and yield each with its outcome as it ends; closing the generator cancels the rest.
 
-    "auto" joins the cluster that this machine belongs to, or starts Ray on this machine alone. If Ray is initialized
-    already, it is used as it is, and not shut down.
+    "auto" joins the cluster that this machine belongs to, or starts Ray on this machine alone. If Ray is already
+    initialized, it is used as it is, and not shut down.
     """
     try:
         import ray

@@ -33,7 +33,7 @@ COLOURS = {"small": "#0072b2", "medium": "#007a5a", "large": "#c44e00", "other":
 MARKERS = {"small": "o", "medium": "^", "large": "v", "other": "D", "static": "s"}
 DPI = 160
 WIDTH = 7.6
-"""Of a panel, in inches."""
+"""Size of a panel, in inches."""
 _LINE = 104
 """Characters that fit in one line of a caption below a panel."""
 
@@ -63,7 +63,7 @@ STYLE: Any = {
 }
 
 _NEAR, _APART = 0.02, 0.031
-"""Points nearer than the first, as a share of the axis, are drawn the second apart."""
+"""Points closer than the first value, a share of the axis, are drawn the second value apart."""
 _FAR = 1.2
 """A baseline farther from the others than this many times their range is drawn at the edge, with its value."""
 _DISTANCES = (0.0, 0.7, 1.5, 2.5, 4.0)
@@ -71,14 +71,14 @@ _DISTANCES = (0.0, 0.7, 1.5, 2.5, 4.0)
 _DIRECTIONS = ((0, 1), (0, -1), (1, 0), (-1, 0), (1, 1), (-1, 1), (1, -1), (-1, -1))
 """Directions from a point to its label, in order of preference."""
 _OUTWARDS = np.array([-1, -1, 1, 1])
-"""Multiplied by a margin and added to a box, enlarges the box by it."""
+"""Times a margin, added to a box: enlarges the box by the margin."""
 
 
 def figures(panels: Sequence[Panel]) -> dict[str, Figure]:
     """Return the figures that a study has data for, by name: "cost", "deficit", "window", "first-cycle", "delayed"."""
     import matplotlib
 
-    # Full precision is a line beside the points of others, and gets no figure by itself.
+    # Full precision is a line in figures with other points, and gets no figure of its own.
     drawable = [panel for panel in panels if {row.group for row in _valued(panel)} - {FULL}]
     drawn: dict[str, Figure] = {}
     with matplotlib.rc_context(STYLE):
@@ -152,7 +152,7 @@ def _draw_rows(ax: Axes, panel: Panel) -> None:
         ax.plot(spots, list(row.values.values()), "o", color=COLOURS[group], markersize=3.5, alpha=0.5, zorder=2)
         _point(ax, column, _mean(row), row.deviation, group)
     names = [_name(row, panel) for row in rows]
-    # With eight or more, labels of this size would overlap.
+    # With eight or more rows, labels of this size would overlap.
     ax.set_xticks(range(len(rows)), names, fontsize="medium" if len(rows) < 8 else "x-small")
     ax.set_xlim(-0.6, len(rows) - 0.4)
     ax.grid(axis="x", visible=False)
@@ -223,7 +223,7 @@ def _keys(rows: Sequence[ScheduleRow]) -> list[Line2D]:
 
 
 def _full_precision(ax: Axes, panel: Panel) -> list[Line2D]:
-    """Draw the level of full precision, without moving the limits; return what the legend shows."""
+    """Draw the level of full precision, without moving the limits; return its legend entries."""
     row = panel.row(FULL)
     if row is None or row.mean is None:
         return []
@@ -233,7 +233,7 @@ def _full_precision(ax: Axes, panel: Panel) -> list[Line2D]:
 
 
 def _baseline(ax: Axes, panel: Panel) -> list[Line2D]:
-    """Draw the run that never had low precision, with its spread; return what the legend shows."""
+    """Draw the run that never had low precision, with its spread; return its legend entries."""
     row = analysis.undisturbed(panel)
     if row is None or row.mean is None:
         return []
@@ -278,7 +278,7 @@ def _label(ax: Axes, points: Sequence[tuple[str, float, float, float]]) -> None:
     for text, middle, reach, box in zip(texts, middles, reaches, boxes, strict=True):
         offset = tuple(((box[:2] + box[2:]) / 2 - middle) / scale)
         text.set_position(offset)
-        if distance(box, reach) > 8 * scale:  # so far away that a thin line must connect it to its point
+        if distance(box, reach) > 8 * scale:  # so far away that a thin line has to connect it to its point
             ax.annotate(
                 "", text.xy, xytext=offset, textcoords="offset points", zorder=2, annotation_clip=False,
                 arrowprops={"arrowstyle": "-", "color": SOFT, "linewidth": 0.6, "shrinkA": 7, "shrinkB": 5},
@@ -340,7 +340,7 @@ def labels(marks: Array, reaches: Array, sizes: Sequence[ArrayLike], bounds: Arr
             covered = overlap(choices[:, None], np.array([*reaches, *others])).sum(axis=1)
             outside = size.prod() - overlap(choices, bounds)
             # Distance decides only among places that cover nothing, or equally little. Of equally near places the
-            # first one wins: straight above, straight below, beside.
+            # first wins: straight above, straight below, beside.
             near = distance(choices, reach) / size[1] / 10 + np.arange(len(choices)) / 50
             placed[index] = choices[np.argmin(100 * (2 * outside + covered) / size.prod() + near)]
     return list(placed.values())
@@ -366,7 +366,7 @@ def overlap(one: Array, two: Array) -> Array:
 
 
 def distance(one: Array, two: Array) -> Array:
-    """Return how far boxes are apart, on the axis where they are farther; 0 where they touch or overlap."""
+    """Return the distance between boxes, on the axis where it is larger; 0 where they touch or overlap."""
     gaps: Array = np.maximum(one[..., :2], two[..., :2]) - np.minimum(one[..., 2:], two[..., 2:])
     farther: Array = gaps.max(axis=-1)
     return farther.clip(0.0)

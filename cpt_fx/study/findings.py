@@ -1,6 +1,6 @@
 """The findings of a study as tables and sentences, made from its numbers alone, and how numbers are formatted.
 
-Numbers are rounded to what their spread supports, with typographic minus signs. Sentences state what they cannot show.
+Numbers are rounded to what their spread supports, with typographic minus signs. Sentences say what they cannot show.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def _schedules(panel: Panel) -> Iterator[str]:
 
 
 def cost_and_quality(panel: Panel) -> str:
-    """Say whether more compute goes with better quality."""
+    """Say whether more compute comes with better quality."""
     found = analysis.cost_correlation(panel)
     if found.rho is None:
         return f"There is no rank correlation of cost and quality to tell: {found.reason}."

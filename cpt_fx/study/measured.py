@@ -1,4 +1,4 @@
-"""Writes what a study measured to the file that :func:`cpt_fx.schedules.recommend` reads."""
+"""Write what a study measured to the file that :func:`cpt_fx.schedules.recommend` reads."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _measurement(study: str, task: Task, panel: Panel) -> Measurement:
     differences: dict[str, dict[str, list[float]]] = {}
     for one, other in combinations(rows, 2):
         estimate = against(one, other)
-        assert estimate is not None and estimate.interval is not None  # both have two values at least
+        assert estimate is not None and estimate.interval is not None  # both have at least two values
         found = (estimate.value, estimate.interval.low, estimate.interval.high)
         differences.setdefault(one.label, {})[other.label] = [_rounded(number) for number in found]
     return Measurement(

@@ -26,7 +26,7 @@ def table(
 def inlined(svg: str, name: str, title: str, colours: Mapping[str, str]) -> str:
     """Return a drawing to inline in a page: `name` makes its ids unique, `colours` become CSS variables of the page."""
     svg = svg[svg.index("<svg") :]
-    # Inside a page the drawing's style element would apply to everything; all it sets is how lines join.
+    # Inside a page the drawing's style element would apply to everything; it only sets how lines join.
     svg = re.sub(r"<metadata>.*?</metadata>|<defs>\s*<style[^>]*>.*?</style>\s*</defs>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)
     head = rf'<svg style="stroke-linejoin: round; stroke-linecap: butt" viewBox="\1" role="img" aria-label="{title}">'

@@ -73,7 +73,7 @@ class RangeTest:
 
     @property
     def progress(self) -> tuple[float, ...]:
-        """How much of the full-precision drop each width reached."""
+        """The share of the full-precision drop that each width reached."""
         return tuple(drop / self.full_precision_drop for drop in self.drops)
 
     @property
@@ -173,8 +173,8 @@ def range_test(
             is shorter is iterated again; an iterator cannot be.
         loss: a function of the model and a batch; by default cross entropy of `(inputs, labels)` batches. One of
             torch's own (`F.mse_loss`, `nn.CrossEntropyLoss()`) is applied to the model's output and the batch's target.
-        optimizer: makes an optimizer from parameters; by default Adam with a learning rate of 0.003. Preferably the one
-            that the real training starts with.
+        optimizer: makes an optimizer from parameters; by default Adam with a learning rate of 0.003. Preferably the
+            optimizer and settings that the real training starts with.
         evaluate: a function of the model that returns a number, such as accuracy on held-out data; it does not affect
             q_min. It is called after each run, at the run's width, with batch norm statistics estimated at that width
             on the last batches.
@@ -183,7 +183,7 @@ def range_test(
         threshold: the share of the full-precision progress that counts as training.
         gradient: the width of gradients, in every run but the one in full precision.
         recipe: as for `cpt_fx.transform`.
-        seed: of everything random, including the order of a shuffling `DataLoader`.
+        seed: for everything random, including the order of a shuffling `DataLoader`.
         progress: show a progress bar, on stderr.
         options: further arguments of `cpt_fx.transform`, such as `exclude` or `example_inputs`.
     """
@@ -202,7 +202,7 @@ def range_test(
         train = partial(_train, rewritten, batches, loss, make, evaluate, seed, advance)
         full, at_last = train(Bits(*[FULL_PRECISION] * 3))
         drop = _drop(full, full[0])
-        if not drop > 0:  # there is nothing to compare a width with
+        if not drop > 0:  # no drop to compare a width with
             raise ValueError(
                 f"the model makes no progress in full precision: its loss goes from {full[0]:.4g} to "
                 f"{_arrived(full):.4g} in {len(full)} steps. Pass an optimizer with another learning rate, or more "

@@ -1,4 +1,4 @@
-"""The record of one cell of a study, finished or failed, from which all tables and figures are made."""
+"""The record of one cell of a study, finished or failed; all tables and figures are made from records."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Status = Literal["done", "failed"]
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What was trained, what came out, and where it ran."""
+    """What was trained, the result, and where it ran."""
 
     study: str
     experiment: str
@@ -42,7 +42,7 @@ class Record:
     value: float | None
     """The metric that the study compares; None when the cell failed."""
     metrics: dict[str, float]
-    """All that the training function returned."""
+    """Everything that the training function returned."""
     started: str
     seconds: float
     machine: dict[str, object]

@@ -1,4 +1,4 @@
-"""Runs the cells of a study that are not finished, stores each result as it comes, and shows progress."""
+"""Run the unfinished cells of a study, store each result as it arrives, and show progress."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class Study:
     def write(self, folder: str | PathLike[str], **told: str | None) -> dict[str, Path]:
         """Write tables and figures (CSV, Markdown, PNG, SVG and one HTML page), and return the paths of files by kind.
 
-        ``told`` are optional texts: the ``title`` of the report; ``notes``, which say what the data are and what they
+        ``told`` holds optional texts: the ``title`` of the report; ``notes``, which say what the data are and what they
         cannot show; and the ``command`` that regenerates the report.
         """
-        from cpt_fx.study.writing import write  # here, since a study that only runs needs none of it
+        from cpt_fx.study.writing import write  # imported here, since a study that only runs does not need it
 
         return write(self.records, folder, **told)
 
@@ -92,8 +92,8 @@ def run(
     """Train one task under many schedules, and keep every result in `store`; finished runs are not repeated.
 
     ``train(schedule)`` or ``train(schedule, seed)`` trains from scratch and returns a number, or a dict of numbers; it
-    may also be a reference such as ``"file.py:train"``. `options` are further keyword arguments. Of a dict, `metric` is
-    compared, by default the first entry.
+    may also be a reference such as ``"file.py:train"``. `options` are further keyword arguments. The entry
+    `metric` of a dict is compared, by default the first.
 
     ``schedules`` holds names of the ten published schedules, ``"static q_max"``, ``"static q_min"``, ``"static 6"``,
     ``"full precision"``, schedules, functions of (q_min, q_max, total_steps) that return one, and ("label", one of
@@ -243,7 +243,7 @@ def progress(study: str, total: int, finished: int, shown: bool) -> Iterator[Cal
         def add(cell: Cell, outcome: Outcome) -> None:
             nonlocal ended, failed
             ended, failed = ended + 1, failed + (outcome.status == "failed")
-            # The time that the rest will take, at the pace of this session.
+            # The time that the rest will take at the pace so far.
             pace = (time.monotonic() - began) / (ended - finished)
             left = f"about {duration(pace * (total - ended))} left" if ended < total else ""
             line = f"{describe(cell)}: {result(outcome)}, {outcome.seconds:.0f} s"

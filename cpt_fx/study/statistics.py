@@ -1,6 +1,6 @@
 """Statistics of few seeds: bootstrap intervals, ranks and rank correlations, with numpy only and deterministic.
 
-What is sampled in a study is the seed, so everything here resamples seeds. Two corrections make that work for the three
+The seeds are what a study samples, so everything here resamples seeds. Two corrections make that work for the three
 to ten seeds that a study has. Means of n values resampled from n values vary less than means of n new values, so
 deviations are stretched by sqrt(n / (n - 1)). And the spread itself is estimated from n values, so the interval is
 widened by t / z, Student's quantile over the normal one. Without both, an interval of three seeds would reach from the
@@ -187,7 +187,7 @@ def _estimate(centre: float, n: int, draw: Callable[[np.random.Generator], Array
 
 
 def _mirrored(centre: float, drawn: Array) -> Interval | None:
-    # A draw in which all means are equal has no correlation; that takes runs that agree to the last digit.
+    # A draw in which all means are equal has no correlation; it occurs only if runs agree to the last digit.
     defined = drawn[np.isfinite(drawn)]
     if not len(defined):
         return None

@@ -1,8 +1,8 @@
 """The store of a study: one SQLite file that can be read while it is written.
 
-`cells` is the plan: what the study consists of, finished or not. `runs` is what was trained; cells that share a run
+`cells` is the plan: the cells of the study, finished or not. `runs` holds what was trained; cells that share a run
 refer to the same one. `ran` holds the widths that each run used. A run is written once it has ended, in one
-transaction, so that a process that is killed leaves nothing half done.
+transaction, so that a killed process leaves nothing half written.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Store:
         return dict(self._connection.execute("SELECT identity, code FROM runs WHERE status = 'done'"))
 
     def add_run(self, identity: str, outcome: Outcome, code: str | None) -> None:
-        """Store the outcome of a run, in place of that of an earlier attempt."""
+        """Store the outcome of a run, replacing that of an earlier attempt."""
         with self._connection:
             self._connection.execute(
                 "INSERT OR REPLACE INTO runs VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, "
@@ -274,7 +274,7 @@ def _mapping(row: sqlite3.Row, column: str) -> dict[str, Any]:
 
 
 def _cost(row: sqlite3.Row) -> dict[str, float]:
-    """Return cost and mean width of the steps that ran; if none was recorded, nothing: then the planned ones apply."""
+    """Return cost and mean width of the steps that ran; nothing if none was recorded: the planned ones apply."""
     try:
         found = np.array(json.loads(row["widths"] or "[]"), dtype=np.int64).reshape(-1, 4)
         widths, counts = found[:, :3], found[:, 3]

@@ -31,7 +31,7 @@ from cpt_fx.schedules.base import is_importable
 from cpt_fx.schedules.memory import fresh
 
 Task = tuple[Schedule, int, dict[str, Any], str | None]
-"""What a training run needs: schedule, seed, options, and the name of the metric that is compared."""
+"""The input of a training run: schedule, seed, options, and the name of the metric that is compared."""
 PACKAGES = ("cpt_fx", "torch", "numpy", "torch_geometric", "transformers")
 STARTING = "cpt-fx study worker, starting"
 """A worker's name while it imports the training function's file."""
@@ -103,7 +103,7 @@ def find(reference: str) -> tuple[Any, str]:
 
 def _imported(module: str, reference: str) -> ModuleType:
     """Return the module of a reference, from the current folder or installed."""
-    if os.getcwd() not in sys.path:  # `python -m` looks there, the script in bin/ does not
+    if os.getcwd() not in sys.path:  # `python -m` adds it, the script in bin/ does not
         sys.path.insert(0, os.getcwd())
     try:
         return importlib.import_module(module)
@@ -173,7 +173,7 @@ def _reference(call: Any) -> str | None:
 
 
 def _takes_seed(call: Callable[..., object], options: Mapping[str, Any]) -> bool:
-    """Return whether a function takes the seed; raise an error if it cannot take its arguments."""
+    """Return whether a function takes the seed; raise an error if it cannot be called with its arguments."""
     try:
         parameters = list(inspect.signature(call).parameters.values())
     except (TypeError, ValueError):
@@ -250,7 +250,7 @@ def execute(train: TrainFunction, threads: int, task: Task) -> Outcome:
             returned = train(own, seed, options)
             widths = [(*bits, count) for bits, count in own._widths_that_ran()]
         metrics, error = checked(returned, metric)
-    except (Exception, SystemExit):  # the training may call sys.exit(); the study goes on
+    except (Exception, SystemExit):  # the training may call sys.exit(); the study continues
         error = traceback.format_exc()
     finally:
         torch.set_num_threads(before)

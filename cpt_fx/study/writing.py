@@ -1,4 +1,4 @@
-"""Writes a study's report: figures, tables, every record, a page, and a summary in Markdown."""
+"""Write a study's report: figures, tables, every record, a page, and a summary in Markdown."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def write(
 
     A study named digits gives digits.html, digits.md, digits.csv (a line for each schedule), digits-records.csv (a line
     for each run), and for each figure digits-cost.png and .svg, digits-deficit.png and so on. `notes` are shown above
-    the tables: what the data are, and what they cannot show. `command` is what regenerates the report. Each file is
+    the tables: what the data are, and what they cannot show. `command` regenerates the report. Each file is
     written completely or not at all. With records of several studies, the keys of the result begin with their names.
     """
     kept = list(records)
@@ -154,7 +154,7 @@ def _kind(heading: str, cell: str) -> str:
 
 
 def _lead(found: Sequence[Panel], records: Sequence[Record]) -> str:
-    """Return the opening sentences: how large the study is, and that it is one task only."""
+    """Return the opening sentences: how large the study is, and that it covers only one task."""
     bits = ", ".join(dict.fromkeys(panel.bits for panel in found))
     labels = len({record.label for record in records})
     seeds = counted(len({record.seed for record in records}), "seed")

@@ -1,1 +1,1 @@
-"""What the example scripts share: tasks, the training loop, options, data."""
+"""Shared by the example scripts: tasks, the training loop, options, data."""

@@ -1,4 +1,4 @@
-"""Boxes: anchors, how they are matched with objects and coded, focal loss, and non-maximum suppression. Plain torch.
+"""Boxes: anchors, their matching with objects and their codes, focal loss, non-maximum suppression. Plain torch.
 
 A box is (left, top, right, bottom) in pixels, the right and bottom edge not included.
 """
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# Offsets and log sizes are divided by these before they are learned, so that they are of one order.
+# Offsets and log sizes are divided by these before they are learned, so that they are of the same order of magnitude.
 SCALE = (0.1, 0.1, 0.2, 0.2)
-POSITIVE, NEGATIVE = 0.5, 0.4  # overlaps from which on, and below which, an anchor is an object or background
+POSITIVE, NEGATIVE = 0.5, 0.4  # an anchor is an object from the first overlap on, background below the second
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def encode(anchors: Tensor, boxes: Tensor) -> Tensor:
 
 
 def decode(anchors: Tensor, codes: Tensor) -> Tensor:
-    """Return the boxes that codes mean; sizes are kept below a thousandfold."""
+    """Return the boxes that codes stand for; sizes are limited to a thousand times the anchor's."""
     size, centre = anchors[..., 2:] - anchors[..., :2], (anchors[..., 2:] + anchors[..., :2]) / 2
     codes = codes * codes.new_tensor(SCALE)
     middle = centre + codes[..., :2] * size
@@ -98,7 +98,7 @@ def losses(scores: Tensor, codes: Tensor, anchors: Tensor, targets: Sequence[tup
 
 
 def _focal(scores: Tensor, wanted: Tensor, alpha: float = 0.25, gamma: float = 2.0) -> Tensor:
-    """Return cross entropies in which easy decisions count little."""
+    """Return cross entropies in which easy decisions have little weight."""
     chance = torch.sigmoid(scores)
     missed = torch.where(wanted > 0, 1 - chance, chance)
     weight = torch.where(wanted > 0, alpha, 1 - alpha)
@@ -107,7 +107,7 @@ def _focal(scores: Tensor, wanted: Tensor, alpha: float = 0.25, gamma: float = 2
 
 @dataclass(frozen=True)
 class Found:
-    """What a detector says of one image, the surest first."""
+    """The detections in one image, highest score first."""
 
     boxes: Tensor
     labels: Tensor
@@ -117,7 +117,7 @@ class Found:
 def detections(
     scores: Tensor, codes: Tensor, anchors: Tensor, *, least: float = 0.05, candidates: int = 400, most: int = 100
 ) -> Found:
-    """Return the objects of one image: scores above `least`, without what overlaps a surer one of its class."""
+    """Return the objects of one image: scores above `least` that overlap no higher score of their class."""
     chances = torch.sigmoid(scores).flatten()
     ranked, places = chances.sort(descending=True, stable=True)
     places = places[: min(candidates, int((ranked > least).sum()))]

@@ -29,7 +29,7 @@ WHAT = (
 
 
 def read(path: Path) -> SceneData:
-    """Read a dataset from a folder, by what it finds there."""
+    """Read a dataset from a folder, whose files decide the format."""
     if not path.is_dir():
         raise FileNotFoundError(f"--data {path} is not a folder with scenes. {WHAT}")
     for folder in (path, *sorted(path.glob("VOC20*")), *sorted(path.glob("VOCdevkit/VOC20*"))):
@@ -42,7 +42,7 @@ def read(path: Path) -> SceneData:
 
 @dataclass(frozen=True)
 class VocScenes:
-    """Scenes of Pascal VOC, read when they are needed."""
+    """Scenes of Pascal VOC, read on access."""
 
     folder: Path
     names: tuple[str, ...]
@@ -101,7 +101,7 @@ def read_voc(folder: Path) -> SceneData:
 
 @dataclass(frozen=True)
 class CocoScenes:
-    """Scenes of COCO, read when they are needed."""
+    """Scenes of COCO, read on access."""
 
     images: tuple[Path, ...]
     objects: tuple[tuple[tuple[list[float], int, bool], ...], ...]

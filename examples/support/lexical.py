@@ -1,18 +1,18 @@
-"""Lexical entailment: of two words, is one a kind of the other? From WordNet, or from Python's own classes.
+"""Lexical entailment: is one of two words a kind of the other? From WordNet, or from Python's own classes.
 
-This is no natural language inference: there are no sentences. Each true pair (dog, animal) makes three examples: (dog,
-animal) entails, (animal, dog) is reversed, and one word of it with a word of another pair is unrelated. So guessing is
-right in one of three cases. What a model could know without comparing the words is limited:
+This is not natural language inference: there are no sentences. Each true pair (dog, animal) makes three examples: (dog,
+animal) entails, (animal, dog) is reversed, and one of its words with a word of another pair is unrelated. So guessing
+is right in one of three cases. What a model can know without comparing the words is limited:
 
 * Words are divided between training and test, and pairs that have one of each are left out. No word of a test pair, on
   either side, has been seen in training.
 * Unrelated pairs recombine the words of true pairs, half of them in each order. So a word by itself says nothing about
   whether a pair is related.
-* A general word, such as "plant", stands in few of the true pairs, so that a model gains little by learning the most
+* A general word, such as "plant", occurs in few of the true pairs, so that a model gains little by learning the most
   general words.
 
-What is left, and is what a model of random weights can learn here, is form: how general words look and end, and that a
-bluebird is a bird.
+What remains, and what a model with random weights can learn here, is form: what general words look like and how they
+end, and that a bluebird is a bird.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Lexical:
 
 
 def in_test(word: str, part: int) -> bool:
-    """Whether a word belongs to the test: one in so many does, the same on every machine."""
+    """Whether a word belongs to the test: one in `part` does, the same on every machine."""
     return zlib.crc32(word.encode()) % part == 0
 
 
@@ -54,9 +54,9 @@ def examples(
     Args:
         close: the general words that make true pairs with each word.
         above: all words that are as general as a word or more, whether they make pairs with it or not.
-        test: of the test words, or else of the training words.
-        part: one word in so many is a test word.
-        limit: how many true pairs a general word stands in.
+        test: use the test words, or else the training words.
+        part: one word in `part` is a test word.
+        limit: the largest number of true pairs that a general word occurs in.
     """
     draw = random.Random(0)
     words = sorted(word for word in close if in_test(word, part) == test)
@@ -90,9 +90,9 @@ def _unrelated(
 
 
 def read_wordnet(path: Path, levels: int = 3) -> Lexical:
-    """Return noun pairs from WordNet's data.noun: a word and what it is a kind of, up to so many levels up.
+    """Return noun pairs from WordNet's data.noun: a word and what it is a kind of, up to `levels` levels above it.
 
-    Only single words of 3 to 14 small letters take part. A word stands for all its senses.
+    Only single words of 3 to 14 lowercase letters are used. A word stands for all its senses.
     """
     words: dict[str, list[str]] = {}
     parents: dict[str, list[str]] = {}
@@ -129,7 +129,7 @@ def read_wordnet(path: Path, levels: int = 3) -> Lexical:
 
     @cache
     def above(word: str) -> set[str]:
-        return names_of(upwards(senses[word]).union(senses[word]))  # synonyms too: they are not unrelated
+        return names_of(upwards(senses[word]).union(senses[word]))  # synonyms as well: they are related
 
     close = {word: names_of(upwards(synsets, levels)) - {word} for word, synsets in senses.items()}
     train, test = (examples(close, above, test, part=4) for test in (False, True))

@@ -1,13 +1,13 @@
-"""The data of Unix `compress`, unpacked: no module of Python's standard library reads it."""
+"""Unpack the data of Unix `compress`, which no module of Python's standard library reads."""
 
 from __future__ import annotations
 
 CLEAR, FIRST_WIDTH, LAST_WIDTH = 256, 9, 16
-START = [bytes([value]) for value in range(256)] + [b""]  # code 256 says: start the table anew
+START = [bytes([value]) for value in range(256)] + [b""]  # code 256 resets the table
 
 
 def unpack(data: bytes) -> bytes:
-    """Return what LZW codes stand for, given without the three bytes with which a file of them begins.
+    """Return the unpacked data of LZW codes, given without the three bytes at the start of a file.
 
     Codes are 9 bits wide at first, lowest bit first, and grow with the table. They come in groups of eight: where the
     width changes, the rest of a group is padding.

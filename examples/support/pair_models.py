@@ -1,4 +1,4 @@
-"""Classifiers of text pairs from transformers, with the tokenizer that belongs to each."""
+"""Classifiers of text pairs from transformers, each with its tokenizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Made = tuple[Callable[[], nn.Module], Tokenizer]
 
 
 def tiny(pairs: Pairs, length: int, layers: int) -> Made:
-    """Return a small BERT with random weights, which knows the words, or parts of words, of the training pairs."""
+    """Return a small BERT with random weights, and a vocabulary of the words, or word parts, of the training pairs."""
     transformers = _transformers()
     vocabulary = Vocabulary(pairs.train, pairs.units)
     config = transformers.BertConfig(

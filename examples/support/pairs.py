@@ -1,4 +1,4 @@
-"""Pairs of texts for entailment: what files they come in, and how they become numbers."""
+"""Pairs of texts for entailment: their file formats, and their encoding as numbers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Pairs:
     train: Sequence[Pair]
     test: Sequence[Pair]
     units: Literal["words", "trigrams"]
-    """What a vocabulary that is built from these texts is made of."""
+    """The units of a vocabulary that is built from these texts."""
     lexical: bool = False
     """Pairs of words, not of sentences: lexical entailment, not natural language inference."""
 
@@ -71,7 +71,7 @@ def _one(folder: Path, names: Sequence[str]) -> Path:
 
 
 TEXTS = (("sentence1", "sentence2"), ("premise", "hypo"), ("premise", "hypothesis"))
-"""What the columns of the two texts are called: in SNLI, MultiNLI and XNLI; in XNLI's training pairs; elsewhere."""
+"""Names of the columns of the two texts: in SNLI, MultiNLI and XNLI; in XNLI's training pairs; elsewhere."""
 LABELS = ("gold_label", "label")
 
 
@@ -90,7 +90,7 @@ def _labelled(path: Path, language: str | None = None) -> list[Pair]:
         if label == "-":
             disagreed += 1
             continue
-        label = "contradiction" if label == "contradictory" else label  # XNLI's training pairs call it so
+        label = "contradiction" if label == "contradictory" else label  # the name in XNLI's training pairs
         if label not in NLI:
             raise ValueError(f"{path}, line {place}: unknown label {label!r}; labels are {', '.join(NLI)} and -")
         pairs.append((row[texts[0]], row[texts[1]], NLI.index(label)))
@@ -103,7 +103,7 @@ def _labelled(path: Path, language: str | None = None) -> list[Pair]:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Mapping[str, str]]]:
-    """Yield the lines of a table with their numbers: JSON in each line, or columns between tabs under a heading."""
+    """Yield the lines of a table with their numbers: JSON in each line, or tab-separated columns under a heading."""
     with path.open(encoding="utf-8", newline="") as file:
         if path.suffix != ".jsonl":
             reader = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
@@ -133,7 +133,7 @@ class Numbers:
 
 
 class Tokenizer(Protocol):
-    """What makes numbers of pairs."""
+    """A function that encodes pairs as numbers."""
 
     def __call__(self, pairs: Sequence[Pair], length: int, /) -> Numbers:
         """Return pairs as numbers, cut to a length."""
@@ -153,7 +153,7 @@ class Vocabulary:
         self.numbers = {entry: number for number, entry in enumerate(self.entries)}
 
     def __call__(self, pairs: Sequence[Pair], length: int) -> Numbers:
-        """Return pairs between marks, cut where they are too long: the longer text first."""
+        """Return pairs between marker tokens, truncated if they are too long: the longer text first."""
         ids = torch.full((len(pairs), length), PAD)
         kinds = torch.zeros_like(ids)
         for row, (one, other, _) in enumerate(pairs):
@@ -171,6 +171,6 @@ def _words(text: str) -> list[str]:
 
 
 def _trigrams(word: str) -> list[str]:
-    """Return each letter with its neighbours, so that beginnings and endings of new words are known ones."""
+    """Return each letter with its neighbours, so that beginnings and endings of new words are in the vocabulary."""
     padded = f" {word} "
     return [padded[place : place + 3] for place in range(len(word))]

@@ -1,4 +1,4 @@
-"""The precision range test of a task: which width is the smallest that still trains."""
+"""The precision range test of a task: the smallest width that still trains."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.task import Task
 
 
 def range_of(task: Task, *, steps: int, widths: Iterable[int] = range(2, 9), seed: int = 0) -> RangeTest:
-    """Train the task for a few steps at each width, as its run begins: same data, same optimizer, same first rate."""
+    """Train the task for a few steps at each width, as at the start of a run: same data, optimizer and rate."""
     fresh = task.state_dict()
 
     def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

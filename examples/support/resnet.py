@@ -14,7 +14,7 @@ Norm = Callable[[int], nn.Module]
 
 
 class Basic(nn.Module):
-    """Two 3x3 convolutions around a shortcut."""
+    """Two 3x3 convolutions with a shortcut."""
 
     expansion = 1
 
@@ -34,7 +34,7 @@ class Basic(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions around a shortcut."""
+    """1x1, 3x3 and 1x1 convolutions with a shortcut."""
 
     expansion = 4
 
@@ -96,7 +96,7 @@ class ResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def features(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return what the four stages give, at a quarter to a thirty-second of the size."""
+        """Return the outputs of the four stages, at a quarter to a thirty-second of the size."""
         x = self.maxpool(F.relu(self.bn1(self.conv1(images))))
         first = self.layer1(x)
         second = self.layer2(first)

@@ -1,4 +1,4 @@
-"""RetinaNet in plain PyTorch: a residual net, a feature pyramid, and two heads that all levels share."""
+"""RetinaNet in plain PyTorch: a residual net, a feature pyramid, and two heads shared by all levels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.resnet import Basic, Norm, ResNet
 
 
 class FrozenNorm(nn.Module):
-    """Batch norm with the statistics and the scale of pretraining: nothing of it is trained or updated."""
+    """Batch norm with the statistics and the scale of pretraining, which are neither trained nor updated."""
 
     weight: Tensor
     bias: Tensor
@@ -43,14 +43,14 @@ class SmallBackbone(nn.Module):
         self.widths = [width, 2 * width, 4 * width]
 
     def features(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what the three stages give."""
+        """Return the outputs of the three stages."""
         first = self.layer1(F.relu(self.bn1(self.conv1(images))))
         second = self.layer2(first)
         return first, second, self.layer3(second)
 
 
 class Pyramid(nn.Module):
-    """Levels of one width: each gets what the coarser ones know; then coarser levels on top."""
+    """Levels of one width: each adds the next coarser level; further coarser levels follow on top."""
 
     def __init__(self, inputs: list[int], width: int, more: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Pyramid(nn.Module):
 
 
 class Head(nn.Module):
-    """Some 3x3 convolutions, and one that says so many numbers of each anchor."""
+    """Some 3x3 convolutions, and one that predicts `numbers` numbers for each anchor."""
 
     def __init__(self, width: int, convs: int, anchors: int, numbers: int) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Head(nn.Module):
 
 
 class RetinaNet(nn.Module):
-    """A score for each class and a box for each anchor; what they mean is in :mod:`support.boxes`."""
+    """A score for each class and a box for each anchor; :mod:`support.boxes` defines them."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class RetinaNet(nn.Module):
                 nn.init.zeros_(module.bias)  # type: ignore[arg-type]
         for head in (self.classify, self.locate):
             nn.init.normal_(head.output.weight, std=0.01)
-        # At first everything is background, with 99 %: else the many empty anchors drown what there is to learn.
+        # Initially everything is background with 99 %: otherwise the many empty anchors dominate the loss.
         nn.init.constant_(self.classify.output.bias, -math.log(99))  # type: ignore[arg-type]
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:

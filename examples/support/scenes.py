@@ -1,4 +1,4 @@
-"""Scenes with objects in boxes: what they are, small ones that are composed, and batches of them."""
+"""Scenes with objects in boxes: their type, small composed scenes, and batches of scenes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Scene:
     difficult: Tensor
 
     def scaled(self, shorter: int, longer: int) -> Scene:
-        """Return this scene so large that its shorter side has that length, unless the longer one would exceed its."""
+        """Return this scene scaled to a length of the shorter side, or less if the longer one would be too long."""
         height, width = self.image.shape[1:]
         factor = min(shorter / min(height, width), longer / max(height, width))
         size = (max(round(height * factor), 1), max(round(width * factor), 1))
@@ -52,7 +52,7 @@ class Scenes(Protocol):
         """Return how many there are."""
 
     def __getitem__(self, index: int) -> Scene:
-        """Return one; always the same one for an index."""
+        """Return a scene, always the same one for an index."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,13 @@ class SceneData:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     mirrors: bool
-    """Whether a mirrored scene is as good as the scene."""
+    """Whether a mirrored scene is as valid as the original."""
     composed: bool
 
 
 @dataclass(frozen=True)
 class Some:
-    """The first scenes of others, in an order drawn once and for all."""
+    """The first scenes of others, in a fixed random order."""
 
     scenes: Scenes
     chosen: tuple[int, ...]
@@ -86,7 +86,7 @@ class Some:
 
 
 def some(scenes: Scenes, wanted: int | None, option: str) -> Scenes:
-    """Return all scenes, or so many."""
+    """Return all scenes, or `wanted` of them."""
     if wanted is None:
         return scenes
     if not 1 <= wanted <= len(scenes):
@@ -114,9 +114,9 @@ def composed(name: str) -> SceneData:
 
 
 def compose(source: InMemory, index: int, offset: int, canvas: int, sides: tuple[int, int]) -> Scene:
-    """Return one to four images on noise, of different sizes, no two over each other, in exact boxes.
+    """Return one to four images on noise, of different sizes, without overlap, in exact boxes.
 
-    A box is that of the pixels brighter than an eighth, as they are after scaling.
+    A box bounds the pixels that are brighter than an eighth after scaling.
     """
     generator = torch.Generator().manual_seed(offset + index)
 
@@ -127,13 +127,13 @@ def compose(source: InMemory, index: int, offset: int, canvas: int, sides: tuple
     boxes: list[list[int]] = []
     labels: list[int] = []
     wanted = draw(1, 4)
-    for _ in range(10 * wanted):  # a place that is taken is drawn anew; a crowded scene may get fewer
+    for _ in range(10 * wanted):  # an occupied place is drawn again; a crowded scene may get fewer
         if len(boxes) == wanted:
             break
         chosen, side = draw(0, len(source.labels) - 1), draw(*sides)
         thing = F.interpolate(source.images[chosen][None], size=(side, side), mode="bilinear", antialias=True)[0, 0]
         rows, columns = (thing > 32).nonzero().unbind(1)
-        if len(rows) < 16:  # nothing to be seen at this size
+        if len(rows) < 16:  # too few visible pixels at this size
             continue
         thing = thing[rows.min() : rows.max() + 1, columns.min() : columns.max() + 1]
         height, width = thing.shape
@@ -151,7 +151,7 @@ def compose(source: InMemory, index: int, offset: int, canvas: int, sides: tuple
 
 
 def stacked(scenes: Sequence[Scene], data: SceneData, multiple: int) -> Tensor:
-    """Return normalized images, padded at the right and below to one size that is a multiple of something."""
+    """Return normalized images, padded at the right and at the bottom to one size that is a multiple of `multiple`."""
     height, width = (-(-max(scene.image.shape[dim] for scene in scenes) // multiple) * multiple for dim in (1, 2))
     mean, std = torch.tensor(data.mean).view(-1, 1, 1), torch.tensor(data.std).view(-1, 1, 1)
     batch = torch.zeros(len(scenes), data.channels, height, width)

@@ -1,4 +1,4 @@
-"""What every script does with its task: options, presets, training, a table at the end."""
+"""The command line of every script: options, presets, training, a table at the end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Options = Mapping[str, Any]
 PERIODS = ("exact", "published", "published-imagenet")
 SCHEDULES = (*NAMES, "static", "full")
 UNIVERSAL = ("checkpoint", "save_every", "schedule", "fast", "preset", "range_test")
-"""Options that say how a run goes, not what it computes; or that the schedule speaks for."""
+"""Options that do not change the result of a run, or that the schedule already stands for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Script:
     description: str
     make_task: Callable[[argparse.Namespace], Task]
     presets: Mapping[str, Options]
-    """Options by name for each preset: they replace defaults, what is typed replaces them."""
+    """Options by name for each preset: they replace defaults, and given options replace them."""
     fast: Options
     add_options: Callable[[argparse.ArgumentParser], None] | None = None
 
@@ -174,7 +174,7 @@ class Script:
 
 
 class Epochs(argparse.Action):
-    """Epochs that are typed replace steps that a preset has."""
+    """Epochs given on the command line replace the steps of a preset."""
 
     def __call__(self, parser: object, namespace: argparse.Namespace, values: object, option: object = None) -> None:
         """Store them."""
@@ -210,7 +210,7 @@ def _eval_bits(text: str) -> int | str | None:
 
 
 def show(task: Task, schedule: Schedule, outcome: Outcome) -> None:
-    """Print what quantization did, and the table of results."""
+    """Print a summary of the quantization, and the table of results."""
     print(cpt_fx.inspect(outcome.model).verify())
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("steps", "bits", "training loss", *outcome.metrics):
@@ -230,5 +230,5 @@ def show(task: Task, schedule: Schedule, outcome: Outcome) -> None:
 
 
 def _plain(value: object) -> object:
-    """Return what a checkpoint can hold of an option."""
+    """Return an option in a form that a checkpoint can hold."""
     return value if value is None or isinstance(value, str | int | float | bool) else str(value)

@@ -1,4 +1,4 @@
-"""What a domain has to say about itself; the training loop and the study know nothing else of it."""
+"""The interface of a domain: all that the training loop and the study know about it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cpt_fx.recipes import Recipe
 
 
 class Task(ABC):
-    """A model, its data and how it is trained. No word of precision, but for the recipe and what it leaves out."""
+    """A model, its data and its training. Only the recipe and the exclusions are about precision."""
 
     metric: str
     """The key of `evaluate` that runs are compared by."""
@@ -32,14 +32,14 @@ class Task(ABC):
 
     @abstractmethod
     def batch(self, step: int, seed: int) -> Any:
-        """Return the batch of a step. It depends on nothing else, so that a resumed run sees the same data."""
+        """Return the batch of a step. It depends on step and seed only, so that a resumed run sees the same data."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the training loss."""
 
     def run(self, model: nn.Module, batch: Any) -> object:
-        """Run the model on a training batch as in evaluation, for batch norm's statistics; by way of the loss."""
+        """Run the model on a training batch as in evaluation, for batch norm's statistics; by default by `loss`."""
         return self.loss(model, batch)
 
     @abstractmethod
@@ -47,21 +47,21 @@ class Task(ABC):
         """Return metrics on held-out data. The model is in evaluation mode, and gradients are off."""
 
     def learning_rate(self, step: int, total_steps: int) -> float | None:
-        """Return the rate of a step, or None to leave what the optimizer has."""
+        """Return the rate of a step, or None to keep the optimizer's own."""
         return None
 
     def after_backward(self, model: nn.Module) -> None:
         """Change the gradients before the optimizer uses them, by clipping for example."""
 
     def after_epoch(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Do what is due after each epoch. The model is in evaluation mode, and gradients are off."""
+        """Run after each epoch. The model is in evaluation mode, and gradients are off."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what goes from one batch to the next, such as the state of an LSTM."""
+        """Return the state carried from one batch to the next, such as that of an LSTM."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take up a state that was saved."""
+        """Restore a saved state."""
 
 
 def epoch_order(size: int, epoch: int, seed: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Text for language models: where it comes from, and what becomes of it."""
+"""Text for language models: its sources, and its encoding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNKNOWN, END = "<unk>", "<eos>"
 LEVELS = ("word", "character")
 PARTS = ("train", "valid", "test")
 SHARES = (0.90, 0.05, 0.05)
-"""How a text that is one piece is cut, by position: its parts are the same on every machine."""
+"""How a single text is split by position: the parts are the same on every machine."""
 
 FILES = {
     "PTB": "ptb.{}.txt",
@@ -28,8 +28,8 @@ FILES = {
     "WikiText, raw": "wiki.{}.raw",
     "three files": "{}.txt",
 }
-"""The files in which texts come that are cut already. All but raw ones hold words between spaces, and rare ones
-are replaced by <unk>."""
+"""Files of texts that are already split. All but the raw ones hold words between spaces, with rare words
+replaced by <unk>."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Text:
     valid: str
     test: str
     words: bool = False
-    """Its words stand between spaces. Otherwise words, numbers and marks are told apart, and letters made small."""
+    """Whether spaces separate the words. Otherwise words, numbers and marks are separated, and letters lowercased."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Corpus:
 
 @cache
 def corpus(data: str, level: str, vocabulary: int | None) -> Corpus:
-    """Return a text by the name of a small one, or by path, with the most frequent words or characters only."""
+    """Return a text, by the name of a small one or by path, with only the most frequent words or characters."""
     if level not in LEVELS:
         raise ValueError(f"unknown level {level!r}: a text is read by {' or '.join(LEVELS)}")
     text = NAMED[data]() if data in NAMED else read(Path(data))
@@ -77,7 +77,7 @@ def corpus(data: str, level: str, vocabulary: int | None) -> Corpus:
 
 
 def _entries(parts: dict[str, list[str]], limit: int | None) -> list[str]:
-    """Return the most frequent of the training part, and <unk> first where something is left out."""
+    """Return the most frequent entries of the training part, with <unk> first if some are left out."""
     if limit is not None and limit < 2:
         raise ValueError(f"--vocabulary must be at least 2, got {limit}")
     found = Counter(parts["train"])
@@ -119,7 +119,7 @@ def _expected() -> str:
 
 
 def cut(name: str, text: str) -> Text:
-    """Cut a text into its parts, at ends of lines."""
+    """Split a text into its parts, at ends of lines."""
     lines = text.splitlines()
     first, second = (int(len(lines) * sum(SHARES[:count])) for count in (1, 2))
     return Text(name, "\n".join(lines[:first]), "\n".join(lines[first:second]), "\n".join(lines[second:]))
@@ -142,7 +142,7 @@ def _words_between_spaces(text: str) -> Iterable[str]:
 
 
 def king_james() -> Text:
-    """Return the King James Bible, which Debian packages: 31,102 verses, one in a line, without their numbers."""
+    """Return the King James Bible, which Debian packages: 31,102 verses, one per line, without their numbers."""
     from support import fetch
 
     return cut("King James Bible", verses((fetch.debian("bible-kjv-text") / "usr/lib/bible.data").read_bytes()))
@@ -151,8 +151,8 @@ def king_james() -> Text:
 def verses(data: bytes) -> str:
     """Return the verses in the file of Debian's package.
 
-    It begins with a title; at byte 84 stand the size of a window of text and their number, then where each begins and
-    where the last ends, then three bytes that say `compress`, and the windows, each packed on its own.
+    It begins with a title; at byte 84 are the size of a window of text and the number of windows, then the start of
+    each and the end of the last, then three bytes that mark `compress`, and the windows, each packed separately.
     """
     if not data.startswith(b"EC02Compressed Data File"):
         raise ValueError("bible.data does not begin as the file of Debian's bible-kjv-text 4.38 does")
@@ -164,7 +164,7 @@ def verses(data: bytes) -> str:
 
 
 def python_topics() -> Text:
-    """Return the English chapters of the language reference that every Python brings along for its `help()`."""
+    """Return the English chapters of the language reference that every Python includes for its `help()`."""
     from pydoc_data.topics import topics
 
     return cut("Python's help topics", "\n".join(topics[name] for name in sorted(topics)))
@@ -175,7 +175,7 @@ NAMED: dict[str, Callable[[], Text]] = {"kjv": king_james, "python": python_topi
 
 
 def columns(stream: Tensor, count: int) -> Tensor:
-    """Lay a stream out in columns that are read side by side, (positions, columns); what is left over is dropped."""
+    """Lay a stream out in columns that are read side by side, (positions, columns); the remainder is dropped."""
     rows = len(stream) // count
     if rows < 2:
         raise ValueError(f"a text of {len(stream)} words or characters is too short for a batch of {count}")

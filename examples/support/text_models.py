@@ -11,7 +11,7 @@ State = tuple[Tensor, ...]
 
 
 class LSTMModel(nn.Module):
-    """Embedding, LSTM, decoder. Reads (positions, batch); its state goes on to the next piece of text."""
+    """Embedding, LSTM, decoder. Reads (positions, batch); its state is passed on to the next piece of text."""
 
     def __init__(self, vocabulary: int, width: int, layers: int = 1, dropout: float = 0.0) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""One training loop for every domain: three of its lines bring in low precision."""
+"""One training loop for every domain: three of its lines add low precision."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from support.task import Task
 
 @dataclass
 class Outcome:
-    """What a run leaves behind."""
+    """The result of a run."""
 
     model: nn.Module
     metrics: dict[str, float]
     losses: list[float] = field(default_factory=list)
     curve: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-    """Metrics on the way: steps made, and what `evaluate` returned."""
+    """Metrics during training: steps made, and the result of `evaluate`."""
     seconds: float = 0.0
-    """Time spent, without that of runs it was resumed from."""
+    """Time spent, without that of earlier runs that it continues."""
     resumed_at: int = 0
 
 
@@ -55,15 +55,15 @@ def fit(
     Args:
         task: the model, its data and how they are trained.
         schedule: the bits over the run; its `total_steps` are the run.
-        seed: of the first weights, the order of the data and all noise.
-        checkpoint: a file that is written on the way and at the end. Where it exists, the run goes on from it, and ends
-            with the same bits as an uninterrupted one.
+        seed: for the initial weights, the order of the data and all noise.
+        checkpoint: a file that is written during training and at the end. If it exists, the run continues from it, and
+            ends with the same bits as an uninterrupted one.
         save_every: steps between two checkpoints, a tenth of the run by default.
-        evaluations: how often to evaluate on the way.
+        evaluations: how often to evaluate during training.
         bar: show a progress bar where standard error is a terminal.
         execution: `"simulated"` or `"integer"`.
         compile: hand the transformed model to torch.compile.
-        hold_rate: during a deficit at the start, hold the first learning rate; its rule runs over what is left.
+        hold_rate: during a deficit at the start, hold the first learning rate; its rule applies to the remaining steps.
         identity: what a checkpoint must have in common with this run, besides schedule and seed.
     """
     total = schedule.total_steps
@@ -125,7 +125,7 @@ def fit(
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluate without leaving a trace in the random numbers that training draws."""
+    """Evaluate without affecting the random numbers that training draws."""
     model.eval()
     with torch.no_grad(), torch.random.fork_rng():
         yield
@@ -134,7 +134,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 @dataclass
 class _Run:
-    """Everything that the next step depends on, but for the random numbers."""
+    """Everything that the next step depends on, except the random numbers."""
 
     identity: dict[str, object]
     task: Task
@@ -146,7 +146,7 @@ class _Run:
     def metrics(self, trained: nn.Module, done: int, seed: int) -> dict[str, float]:
         """Evaluate with running statistics of batch norm and with new ones, of the latest ten batches.
 
-        The first of both is what the run is judged by: as published under the published recipe, new ones otherwise.
+        The run is judged by the first of them: running statistics, as published, under the published recipe, else new.
         """
         latest = (self.task.batch(step, seed) for step in range(max(done - 10, 0), done))
         with cpt_fx.recalibrate(self.model, latest, call=self.task.run) as handle, _evaluating(self.model):
@@ -160,7 +160,7 @@ class _Run:
         return {**new, **{f"unrecalibrated {name}": value for name, value in running.items()}}
 
     def save(self, path: Path, done: int) -> None:
-        """Write it all. The file is replaced as a whole: it is never half a checkpoint."""
+        """Write a checkpoint. The file is replaced as a whole, and is never incomplete."""
         state = {
             "run": self.identity,
             "done": done,
@@ -178,7 +178,7 @@ class _Run:
         os.replace(temporary, path)
 
     def load(self, path: Path) -> int:
-        """Take up a checkpoint; returns how many steps it has behind it."""
+        """Load a checkpoint; return how many steps it has made."""
         try:
             state: dict[str, Any] = torch.load(path, weights_only=True)
             saved = state["run"]
@@ -204,7 +204,7 @@ class _Run:
 
 @contextmanager
 def _bar(shown: bool, total: int, first: int) -> Iterator[Any]:
-    """Yield a function that is told of every step."""
+    """Yield a function to call after every step."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not (shown and console.is_terminal), transient=True) as progress:

@@ -1,4 +1,4 @@
-"""Plain PyTorch nets for images, and others by name. None of them knows of quantization."""
+"""Plain PyTorch nets for images, and others by name. None of them contains quantization."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = (
 
 
 class BasicBlock(nn.Module):
-    """Two convolutions around a shortcut, which is a 1x1 convolution where the size changes."""
+    """Two convolutions with a shortcut, which is a 1x1 convolution where the size changes."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class BasicBlock(nn.Module):
             self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add what the convolutions see to what came in."""
+        """Add the output of the convolutions to the shortcut."""
         y = F.relu(self.norm1(self.conv1(x)))
         return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
 
@@ -182,7 +182,7 @@ def _whole(width: float) -> int:
 
 
 def _initialize(model: nn.Module) -> None:
-    """Draw convolutions as He et al. do, by what they send out."""
+    """Initialize convolutions by He et al., with mode fan_out."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             fan_out = module.kernel_size[0] * module.kernel_size[1] * module.out_channels // module.groups
