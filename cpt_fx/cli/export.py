@@ -185,7 +185,7 @@ def run_report(options: argparse.Namespace) -> None:
 def run_doctor(options: argparse.Namespace) -> None:
     """What is installed, what works, what is missing.
 
-    Look at the packages that exports need, and at CUDA, and say how to mend what does not work. The exit code
+    Look at the packages that exports need, and at CUDA, and say how to repair what does not work. The exit code
     is 1 where models cannot be exported for training.
 
     example:

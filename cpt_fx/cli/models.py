@@ -123,7 +123,7 @@ def run_inspect(options: argparse.Namespace) -> None:
         return
     common.show(inspection)
     if proof is not None:
-        print(f"{'proven' if proof.proven else 'not all proven'}, by a trial run: {proof}")
+        print(f"{'proven' if proof.proven else 'not all proven'}, by a dry run: {proof}")
 
 
 def run_range_test(options: argparse.Namespace) -> None:

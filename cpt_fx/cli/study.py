@@ -100,8 +100,8 @@ def run_study(options: argparse.Namespace) -> None:
 def run_run(options: argparse.Namespace) -> None:
     """Compare schedules.
 
-    Train a task under each schedule, for each pair of bits and each seed. The function takes the schedule and,
-    if it likes, the seed; it trains from nothing, and returns a number or a dict of numbers.
+    Train a task under each schedule, for each pair of bits and each seed. The function takes the schedule and
+    optionally the seed, trains a new model, and returns a number or a dict of numbers.
 
     example:
       cpt-fx study run my.py:train --store study.sqlite --steps 800 --seeds 3 --bits 3,8 --workers 2 --out report

@@ -244,7 +244,7 @@ def test_inspect_shows_the_quantizers(capsys: Capture, models: Path) -> None:
 def test_inspect_proves_with_inputs(reference: str, capsys: Capture, models: Path) -> None:
     code, out, _ = call(capsys, "inspect", reference, "--html", "a.html", "--svg", "a.svg")
     assert code == 0
-    assert "\nproven, by a trial run: 8 quantizers ran, 8 times in total; " in out
+    assert "\nproven, by a dry run: 8 quantizers ran, 8 times in total; " in out
     # Table, page and data show the run that the proof is about, at the widths the model has.
     assert "never" not in out.partition("\nproven")[0]
     assert "bits now: weight 3, activation 3, bias 3, gradient 8" in out
