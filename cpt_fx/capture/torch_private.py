@@ -1,4 +1,4 @@
-"""What torch calls private, and capture needs without Dynamo: each name with what public torch lacks."""
+"""Private names of torch that capture uses, each with the reason: what public torch lacks."""
 
 from collections.abc import Callable
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""What torch calls private, and more than one room needs or this one: each name with what public torch lacks."""
+"""Private names of torch that several rooms use, each with the reason: what public torch lacks."""
 
 from importlib import import_module
 from typing import Any

@@ -1,4 +1,4 @@
-"""What torch calls private, and an export needs: each name with what public torch lacks."""
+"""Private names of torch that exports use, each with the reason: what public torch lacks."""
 
 from torch._decomp import decomposition_table  # all that torch has: torch.export.default_decompositions has some
 from torch._dispatch.python import enable_python_dispatcher  # composite operators on symbolic shapes

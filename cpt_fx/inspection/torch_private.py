@@ -1,4 +1,4 @@
-"""What torch calls private, and a look at a run needs: each name with what public torch lacks."""
+"""Private names of torch that inspection uses, each with the reason: what public torch lacks."""
 
 import torch
 from torch.autograd.graph import _engine_run_backward as run_backward  # the frame in which every backward pass starts

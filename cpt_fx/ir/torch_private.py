@@ -1,4 +1,4 @@
-"""What torch calls private, and graphs contain or need: each name with what public torch lacks."""
+"""Private names of torch that graphs use, each with the reason: what public torch lacks."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What torch calls private, and code or graphs may call: each name with what public torch lacks."""
+"""Private names of torch that the table of operators uses, each with the reason: what public torch lacks."""
 
 from typing import Any
 

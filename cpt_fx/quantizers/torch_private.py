@@ -1,4 +1,4 @@
-"""What torch calls private, and quantizers need: each name with what public torch lacks."""
+"""Private names of torch that quantizers use, each with the reason: what public torch lacks."""
 
 import torch
 

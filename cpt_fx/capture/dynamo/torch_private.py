@@ -1,4 +1,4 @@
-"""What torch calls private in Dynamo, and capture needs: each name with what torch.compiler lacks.
+"""Private names of Dynamo, each with the reason: what torch.compiler lacks.
 
 Apart from the module of its room, since to import Dynamo takes seconds.
 """
