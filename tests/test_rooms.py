@@ -173,6 +173,17 @@ def test_no_room_grows_unnoticed() -> None:
     assert slack == {}, "a room has shrunk: lower its budget"
 
 
+def test_tests_lie_as_the_rooms_do() -> None:
+    """What tests a room is in the folder of its name; a room of one file has a file."""
+    folders = {room_of(module) for module, path in modules().items() if path.name != "__init__.py"} & {
+        room_of(module) for module, path in modules().items() if path.name == "__init__.py"
+    }
+    assert [room for room in sorted(folders) if not any((ROOT / "tests" / room).rglob("test_*.py"))] == []
+    assert {path.stem.removeprefix("test_") for path in (ROOT / "tests/passes").glob("test_*.py")} == {
+        path.stem for path in (ROOT / "passes").glob("[a-z]*.py")
+    }
+
+
 def test_every_door_is_used() -> None:
     for importer, target in DOORS:
         source = modules()[importer].read_text(encoding="utf-8")
