@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # Dynamo, in broken graphs
 ]
 FIRST = {entry.family: name for name, entry in reversed(ANY_MODEL.items())}
-"""Of what other packages bring, `pytest -m slow` has one model of each family, and the default run every fourth."""
+"""Of what other packages bring, the slow tests have one model of each family, the default run every fourth."""
 
 
 def marks(index: int, name: str, entry: Entry) -> list[pytest.MarkDecorator]:
