@@ -120,5 +120,5 @@ def test_what_is_no_manifest(copied: Path, text: str) -> None:
 def test_other_formats(copied: Path, values: Any, found: Any) -> None:
     (copied / files.NAME).write_text(json.dumps(values | {"format": found}))
     why = r" \(its gradients come from ONNX Runtime's own builder\)" if found == 1 else ""
-    with pytest.raises(ExportError, match=rf"was written in format {found}{why}; this cpt_fx reads format 4: export"):
+    with pytest.raises(ExportError, match=rf"was written in format {found}{why}; this cpt_fx reads format 5: export"):
         Trainer(copied, ort.schedule())
