@@ -21,6 +21,24 @@ def replace(path: Path, content: str | bytes) -> None:
         os.replace(working, path)
 
 
+@contextmanager
+def locked(path: Path) -> Iterator[bool]:
+    """Let one process, and one thread of it, in at a time; yield False where the file system or the system cannot."""
+    try:
+        import fcntl  # not on every system
+    except ImportError:
+        yield False
+        return
+    with path.open("w") as lock:  # a process that dies lets go of it
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            alone = False
+        else:
+            alone = True
+        yield alone
+
+
 def digest(path: Path) -> str:
     """Return the SHA-256 of a file."""
     found = hashlib.sha256()

@@ -12,6 +12,7 @@ from rich.console import Console, ConsoleRenderable, Group
 from rich.table import Table
 from rich.text import Text
 
+from cpt_fx import native
 from cpt_fx.formats import most_levels
 from cpt_fx.inspection.views import HEADS, QuantizerView
 from cpt_fx.integer.counts import DIRECTIONS
@@ -108,7 +109,8 @@ def integer_part(inspection: Inspection) -> list[ConsoleRenderable]:
         table.add_column(name, **style, max_width=30 if name in HEADS[:2] else None)
     for product in products:
         table.add_row(*product.cells())
-    return [Text(f"on integers whenever they ran: {count} of {len(products)} products", "bold"), table, Text("")]
+    title = Text(f"on integers whenever they ran: {count} of {len(products)} products", "bold")
+    return [title, Text(f"kernels: {native.kernels()}", "dim"), table, Text("")]
 
 
 def overview(inspection: Inspection) -> ConsoleRenderable:

@@ -2,13 +2,17 @@
 
 Both ways start from codes. On integers a product is one call, while floating point has to dequantize the codes first;
 so integers win except for small sizes, where calls cost more than arithmetic, and where kernels are missing. The key of
-a measurement is the kind, the sizes rounded to powers of two, and everything else that affects speed.
+a measurement is the kind, the sizes rounded to powers of two, and everything else that affects speed: threads, kernels,
+processor, torch. CPU time is measured, since other programs take the rest; more often where both ways are close. What
+was measured is forgotten after a month.
 
 `CPT_FX_INTEGER=always` or `never` (or `chosen`, in a `with` block) decides without measuring.
 """
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import itertools
 import json
 import logging
@@ -27,17 +31,21 @@ import torch
 from torch import Tensor
 
 from cpt_fx import native
-from cpt_fx.common.files import replace
+from cpt_fx.common.files import locked, replace
 from cpt_fx.common.torch_private import disable_current_modes
 from cpt_fx.errors import check_choice
 from cpt_fx.integer.codes import Codes
 from cpt_fx.integer.kernels import Geometry
 from cpt_fx.integer.products import PRODUCTS, Options
-from cpt_fx.native.building import cache_folder
+from cpt_fx.native.building import cache_folder, processor
 
 _LOG = logging.getLogger("cpt_fx")
 _RULES = ("measured", "always", "never")
-_ROUNDS = 5
+_ROUNDS, _MORE = 5, 20
+_CLOSE = 1.25
+"""A ratio, or its inverse, that more rounds might still turn."""
+_DAYS = 30
+_DAY = 86400
 _MOST = 1 << 29
 """Most multiplications in a measured product: beyond that, the ratio no longer changes."""
 _rule: str | None = None
@@ -63,7 +71,8 @@ def decide(kind: str, a: Sequence[int], b: Sequence[int], call: Options) -> Choi
     rule = _rule or check_choice("CPT_FX_INTEGER", os.environ.get("CPT_FX_INTEGER", "measured"), _RULES)
     if rule in _RULED:
         return _RULED[rule]
-    kernels = "kernels" if native.load("integer_products.cpp") is not None else "no kernels"
+    library = native.load("integer_products.cpp")
+    kernels = "no kernels" if library is None else _name(library)
     return _decided(kind, rounded(kind, a, b, call), torch.get_num_threads(), f"{kernels}, {_machine()}")
 
 
@@ -81,20 +90,28 @@ def chosen(rule: str) -> Iterator[None]:
 @cache
 def _decided(kind: str, sizes: tuple[int, ...], threads: int, surroundings: str) -> Choice:
     key = f"{kind} {sizes} {threads} {surroundings}"
-    ratio = _read().get(key)
-    if ratio is None:
+    found = _read().get(key)
+    if found is None:
         # Outside of all dispatch modes: selective checkpointing would save these tensors as the model's.
         with disable_current_modes():
-            ratio = round(_measure(kind, sizes), 3)
-        _write(_read() | {key: ratio})
+            found = (round(_measure(kind, sizes), 3), _today())
+        _keep(key, found)
+    ratio = found[0]
     _LOG.debug("integer products: %s: %s times as fast", key, ratio)
     return Choice(ratio)
 
 
 @cache
+def _name(library: ctypes.CDLL) -> str:
+    """Return the name of a library of kernels without the hash of its content: instruction set, source and flags."""
+    return Path(library._name).stem.rpartition("-")[0]
+
+
+@cache
 def _machine() -> str:
-    processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {os.cpu_count()}"
-    return f"torch {torch.__version__}, {processor}"
+    # Of a home folder that two kinds of machine share, each reads its own.
+    features = hashlib.sha256(repr(sorted(processor().items())).encode()).hexdigest()[:12]
+    return f"torch {torch.__version__}, {platform.machine()} {os.cpu_count()} {features}"
 
 
 def _measure(kind: str, shape: tuple[int, ...]) -> float:
@@ -113,6 +130,8 @@ def _measure(kind: str, shape: tuple[int, ...]) -> float:
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         _seconds(on_integers), _seconds(in_floating_point)
         ratios = [_seconds(in_floating_point) / _seconds(on_integers) for _ in range(_ROUNDS)]
+        if 1 / _CLOSE < median(ratios) < _CLOSE:
+            ratios += [_seconds(in_floating_point) / _seconds(on_integers) for _ in range(_MORE)]
     return median(ratios)
 
 
@@ -174,30 +193,39 @@ def _some_codes(shape: tuple[int, ...]) -> Tensor:
 
 
 def _seconds(run: Callable[[], None]) -> float:
-    start = time.perf_counter()
+    """Return the CPU time of this thread: it has its part in all work, and is busy while it waits for other threads."""
+    start = time.thread_time()
     run()
-    return max(time.perf_counter() - start, 1e-9)
+    return max(time.thread_time() - start, 1e-9)
+
+
+def _today() -> int:
+    return int(time.time() // _DAY)
 
 
 def _file() -> Path:
     return cache_folder() / "integer_choice.json"
 
 
-def _read() -> dict[str, float]:
-    """Read the cached ratios; a file that is missing or damaged holds none."""
+def _read() -> dict[str, tuple[float, int]]:
+    """Read the cached ratios with their days, but for old ones; a file that is missing or damaged holds none."""
     try:
         found = json.loads(_file().read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    if not isinstance(found, dict):
-        return {}
-    return {key: float(value) for key, value in found.items() if isinstance(value, int | float)}
+    kept = {}
+    for key, value in found.items() if isinstance(found, dict) else ():
+        match value:
+            case [int() | float() as ratio, int() as day] if abs(_today() - day) <= _DAYS:
+                kept[key] = (float(ratio), day)
+    return kept
 
 
-def _write(found: dict[str, float]) -> None:
-    """Replace the file as a whole, so that processes never mix their results; without write access, cache nothing."""
+def _keep(key: str, found: tuple[float, int]) -> None:
+    """Add a ratio to the file, which is replaced as a whole; without write access, cache nothing."""
     try:
         _file().parent.mkdir(parents=True, exist_ok=True)
-        replace(_file(), json.dumps(found, indent=1, sort_keys=True))
+        with locked(_file().with_suffix(".lock")):  # else two processes would each write what they had read
+            replace(_file(), json.dumps(_read() | {key: found}, indent=1, sort_keys=True))
     except OSError as error:
         _LOG.debug("decisions about integer products are not kept: %s", error)

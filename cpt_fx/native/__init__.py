@@ -46,6 +46,11 @@ def status() -> str:
     return f"cannot be used: {_failures[-1]}" if _failures else "switched off by CPT_FX_NATIVE=0"
 
 
+def kernels() -> str:
+    """Return which kernels are used, and why no better ones."""
+    return building.described() if (state := status()) == "used" else f"none, {state}"
+
+
 @contextmanager
 def disabled() -> Iterator[None]:
     """Run torch operators instead of kernels inside a `with` block."""

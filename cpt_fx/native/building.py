@@ -3,7 +3,8 @@
 A library is code, so it comes from a folder that nobody else can write to, and its name holds the hash of its content:
 one that is truncated, or was replaced, is built again. It is built under a temporary name first, so that any number of
 processes may do so at once, and may be killed meanwhile. Every instruction set has a library of its own, and what the
-processor supports is detected each time: folders are copied between machines, and shared by them.
+processor supports is detected each time: folders are copied between machines, and shared by them. The operating system
+has to permit the registers of AMX, too.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from cpt_fx.common.files import locked
 from cpt_fx.common.resources import shipped
 
 # No reordered sums and no fused multiply-add: results are equal to those of torch's operators.
@@ -44,15 +47,41 @@ _THREADS = ("-Xpreprocessor", "-fopenmp", "-lomp") if sys.platform == "darwin" e
 _SWITCHES = {
     "avx2": ["-mavx2"], "fma3": ["-mfma"], "avx512_f": ["-mavx512f", "-mprefer-vector-width=512"],
     "avx512_bw": ["-mavx512bw"], "avx512_dq": ["-mavx512dq"], "avx512_vl": ["-mavx512vl"],
-    "avx512_vnni": ["-mavx512vnni"],
+    "avx512_vnni": ["-mavx512vnni"], "amx_tile": ["-mamx-tile"], "amx_int8": ["-mamx-int8"],
 }  # fmt: skip
 """Compiler flags for each instruction set extension, by torch's name of it."""
 _AVX2 = ("avx2", "fma3")
 _AVX512 = (*_AVX2, "avx512_f", "avx512_bw", "avx512_dq", "avx512_vl")
+_VNNI = (*_AVX512, "avx512_vnni")
 SETS: dict[str, tuple[str, ...]] = {
-    "plain": (), "avx2": _AVX2, "avx512": _AVX512, "avx512_vnni": (*_AVX512, "avx512_vnni"),
+    "plain": (), "avx2": _AVX2, "avx512": _AVX512, "avx512_vnni": _VNNI, "amx": (*_VNNI, "amx_tile", "amx_int8"),
 }  # fmt: skip
 """The extensions that a library of each kind uses beyond the baseline of the architecture; best last."""
+_ARCH_PRCTL, _GET_SUPPORTED, _REQUEST = 158, 0x1021, 0x1023
+_TILE_CONFIGURATION, _TILE_DATA = 17, 18
+"""Linux on x86-64: a system call, two of its commands, and the registers of AMX as its bits number them."""
+
+
+@cache
+def processor() -> dict[str, Any]:
+    """Return the extensions that this process may use, by torch's names; `refused` says why tiles are not there."""
+    has = dict(torch.cpu.get_capabilities())
+    refused = _refusal_of_tiles() if has.get("amx_tile") and has.get("amx_int8") else ""
+    return {**has, "amx_tile": False, "refused": refused} if refused else has
+
+
+def _refusal_of_tiles() -> str:
+    """Ask the system, once a process, for the registers of AMX; return why they must not be used."""
+    if not sys.platform.startswith("linux"):
+        return "nobody knows how to ask this system for its registers"
+    call, supported = ctypes.CDLL(None, use_errno=True).syscall, ctypes.c_uint64()
+    # What the system enables (XCR0): a processor may have what a hypervisor or an old kernel keeps.
+    call(ctypes.c_long(_ARCH_PRCTL), ctypes.c_long(_GET_SUPPORTED), ctypes.byref(supported))
+    if not supported.value >> _TILE_CONFIGURATION & supported.value >> _TILE_DATA & 1:
+        return "the system has not enabled its registers"
+    if call(ctypes.c_long(_ARCH_PRCTL), ctypes.c_long(_REQUEST), ctypes.c_long(_TILE_DATA)):
+        return f"the system does not permit its registers: {os.strerror(ctypes.get_errno())}"
+    return ""
 
 
 def instructions(has: Mapping[str, Any], wanted: str = "") -> str:
@@ -65,10 +94,27 @@ def instructions(has: Mapping[str, Any], wanted: str = "") -> str:
     return wanted
 
 
+def wanted() -> str:
+    """Return the instruction set that CPT_FX_NATIVE asks for; empty for the best."""
+    named = os.environ.get("CPT_FX_NATIVE", "1")
+    return "" if named == "1" else named
+
+
+def described() -> str:
+    """Return the instruction set in use, and why it is no better one."""
+    has = processor()
+    kind, best = instructions(has, wanted()), list(SETS)[-1]
+    if kind == best:
+        return kind
+    if kind != instructions(has):
+        return f"{kind}, as CPT_FX_NATIVE says"
+    lacking = ", ".join(name for name in SETS[best] if not has.get(name))
+    return f"{kind}, not {best}: {has.get('refused') or f'this processor has no {lacking}'}"
+
+
 def library(name: str) -> ctypes.CDLL:
     """Return the library of a source file of this folder; build it if it is missing or damaged."""
-    wanted = os.environ.get("CPT_FX_NATIVE", "1")
-    chosen = instructions(torch.cpu.get_capabilities(), "" if wanted in ("", "1") else wanted)
+    chosen = instructions(processor(), wanted())
     source = _text(name)
     flags = (*FLAGS, *chain.from_iterable(_SWITCHES[instruction] for instruction in SETS[chosen]))
     libc = os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in getattr(os, "confstr_names", ()) else ""
@@ -76,7 +122,9 @@ def library(name: str) -> ctypes.CDLL:
     folder, stem = _folder(), f"{Path(name).stem}-{chosen}-{key}"
     found = _found(folder, stem)
     if found is None:
-        with _one_at_a_time(folder):
+        with locked(folder / "lock") as alone:
+            for left in folder.glob("building-*") if alone else ():  # by processes that were killed
+                shutil.rmtree(left, ignore_errors=True)
             found = _found(folder, stem) or _build(source, flags, folder, stem)
     return ctypes.CDLL(str(found))
 
@@ -120,22 +168,6 @@ def _build(source: str, flags: tuple[str, ...], folder: Path, stem: str) -> Path
             raise RuntimeError(f"{compiler}: {done.stderr.strip() or f'exit code {done.returncode}'}")
         made.chmod(0o700)
         return made.rename(folder / f"{stem}-{_digest(made)}.so")
-
-
-@contextmanager
-def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Let one process build at a time: the others find its result."""
-    import fcntl  # not on every system; where it is missing, `_folder` refuses
-
-    with (folder / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:  # a file system without locks: several processes may build
-            yield
-            return
-        for left in folder.glob("building-*"):  # by processes that were killed
-            shutil.rmtree(left, ignore_errors=True)
-        yield
 
 
 def cache_folder() -> Path:

@@ -18,7 +18,7 @@ void spread(const int8_t* image, const Planes& p, uint8_t* out) {
       for (int64_t i = 0; i < p.rows; ++i, at += 4 * p.columns) {
         const int64_t row = i * p.row_step + p.phases[2 * phase] - p.top;
         if (row < 0 || row >= p.height || first == last) {
-          std::memset(at, 128, 4 * p.columns);
+          std::memset(at, kFlip, 4 * p.columns);
           continue;
         }
         const int8_t* lines[4];
@@ -27,18 +27,18 @@ void spread(const int8_t* image, const Planes& p, uint8_t* out) {
           lines[j] = (channel < p.channels ? image + (channel * p.height + row) * p.width : nothing.data()) +
                      first * p.column_step + shift;
         }
-        std::memset(at, 128, 4 * first);
+        std::memset(at, kFlip, 4 * first);
         if (p.column_step == 1) {
-          interleave(lines, last - first, 128, at + 4 * first);
+          interleave(lines, last - first, kFlip, at + 4 * first);
         } else {
           for (int64_t j = 0; j < last - first; ++j)
             for (int64_t c = 0; c < 4; ++c)
-              at[4 * (first + j) + c] = static_cast<uint8_t>(lines[c][j * p.column_step]) ^ 128;
+              at[4 * (first + j) + c] = static_cast<uint8_t>(lines[c][j * p.column_step]) ^ kFlip;
         }
-        std::memset(at + 4 * last, 128, 4 * (p.columns - last));
+        std::memset(at + 4 * last, kFlip, 4 * (p.columns - last));
       }
     }
-    std::memset(at, 128, out + p.distance() - at);
+    std::memset(at, kFlip, out + p.distance() - at);
   }
 }
 
@@ -52,21 +52,42 @@ struct Filters {
   int64_t rows, row, channel;  // how many output channels, and the distances of output and input channels
 };
 
-// Pack filters for one job into [block of rows][tap][group][row][4], and sum up the excess of the 128 added to images.
+// Terms of a job, filled up with zeros.
+int64_t depth_of(const Job& job, const Planes& p) { return up(4 * job.taps * p.groups(), kTerms); }
+
+// Pack filters for one job in blocks of rows whose terms are [tap][channel], and sum up the excess that images bring in.
 void pack_filters(const Filters& w, const Planes& p, const Job& job, const int64_t* taps, int8_t* out, uint32_t* over) {
-  for (int64_t block = 0; block < w.rows; block += kRows, over += kRows) {
+  const int64_t depth = depth_of(job, p);
+  for (int64_t block = 0; block < w.rows; block += kRows, over += kRows, out += kRows * depth) {
     int32_t sums[kRows] = {};
+    std::memset(out, 0, kRows * depth);
+    int64_t term = 0;
     for (int64_t tap = job.first_tap; tap < job.first_tap + job.taps; ++tap)
-      for (int64_t group = 0; group < p.groups(); ++group)
-        for (int64_t row = 0; row < kRows; ++row)
-          for (int64_t channel = 4 * group; channel < 4 * group + 4; ++channel) {
-            const bool there = block + row < w.rows && channel < p.channels;
-            *out = there ? w.data[(block + row) * w.row + channel * w.channel + taps[2 * tap]] : 0;
-            sums[row] += *out++;
-          }
-    for (int64_t row = 0; row < kRows; ++row) over[row] = 128u * static_cast<uint32_t>(sums[row]);
+      for (int64_t channel = 0; channel < 4 * p.groups(); ++channel, ++term)
+        for (int64_t row = 0; channel < p.channels && row < std::min(kRows, w.rows - block); ++row) {
+          const int8_t code = w.data[(block + row) * w.row + channel * w.channel + taps[2 * tap]];
+          out[left_place(row, term)] = code;
+          sums[row] += code;
+        }
+    for (int64_t row = 0; row < kRows; ++row) over[row] = kFlip * static_cast<uint32_t>(sums[row]);
   }
 }
+
+#ifdef __AMX_INT8__
+Left packed_block(const int8_t* data, int64_t rows) { return {data, std::min(kRows, rows), kTerms, kRows * kTerms, nullptr}; }
+
+// Copy what all taps read for one tile's columns side by side: with few channels, tiles take several taps at a time. What
+// is left of the last tile meets zeros of the filters.
+const uint8_t* gathered(const uint8_t* right, const Walk& walk, uint8_t* out) {
+  uint8_t* at = out;
+  for (int64_t tap = 0; tap < walk.count; ++tap)
+    for (int64_t group = 0; group < walk.groups; ++group, at += 4 * kColumns)
+      std::memcpy(at, right + walk.taps[tap] + group * walk.distance, 4 * kColumns);
+  return out;
+}
+#else
+Left packed_block(const int8_t* data, int64_t) { return data; }
+#endif
 
 // Where the columns of one tile go: the offset of each in an output channel, negative where there is no position.
 struct Landing {
@@ -128,20 +149,30 @@ void convolve(const int8_t* image, const Planes& p, const Filters& w, const Job*
   uint8_t* planes = scratch<uint8_t>(p.groups() * p.distance() + 1024, 1);
   spread(image, p, planes);
   std::vector<int64_t> starts;
+  const Tiles held{};
+  const int64_t start = 0;
   for (int64_t n = 0; n < job_count; ++n) {
     const Job& job = jobs[n];
     starts.clear();
     for (int64_t tap = job.first_tap; tap < job.first_tap + job.taps; ++tap) starts.push_back(4 * taps[2 * tap + 1]);
     const Walk walk{starts.data(), job.taps, p.groups(), p.distance()};
-    const int64_t depth = 4 * job.taps * p.groups();
+    const int64_t depth = depth_of(job, p);
     const int64_t places = job.rows ? (job.rows - 1) * p.columns + job.columns : 0;
     int64_t begin, end;
     share(places, kColumns, part, parts, begin, end);
     for (int64_t place = begin; place < end; place += kColumns) {
       const Landing landing = landing_of(job, place, p.columns, out_width);
+      const uint8_t* right = planes + 4 * place;
+      Walk here = walk;
+#ifdef __AMX_INT8__
+      if (p.groups() % kSide) {
+        right = gathered(right, walk, scratch<uint8_t>(depth * kColumns, 2));
+        here = {&start, 1, depth / 4, 4 * kColumns};
+      }
+#endif
       for (int64_t block = 0; block < w.rows; block += kRows) {
         alignas(64) Sums sums;
-        tile_of(std::min(kColumns, end - place), packed + block * depth, planes + 4 * place, walk, sums);
+        tile_of(std::min(kColumns, end - place), packed_block(packed + block * depth, w.rows - block), right, here, sums);
         for (int64_t row = block; row < std::min(w.rows, block + kRows); ++row)
           land(sums[row - block], over[row], scale, bias ? bias[row] : 0.0f, landing,
                out + row * out_height * out_width);
@@ -166,13 +197,13 @@ void cpt_fx_convolve(const int8_t* x, const int8_t* w, float* out, int64_t image
   const Filters f{w, filters[0], filters[1], filters[2]};
   const Job* all = reinterpret_cast<const Job*>(jobs);
   int64_t bytes = 0;
-  for (int64_t n = 0; n < job_count; ++n) bytes += up(f.rows, kRows) * 4 * all[n].taps * p.groups();
+  for (int64_t n = 0; n < job_count; ++n) bytes += up(f.rows, kRows) * depth_of(all[n], p);
   std::vector<uint32_t> over(job_count * up(f.rows, kRows));
   int8_t* packed = scratch<int8_t>(bytes, 0);
   int8_t* at = packed;
   for (int64_t n = 0; n < job_count; ++n) {
     pack_filters(f, p, all[n], taps, at, over.data() + n * up(f.rows, kRows));
-    at += up(f.rows, kRows) * 4 * all[n].taps * p.groups();
+    at += up(f.rows, kRows) * depth_of(all[n], p);
   }
   const float scale = *first_scale * *second_scale;
   const int64_t parts = std::max<int64_t>(1, threads / std::max<int64_t>(1, images));

@@ -1,28 +1,37 @@
 // A tile of integer products: 6 rows of the left operand by 64 columns of the right one, whose sums fill the registers.
 // Processors multiply unsigned by signed bytes, so the right operand is stored with 128 added, and 128 times the sum of
 // a left row is subtracted from its sums. Both are packed in groups of four along the dim that is summed over.
+// With AMX it is 32 by 32: the right operand is packed likewise, without 128, and the left one in rows of 64 terms.
 #pragma once
-#include "shared.h"
-
-#ifdef __AVX512VNNI__
-#include <immintrin.h>
-#endif
+#include "integer_amx.h"
 
 namespace {
 
-constexpr int64_t kRows = 6, kLanes = 16, kVectors = 4, kColumns = kLanes * kVectors;
+constexpr int64_t kLanes = 16;
+#ifdef __AMX_INT8__
+constexpr int64_t kRows = 2 * kSide, kColumns = 2 * kSide;
+constexpr uint8_t kFlip = 0;
+#else
+constexpr int64_t kRows = 6, kVectors = 4, kColumns = kLanes * kVectors;
+constexpr int64_t kTerms = 4;     // operands are filled up with zeros to a multiple of so many
+constexpr uint8_t kFlip = 128;    // XORed with codes of the right operand, which adds 128
+using Left = const int8_t*;       // a block of rows of the left operand
+struct Tiles {};                  // nothing to set up
+#endif
 constexpr int64_t kDeepest = 4096;          // terms that are summed before the sums are stored
 constexpr int64_t kLeftBytes = 256 * 1024;  // of the left operand at a time: they fit in a second level cache
 
 // Sums may wrap around until the excess is subtracted at the end; unsigned, since signed overflow is undefined.
 using Sums = uint32_t[kRows][kColumns];
 
-// Where the groups of the right operand are: `groups` of them at a constant distance, from the offset of each tap on.
-struct Walk {
-  const int64_t* taps;
-  int64_t count, groups, distance;
-};
+// Where a term of a row is in a packed block of rows.
+inline int64_t left_place(int64_t row, int64_t term) { return (term / kTerms * kRows + row) * kTerms + term % kTerms; }
 
+#ifdef __AMX_INT8__
+void tile_of(int64_t columns, const Left& left, const uint8_t* right, const Walk& walk, Sums& sums) {
+  tiles_of(columns, left, right, walk, sums[0], kColumns);
+}
+#else
 #ifdef __AVX512VNNI__
 template <int vectors>
 void tile(const int8_t* left, const uint8_t* right, const Walk& walk, Sums& sums) {
@@ -70,6 +79,7 @@ void tile_of(int64_t columns, const int8_t* left, const uint8_t* right, const Wa
   if (columns > kLanes) return tile<2>(left, right, walk, sums);
   tile<1>(left, right, walk, sums);
 }
+#endif
 
 // A sum without the excess that comes from the 128 added to the right operand.
 inline int32_t without(uint32_t sum, uint32_t excess) { return static_cast<int32_t>(sum - excess); }

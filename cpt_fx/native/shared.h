@@ -29,7 +29,7 @@ inline void share(int64_t count, int64_t unit, int64_t part, int64_t parts, int6
 // Scratch memory of one call; kept, since fresh memory costs more than what is done in it.
 template <typename T>
 T* scratch(int64_t count, int which) {
-  thread_local std::vector<uint8_t> kept[3];
+  thread_local std::vector<uint8_t> kept[4];
   const size_t bytes = count * sizeof(T) + kLine;
   if (kept[which].size() < bytes) kept[which] = std::vector<uint8_t>(bytes);
   const uintptr_t start = reinterpret_cast<uintptr_t>(kept[which].data());

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import cpt_fx
+from cpt_fx import native
 from cpt_fx.inspection import ProductView
 from cpt_fx.integer import choice
 from cpt_fx.schedules import Bits, Static
@@ -88,6 +89,7 @@ def test_they_are_shown(tmp_path: Path) -> None:
     inspection = cpt_fx.inspect(model)
     text = str(inspection)
     assert "on integers whenever they ran: 1 of 2 products" in text
+    assert f"kernels: {native.kernels()}" in text
     assert "a grouped convolution has no integer" in text
     page = inspection.html(tmp_path / "page.html")
     assert "<h2>On integers</h2>" in page and "a grouped convolution has no integer form" in page

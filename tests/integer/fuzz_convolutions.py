@@ -23,7 +23,7 @@ from cpt_fx import native
 from cpt_fx.integer.choice import chosen
 from cpt_fx.integer.counts import COUNTS, ProductOutcome
 from cpt_fx.integer.ops import INTEGER_CONV, TO_INTEGER
-from cpt_fx.native.building import SETS, instructions
+from cpt_fx.native.building import SETS, instructions, processor
 from cpt_fx.quantizers.ops import FAKE_QUANTIZE, QUANTIZE_GRADIENT
 
 BITS = torch.tensor(8)
@@ -117,7 +117,7 @@ def main() -> None:
         lines = wrong(options.shapes, options.seed)
         print(*lines, f"{options.shapes} shapes, {len(lines)} wrong; native kernels: {native.status()}", sep="\n")
         raise SystemExit(bool(lines))
-    has = torch.cpu.get_capabilities()
+    has = processor()
     kinds = [name for name, needed in SETS.items() if all(map(has.get, needed))]
     print(f"this processor: {instructions(has)}", flush=True)
     failed = []

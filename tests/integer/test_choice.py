@@ -1,6 +1,8 @@
 """Where integer products pay: measured once, kept on disk, overridden by whoever knows better."""
 
 import json
+import multiprocessing
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from cpt_fx.integer import choice, products
 from cpt_fx.integer.codes import Codes
 from cpt_fx.integer.kernels import Geometry
 from cpt_fx.integer.products import Options
+from tests.native.kernel_kinds import KINDS, kernels_of
 
 Shape = tuple[int, ...]
 
@@ -52,6 +55,12 @@ def a_new_process() -> None:
     choice._decided.cache_clear()
 
 
+def ratios(folder: Path) -> list[float]:
+    """What is kept on disk."""
+    found = json.loads((folder / "cpt_fx" / "integer_choice.json").read_text())
+    return [ratio for ratio, day in found.values()]
+
+
 def test_measured_once_and_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(2.5)
     monkeypatch.setattr(choice, "_measure", clock)
@@ -61,7 +70,7 @@ def test_measured_once_and_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     a_new_process()
     assert is_worth("linear_forward", *LINEAR) and clock.measured == 1
     assert is_worth("linear_forward", (4, 8), (16, 8)) and clock.measured == 2
-    assert list(json.loads((folder / "cpt_fx" / "integer_choice.json").read_text()).values()) == [2.5, 2.5]
+    assert ratios(folder) == [2.5, 2.5]
 
 
 def test_the_ratio_decides(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +125,7 @@ def test_a_broken_file_holds_no_decisions(folder: Path, monkeypatch: pytest.Monk
     path.parent.mkdir(parents=True)
     path.write_text(content)
     assert is_worth("linear_forward", *LINEAR)
-    assert list(json.loads(path.read_text()).values()) == [2.0]
+    assert ratios(folder) == [2.0]
 
 
 def test_where_nothing_can_be_written_it_still_decides(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,3 +203,84 @@ def test_who_watches_operators_sees_none_of_a_measurement(folder: Path) -> None:
     with Watching() as watching:
         found = choice.decide("matmul_forward", (3, 4), (4, 3), Options())
     assert found.measured and watching.seen == 0
+
+
+def test_a_stale_decision_is_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(2.0)
+    monkeypatch.setattr(choice, "_measure", clock)
+    today = choice._today()
+    for later, measured in ((0, 1), (choice._DAYS, 1), (choice._DAYS + 1, 2), (0, 3), (-1, 3)):
+        monkeypatch.setattr(choice, "_today", lambda later=later: today + later)
+        a_new_process()
+        is_worth("linear_forward", *LINEAR)
+        assert clock.measured == measured, later
+    assert ratios(folder) == [2.0], "what is stale is gone"
+
+
+def test_each_kind_of_machine_reads_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one home folder, by turns. The kernels are the same: those of products without any, say."""
+    speed = {"avx2": 0.8, "avx512_vnni": 3.0}
+    with native.disabled():
+        for machine in (*speed, *speed):
+            monkeypatch.setattr(choice, "_measure", Clock(speed[machine]))
+            monkeypatch.setattr(choice, "processor", lambda machine=machine: {machine: True, "cpu_name": "a name"})
+            choice._machine.cache_clear()
+            a_new_process()
+            assert choice.decide("linear_forward", *LINEAR, Options()).ratio == speed[machine]
+    choice._machine.cache_clear()
+    assert sorted(ratios(folder)) == [0.8, 3.0]
+
+
+def test_every_kind_of_kernel_has_decisions_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(2.0)
+    monkeypatch.setattr(choice, "_measure", clock)
+    for kind in (*KINDS, *KINDS):
+        with kernels_of(kind):
+            is_worth("linear_forward", *LINEAR)
+    assert clock.measured == len(KINDS)
+
+
+def test_what_other_programs_take_is_not_counted() -> None:
+    def run() -> None:
+        sum(range(100_000))
+        time.sleep(0.3)
+
+    assert 0.0001 < choice._seconds(run) < 0.2
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "runs", "expected"), [(1.1, 0.9, 25, 0.9), (0.9, 1.1, 25, 1.1), (2, 0, 5, 2)]
+)
+def test_measured_again_where_close(
+    monkeypatch: pytest.MonkeyPatch, first: float, then: float, runs: int, expected: float
+) -> None:
+    counted = 0
+
+    def seconds(run: Any) -> float:
+        nonlocal counted
+        if run.__name__ == "on_integers":
+            return 1.0
+        counted += 1
+        return first if counted <= 6 else then  # the first of all is a warm-up
+
+    monkeypatch.setattr(choice, "_seconds", seconds)
+    assert choice._measure("linear_forward", (1, 8, 8, 8)) == expected
+    assert counted == runs + 1
+
+
+def keeps(name: int, ready: Any) -> None:
+    ready.wait()
+    for number in range(20):
+        choice._keep(f"{name} {number}", (float(number), choice._today()))
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_no_measurement_is_lost_between_processes(folder: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    ready = context.Barrier(4)
+    processes = [context.Process(target=keeps, args=(name, ready)) for name in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert len(ratios(folder)) == 80

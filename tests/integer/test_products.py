@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -278,6 +279,23 @@ def _near(result: Tensor, sums: Tensor | None, a: Codes, b: Codes) -> None:
     """Up to rounding, since gradients of what was broadcast are sums of several products."""
     assert sums is not None
     torch.testing.assert_close(result.double(), sums * (a.scale * b.scale).double(), rtol=1e-6, atol=1e-5)
+
+
+@NEEDS_KERNELS
+def test_a_batch_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of attention are small: a call for each, or a start of the threads, would cost more than they do."""
+    calls: list[tuple[int, ...]] = []
+
+    class Counting:
+        def cpt_fx_product(self, *arguments: Any) -> None:
+            calls.append(arguments[3:8])
+
+    monkeypatch.setattr(native, "load", lambda name: Counting())
+    q, k, g = codes(4, 12, 197, 64), codes(4, 12, 197, 64, seed=1), codes(4, 12, 197, 197, seed=2)
+    products.matmul_forward(q, Codes(k.values.mT, k.scale))
+    products.matmul_grad_left(g, Codes(k.values.mT, k.scale), Options(shape=(4, 12, 197, 64)))
+    products.matmul_grad_right(g, q, Options(shape=(4, 12, 64, 197)))
+    assert calls == [(4, 12, 197, 64, 197), (4, 12, 197, 197, 64), (4, 12, 64, 197, 197)]
 
 
 def test_heads_are_multiplied_where_they_lie(way: str) -> None:

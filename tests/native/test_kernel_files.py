@@ -257,7 +257,8 @@ PROCESSORS: dict[str, tuple[dict[str, Any], str]] = {
     "VNNI without AVX-512": ({**HASWELL, "avx512_vnni": True}, "avx2"),
     "Skylake-X": (SKYLAKE_X, "avx512"),
     "Ice Lake, Zen 4": ({**SKYLAKE_X, "avx512_vnni": True, "avx512_vbmi": True}, "avx512_vnni"),
-    "Sapphire Rapids": ({**SKYLAKE_X, "avx512_vnni": True, "amx_tile": True, "amx_int8": True}, "avx512_vnni"),
+    "Sapphire Rapids": ({**SKYLAKE_X, "avx512_vnni": True, "amx_tile": True, "amx_int8": True}, "amx"),
+    "its tiles refused": ({**SKYLAKE_X, "avx512_vnni": True, "amx_tile": False, "amx_int8": True}, "avx512_vnni"),
     "ARM": ({"architecture": "aarch64", "neon": True, "dotprod": True}, "plain"),
     "unknown": ({}, "plain"),
 }
@@ -319,7 +320,8 @@ def test_objects_hold_no_other_instructions(kind: str, folder: Path, monkeypatch
         building.library(name)
     assert len(libraries(folder)) == 2 and all(f"-{kind}-" in path.name for path in libraries(folder))
     read = subprocess.run(["objdump", "-d", *map(str, libraries(folder))], capture_output=True, text=True, check=True)
-    found = {word for word in ("%ymm", "%zmm", "vpdpbusd") if word in read.stdout}
+    found = {word for word in ("%ymm", "%zmm", "vpdpbusd", "tdpbssd") if word in read.stdout}
     assert found == {
         "plain": set(), "avx2": {"%ymm"}, "avx512": {"%ymm", "%zmm"}, "avx512_vnni": {"%ymm", "%zmm", "vpdpbusd"},
+        "amx": {"%ymm", "%zmm", "tdpbssd"},
     }[kind]  # fmt: skip
