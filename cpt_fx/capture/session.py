@@ -70,7 +70,7 @@ class Session:
         self.looking = False
         """Whether the current call belongs to a dry run, such as a proof."""
         self.state = Precision(root)
-        self.state.stand_on(place_for_widths(root, self.state.device))
+        self.state.move_to(place_for_widths(root, self.state.device))
         if strict and self._without_kernels:
             raise TransformError(f"strict=True, but {self._without_kernels[0]}")
         self.names = Names()
@@ -321,7 +321,7 @@ class Session:
             self.moving -= 1
         if self.moving:
             return
-        self.state.stand_on(place_for_widths(self.root, self.state.device))
+        self.state.move_to(place_for_widths(self.root, self.state.device))
         if self._without_kernels != before:
             for note in self._without_kernels:
                 LOGGER.warning("%s: %s", self.kind, note)
@@ -343,13 +343,13 @@ class Session:
         if self._engine is not None:
             self._engine.forget_calls()
 
-    def lose_ranges(self) -> None:
+    def note_lost_ranges(self) -> None:
         """Note that parameters were loaded without their ranges; the next evaluation warns of it."""
         self.has_lost_ranges, self._evaluates = True, False
 
     def forget_ranges(self) -> None:
         """Reset all running ranges, since a whole checkpoint without any was loaded."""
-        self.lose_ranges()
+        self.note_lost_ranges()
         for module in self.root.modules():
             forget(module)
 

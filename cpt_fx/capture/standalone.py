@@ -105,7 +105,7 @@ def _copied(subgraph: fx.GraphModule) -> QuantizedGraphModule:
 def hold_state(module: QuantizedGraphModule, state: Precision) -> None:
     """Give a standalone graph its own state: the model's bit-width sources, and counters of its own runs."""
     own = Held()
-    own.stand_on(state.device)
+    own.move_to(state.device)
     own.raises = state.raises
     module.add_module(STATE, own)
     for source in state.width_sources.values():

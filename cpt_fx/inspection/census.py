@@ -149,7 +149,7 @@ class _Watch(private.TorchDispatchMode):
                 self.seen.product(func, [args[place] for place in positions if place < len(args)])
             if func.namespace not in _CLOSED and not positions:
                 self.seen.operator(func)
-                result = self._opened(func, args, kwargs)
+                result = self._decomposed(func, args, kwargs)
             else:
                 result = func(*args, **kwargs)
             for place in writes:
@@ -158,7 +158,7 @@ class _Watch(private.TorchDispatchMode):
             self.seen.numbered = _sequence()
         return result
 
-    def _opened(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a custom operator so that the operators its code calls are seen."""
         devices = {leaf.device.type for leaf in private.pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         key = getattr(torch.DispatchKey, max(devices, default="").upper(), None)

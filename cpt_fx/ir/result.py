@@ -110,7 +110,7 @@ class Transformed(nn.Module):
             missing_keys[:] = [key for key in missing_keys if key.removeprefix(prefix) not in lost]
             if not given and is_there:
                 forget(self)
-                session.lose_ranges()
+                session.note_lost_ranges()
         if session.root is self and _is_plain(state_dict, prefix, self):
             session.forget_ranges()
         if position is None:

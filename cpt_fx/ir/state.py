@@ -178,7 +178,7 @@ class Precision(_State):
         keeps = f"the schedule keeps its own position, {schedule.position}{hint}"
         warnings.warn(f"the checkpoint of {name} was {was}; {keeps}", stacklevel=2)
 
-    def stand_on(self, device: torch.device) -> None:
+    def move_to(self, device: torch.device) -> None:
         """Move the widths to a device, and the counters to the devices of their layers."""
         for place, holder in self.named_modules():
             for name, tensor in holder._buffers.items():

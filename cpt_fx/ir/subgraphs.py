@@ -176,7 +176,7 @@ def state_of(module: fx.GraphModule) -> Precision:
     state = outer.__dict__.get(STATE) or outer._modules.get(STATE)
     if state is None:
         state = Held()
-        state.stand_on(place_for_widths(outer, state.device))
+        state.move_to(place_for_widths(outer, state.device))
         outer.add_module(STATE, state)
     assert isinstance(state, Precision)
     if OUTER in module.__dict__:
