@@ -35,6 +35,7 @@ SCRIPTS = (
     ("compiled_zoo", "Is a compiled graph compiled again when bits change, or modes?"),
     ("batch_norm", "How far do batch norm's running statistics lag behind low widths, and what do new ones give?"),
     ("kernel_loading", "How long do kernels that are built take to load?"),
+    ("products", "How fast are products of codes, next to torch's and to what the processor can do?"),
 )
 
 
