@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -57,7 +58,9 @@ def batch() -> Tensor:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of a callback that torch.fx stops in
 @pytest.mark.parametrize("name", mostly_slow(ESCAPES, every=5))
-def test_what_goes_around_the_quantizers_is_named(name: str) -> None:
+def test_what_goes_around_the_quantizers_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Dynamo reads what `weakref.finalize` has registered: half a minute, where thousands of tests ran before.
+    monkeypatch.setattr(weakref.finalize, "_registry", {})
     x = batch()
     model = cpt_fx.transform(ESCAPES[name](), Static(4))
     model(x)
