@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,6 @@ from support.script import SCHEDULES, Script
 
 import cpt_fx
 from cpt_fx.schedules import FULL_PRECISION
-from tests.selecting import mostly_slow
 
 DOMAINS = (
     "image_classification",
@@ -30,8 +31,15 @@ def script(domain: str) -> Script:
     return made
 
 
-@pytest.mark.parametrize("name", mostly_slow(SCHEDULES, every=6))
-@pytest.mark.parametrize("domain", DOMAINS)
+def cases() -> Iterator[Any]:
+    """Each schedule in each domain: two in the default run, half of the rest in the slow tests."""
+    for place, domain in enumerate(DOMAINS):
+        for number, name in enumerate(SCHEDULES):
+            marks = [] if number % 6 == 0 else [pytest.mark.slow if (place + number) % 2 else pytest.mark.long]
+            yield pytest.param(domain, name, marks=marks)
+
+
+@pytest.mark.parametrize(("domain", "name"), [*cases()])
 def test_it_trains(domain: str, name: str) -> None:
     torch.set_num_threads(1)
     options = ["--fast", "--schedule", name, "--steps", f"{STEPS}", "--cycles", "2", "--q-min", "4", "--q-max", "7"]
