@@ -73,7 +73,7 @@ def processor() -> dict[str, Any]:
 def _refusal_of_tiles() -> str:
     """Ask the system, once a process, for the registers of AMX; return why they must not be used."""
     if not sys.platform.startswith("linux"):
-        return "nobody knows how to ask this system for its registers"
+        return "tiles are used on Linux only"
     call, supported = ctypes.CDLL(None, use_errno=True).syscall, ctypes.c_uint64()
     # What the system enables (XCR0): a processor may have what a hypervisor or an old kernel keeps.
     call(ctypes.c_long(_ARCH_PRCTL), ctypes.c_long(_GET_SUPPORTED), ctypes.byref(supported))
