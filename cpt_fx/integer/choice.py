@@ -216,8 +216,8 @@ def _read() -> dict[str, tuple[float, int]]:
     kept = {}
     for key, value in found.items() if isinstance(found, dict) else ():
         match value:
-            case [int() | float() as ratio, int() as day] if abs(_today() - day) <= _DAYS:
-                kept[key] = (float(ratio), day)
+            case [float() as ratio, int() as day] if 0 < ratio < math.inf and abs(_today() - day) <= _DAYS:
+                kept[key] = (ratio, day)
     return kept
 
 

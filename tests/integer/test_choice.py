@@ -118,6 +118,19 @@ def test_unknown_rules_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch
         is_worth("linear_forward", *LINEAR)
 
 
+@pytest.mark.parametrize("ratio", ["NaN", "Infinity", "-2", "0", "true", '"2"', "null"])
+def test_a_ratio_that_nothing_measures_is_measured_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, ratio: str
+) -> None:
+    clock = Clock(2.0)
+    monkeypatch.setattr(choice, "_measure", clock)
+    assert is_worth("linear_forward", *LINEAR) and clock.measured == 1
+    path = folder / "cpt_fx" / "integer_choice.json"
+    path.write_text(path.read_text().replace("2.0", ratio))
+    choice._decided.cache_clear()
+    assert is_worth("linear_forward", *LINEAR) and clock.measured == 2
+
+
 @pytest.mark.parametrize("content", ["", "{", "[1, 2]", '{"a": "b"}'])
 def test_a_broken_file_holds_no_decisions(folder: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
     monkeypatch.setattr(choice, "_measure", Clock(2.0))
@@ -271,7 +284,7 @@ def test_measured_again_where_close(
 def keeps(name: int, ready: Any) -> None:
     ready.wait()
     for number in range(20):
-        choice._keep(f"{name} {number}", (float(number), choice._today()))
+        choice._keep(f"{name} {number}", (number + 1.0, choice._today()))
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
